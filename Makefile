@@ -63,6 +63,11 @@ chaos: $(STAMPS)/dev ## five thousand bad connections to one server (CONNECTIONS
 	$(SAY) 'chaos: 1100 odd sockets and 1024 descriptors'
 	@$(TEST_ENV) $(BIN)/python -m tests.chaos.odd_sockets
 
+.PHONY: load
+load: $(STAMPS)/dev ## two thousand idle sockets, two hundred streams, then SIGTERM (wants a quiet machine)
+	$(SAY) 'load: 2000 idle sockets, 200 turns that stream, SIGTERM'
+	@$(TEST_ENV) $(BIN)/python -m tests.bench.load
+
 SIM := $(BIN)/python -m tests.sim
 
 .PHONY: sim
@@ -116,6 +121,12 @@ fuzz: $(STAMPS)/dev ## a million wrong frames into every protocol, fifty thousan
 	$(SAY) 'fuzz: $(FRAMES) frames into each protocol, $(SHOTS) over sockets, seed $(SEED)'
 	@$(TEST_ENV) $(BIN)/python -m tests.fuzz --frames $(FRAMES) --wire $(SHOTS) --seed $(SEED)
 
+.PHONY: observe
+observe: $(STAMPS)/dev ## hold metrics, dashboard and alerts against a Prometheus that scrapes (needs prometheus)
+	@command -v prometheus promtool >/dev/null || { echo 'install prometheus, which has promtool' >&2; exit 1; }
+	$(SAY) 'observe: a server at work, scraped'
+	@$(TEST_ENV) $(BIN)/python -m tests.observe
+
 EXAMPLES ?= 100
 
 .PHONY: schemathesis
@@ -158,7 +169,20 @@ clients: $(STAMPS)/dev ## run clients that others wrote, unmodified, against a s
 	$(SAY) 'clients: what others have written, over HTTP and WebSocket'
 	@$(TEST_ENV) $(BIN)/python -m tests.clients $(CLIENTS)
 
-PROOFS ?= everything sglang fuzz schemathesis structured oracle agents clients chaos seeded soak mutation
+AXE ?= axe-core@4.14.1
+
+.PHONY: browser
+browser: $(STAMPS)/prove ## drive the page in Chromium (CHROMIUM=PATH; needs Node; KEYS= for pytest -k)
+	@$(BIN)/python -m tests.browser.chromium
+	@mkdir -p $(CLIENTS)/axe
+	@npm install --silent --no-audit --no-fund --prefix $(CLIENTS)/axe $(AXE)
+	$(SAY) 'browser: the modules of the page that need no document'
+	@node --test $(wildcard tests/browser/*.test.mjs)
+	$(SAY) 'browser: the page and the dashboard in Chromium'
+	@CLIENTS=$(CLIENTS) $(TEST_ENV) $(BIN)/python -m pytest tests/browser $(if $(KEYS),-k '$(KEYS)')
+
+PROOFS ?= everything sglang fuzz schemathesis structured oracle agents observe clients browser chaos load seeded soak \
+	mutation
 
 .PHONY: prove
 prove: $(STAMPS)/prove ## all of the above that proves something, and how long each took (PROOFS=)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Final
 
 import numpy as np
@@ -19,11 +18,11 @@ import numpy as np
 from cache.changes import Changes
 from cache.components import Component
 from cache.errors import AuditFailed
-from cache.eviction_order import EvictionOrder
 from cache.int_buffer import IntBuffer
 from cache.ledger import Ledger
 from cache.lock_owners import LockOwners
 from cache.radix_node import LockReceipt, RadixNode
+from cache.tenants import Account, Tenants
 from cache.types import NULL_PAGE, Pages, PoolName
 
 TOMBSTONE_COUNT: Final = 1 << 20
@@ -41,25 +40,20 @@ class PageLocks:
         *,
         changes: Changes,
         owners: LockOwners,
+        tenants: Tenants,
     ) -> None:
         """Lock nothing. `components`: the bounded ones. `changes`: records which edges change."""
+        self._tenants = tenants
         self._changes = changes
         self._owners = owners
         self._page_size = page_size
         self._ledgers = ledgers
         self._components = tuple(components)
-        self._orders = {
-            c.pool: EvictionOrder(partial(_has_evictable, pool=c.pool)) for c in self._components
-        }
+        self.pools: Final = tuple(c.pool for c in self._components)
 
     def __bool__(self) -> bool:
         """Return whether any pool is bounded."""
         return bool(self._components)
-
-    @property
-    def pools(self) -> tuple[PoolName, ...]:
-        """Return the bounded pools."""
-        return tuple(self._orders)
 
     @contextmanager
     def relocking(self, receipt: LockReceipt) -> Iterator[None]:
@@ -100,7 +94,7 @@ class PageLocks:
     def num_unlocked(self, nodes: Sequence[RadixNode], start: int, end: int) -> dict[PoolName, int]:
         """Return, per bounded pool, the unlocked pages that a lock of length `end` would cover in
         edges that begin at token `start`."""
-        counts = dict.fromkeys(self._orders, 0)
+        counts = dict.fromkeys(self.pools, 0)
         for component in self._components:
             first, last = component.first_page(end), end // self._page_size
             at = start // self._page_size
@@ -119,7 +113,7 @@ class PageLocks:
         # A path with a tombstone can be locked: locks of the place are then locks of the page.
         num_locks = int(node.page_locks[pool].view()[index])
         if num_locks:
-            self._ledgers[pool].protect(1)
+            self._tenants.protect(node.tenant, pool, 1)
             self._credit_sole_owners(node, pool, (index, index + 1), +1)
         else:
             node.num_evictable[pool] += 1
@@ -127,12 +121,14 @@ class PageLocks:
 
     def offer(self, node: RadixNode) -> None:
         """Enter an edge into the order of eviction of every pool where it has evictable pages."""
-        for pool, order in self._orders.items():
+        for pool in self.pools:
             if node.num_evictable[pool]:
-                order.offer(node)
+                self._tenants[node.tenant].orders[pool].offer(node)
 
-    def take_oldest(self, pool: PoolName, num_pages: int) -> tuple[RadixNode, list[int]]:
-        """Evict pages of the least recently used edge that has evictable ones.
+    def take_oldest(
+        self, account: Account, pool: PoolName, num_pages: int
+    ) -> tuple[RadixNode, list[int]]:
+        """Evict pages of a tenant's least recently used edge that has evictable ones.
 
         The first pages of the edge go first: a match that ends at its end needs the last ones.
         Return the edge, and up to `num_pages` page ids, still booked as TREE.
@@ -140,7 +136,7 @@ class PageLocks:
         Raises:
             AuditFailed: no page is evictable; the caller checks the ledger before.
         """
-        node = self._orders[pool].pop()
+        node = account.orders[pool].pop()
         self._changes.record_content(node)
         idle = (node.page_locks[pool].view() == 0).nonzero()[0][:num_pages].tolist()
         pages = node.pages[pool].view()[idle].tolist()
@@ -148,6 +144,7 @@ class PageLocks:
             node.pages[pool].put(index, NULL_PAGE)
             node.page_locks[pool].add(index, index + 1, TOMBSTONE_COUNT)
         node.num_evictable[pool] -= len(idle)
+        self._tenants.add(node.tenant, pool, -len(idle))
         self.offer(node)
         return node, pages
 
@@ -155,7 +152,7 @@ class PageLocks:
         for pool, node, start, end in self._locked_slices(receipt):
             num_evictable = _num_evictable(node, pool, start, end)
             self._record_change(node, num_evictable)
-            self._ledgers[pool].protect(num_evictable)
+            self._tenants.protect(node.tenant, pool, num_evictable)
             node.num_evictable[pool] -= num_evictable
             self._owners.add_pages(receipt._number, pool, num_evictable)
             self._credit_sole_owners(node, pool, (start, end), -1)
@@ -172,7 +169,7 @@ class PageLocks:
             node.page_owners[pool].exclusive_or(start, end, receipt._number)
             num_evictable = _num_evictable(node, pool, start, end)
             self._record_change(node, num_evictable)
-            self._ledgers[pool].unprotect(num_evictable)
+            self._tenants.protect(node.tenant, pool, -num_evictable)
             node.num_evictable[pool] += num_evictable
             self._owners.add_pages(receipt._number, pool, -num_evictable)
             self._credit_sole_owners(node, pool, (start, end), +1)
@@ -269,10 +266,6 @@ def unlocked_counts(pages: Pages) -> Pages:
     if np.count_nonzero(pages) < len(pages):
         counts[pages == NULL_PAGE] = TOMBSTONE_COUNT
     return counts
-
-
-def _has_evictable(node: RadixNode, pool: PoolName) -> bool:
-    return node.num_evictable[pool] > 0
 
 
 def _num_evictable(node: RadixNode, pool: PoolName, start: int = 0, end: int | None = None) -> int:

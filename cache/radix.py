@@ -18,7 +18,6 @@ import numpy as np
 from cache.changes import Changes
 from cache.components import Component
 from cache.errors import AuditFailed
-from cache.eviction_order import EvictionOrder
 from cache.int_buffer import IntBuffer
 from cache.ledger import Ledger
 from cache.lock_owners import LockOwners, Tally
@@ -34,6 +33,7 @@ from cache.radix_node import (
     is_evictable_leaf,
     is_sole_leaf,
 )
+from cache.tenants import Tenants
 from cache.types import NULL_PAGE, Holder, Namespace, Pages, PoolName, Tokens
 
 
@@ -53,14 +53,19 @@ class RadixCache:
         self._changes = changes if changes is not None else Changes()
         bounded = [c for c in components if c.is_bounded]
         self._owners = LockOwners()
+        self.tenants = Tenants(ledgers, [c.pool for c in bounded])
         self._locks = PageLocks(
-            page_size, ledgers, bounded, changes=self._changes, owners=self._owners
+            page_size,
+            ledgers,
+            bounded,
+            changes=self._changes,
+            owners=self._owners,
+            tenants=self.tenants,
         )
         self._unbounded_ledgers = {
             pool: ledgers[pool] for pool in ledgers if pool not in self._locks.pools
         }
         self._roots: dict[Namespace, Root] = {}
-        self._leaves = EvictionOrder(is_evictable_leaf)
         self._clock = 0
 
     def match_prefix(self, namespace: Namespace, tokens: Tokens) -> MatchResult:
@@ -83,6 +88,7 @@ class RadixCache:
         root = self._roots.get(namespace)
         if root is None:
             root = self._roots[namespace] = Root(namespace)
+            self.tenants.enter(namespace.tenant)
         root.lock_ref += 1
         self._changes.record_node(root)
         receipt = LockReceipt(namespace, root)
@@ -127,7 +133,9 @@ class RadixCache:
             if num_new:
                 fresh = {pool: np.array(ids[-num_new:], np.int32) for pool, ids in pages.items()}
                 for pool, ledger in self._ledgers.items():
-                    ledger.transfer(int(np.count_nonzero(fresh[pool])), Holder.ACTIVE, Holder.TREE)
+                    num_pages = int(np.count_nonzero(fresh[pool]))
+                    ledger.transfer(num_pages, Holder.ACTIVE, Holder.TREE)
+                    self.tenants.add(receipt.namespace.tenant, pool, num_pages)
                 self._append(receipt, tokens[-num_new * self._page_size :], fresh)
         self._locks.offer(receipt._node)
         return found
@@ -171,8 +179,10 @@ class RadixCache:
                 num_pages = min(receipt.length - target, len(node.tokens)) // self._page_size
                 for pool, ids in self._trim(node, num_pages).items():
                     if pool in self._unbounded_ledgers:  # `relocking` has unlocked the others
-                        self._ledgers[pool].unprotect(num_pages)
-                    self._ledgers[pool].transfer(int(np.count_nonzero(ids)), Holder.TREE, holder)
+                        self.tenants.protect(node.tenant, pool, -num_pages)
+                    num_taken = int(np.count_nonzero(ids))
+                    self._ledgers[pool].transfer(num_taken, Holder.TREE, holder)
+                    self.tenants.add(node.tenant, pool, -num_taken)
                     taken[pool] = ids + taken[pool]
                 receipt.length -= num_pages * self._page_size
                 self._owners.add_tokens(receipt._number, -num_pages * self._page_size)
@@ -200,7 +210,8 @@ class RadixCache:
         self._drop_if_idle(root)
 
     def evict(self, pool: PoolName, num_pages: int) -> PagesByPool:
-        """Remove the least recently used unlocked pages until `num_pages` of `pool` are out.
+        """Remove unlocked pages until `num_pages` of `pool` are out: of the tenant that has most
+        for its weight those that were least recently used.
 
         Leaves go first, from their tails: a long edge loses what is needed and no more. In a
         bounded pool single pages go, wherever they are on their edge, and leave tombstones.
@@ -210,10 +221,12 @@ class RadixCache:
         """
         evicted: PagesByPool = {name: [] for name in self._ledgers}
         while (wanted := num_pages - len(evicted[pool])) > 0:
+            account, most = self.tenants.next_to_give(pool)
+            wanted = max(1, min(wanted, most))
             if pool in self._unbounded_ledgers:
-                self._cut_leaf(self._leaves.pop(), wanted, evicted)
+                self._cut_leaf(account.leaves.pop(), wanted, evicted)
                 continue
-            node, pages = self._locks.take_oldest(pool, wanted)
+            node, pages = self._locks.take_oldest(account, pool, wanted)
             evicted[pool] += pages
             if is_evictable_leaf(node) and not node.pages[pool].view().any():
                 # No match can end in a leaf that has no page of this pool left.
@@ -232,11 +245,14 @@ class RadixCache:
         if top is None:
             return removed
         nodes = (top, *top.below())
-        self._detach(top)
         for node in nodes:
             for pool, ids in node.pages.items():
                 removed[pool] += filter(None, ids.view().tolist())
                 ids.truncate(0)
+        for pool, pages in removed.items():
+            self.tenants.add(top.tenant, pool, -len(pages))
+        self._detach(top)
+        for node in nodes:
             truncate_locks(node, 0)
             node.tokens.truncate(0)
             node.parent = None
@@ -358,6 +374,7 @@ class RadixCache:
                 for index, has in enumerate(node.pages[pool].view().tolist()):
                     if has == NULL_PAGE and (page := pages[pool][at + index]):
                         self._ledgers[pool].transfer(1, Holder.ACTIVE, Holder.TREE)
+                        self.tenants.add(node.tenant, pool, 1)
                         self._locks.fill_tombstone(node, pool, index, page)
                 at += self._num_pages(node)
 
@@ -365,7 +382,7 @@ class RadixCache:
         self._changes.record_node(node)
         if node.lock_ref == 0:
             self._changes.record_content(node)  # fewer pages of a match can be evicted now
-            self._protect(len(node.tokens))
+            self._protect(node, len(node.tokens))
             self._owners.add_tokens(receipt._number, len(node.tokens))
         elif node.lock_ref == 1:
             # One owner is left in the exclusive or; with a second lock it is not alone any more.
@@ -387,8 +404,7 @@ class RadixCache:
         receipt.length -= len(node.tokens)
         if node.lock_ref == 0:
             self._changes.record_content(node)
-            for ledger in self._unbounded_ledgers.values():
-                ledger.unprotect(self._num_pages(node))
+            self._protect(node, -len(node.tokens))
             self._owners.add_tokens(receipt._number, -len(node.tokens))
             self._push_leaf(node)
         elif node.lock_ref == 1:
@@ -418,7 +434,7 @@ class RadixCache:
         for pool in node.page_locks:
             append_locks(node, pool, pages[pool])
         self._owners.add_tokens(receipt._number, len(tokens))
-        self._protect(len(tokens))
+        self._protect(node, len(tokens))
         receipt.length += len(tokens)
 
     def _split(self, node: RadixNode, length: int) -> RadixNode:
@@ -462,6 +478,7 @@ class RadixCache:
         self, parent: RadixNode, tokens: Tokens, pages: Mapping[PoolName, Pages]
     ) -> RadixNode:
         node = RadixNode(parent, self._key(tokens), tokens, pages)
+        node.tenant = parent.tenant
         init_locks(node, self._locks.pools)
         node.last_used = self._clock
         self._changes.record_node(node)
@@ -472,6 +489,7 @@ class RadixCache:
         trimmed = self._trim(node, min(num_pages, self._num_pages(node)))
         for pool, ids in trimmed.items():
             evicted[pool] += filter(None, ids)
+            self.tenants.add(node.tenant, pool, -sum(map(bool, ids)))
         if len(node.tokens):
             self._push_leaf(node)
         else:
@@ -492,6 +510,7 @@ class RadixCache:
     def _drop_if_idle(self, root: Root) -> None:
         if not root.children and root.lock_ref == 0:
             del self._roots[root.namespace]
+            self.tenants.leave(root.tenant)
             self._changes.record_node(root)
 
     def _key(self, tokens: Tokens) -> bytes:
@@ -500,9 +519,9 @@ class RadixCache:
     def _num_pages(self, node: RadixNode) -> int:
         return len(node.tokens) // self._page_size
 
-    def _protect(self, num_tokens: int) -> None:
-        for ledger in self._unbounded_ledgers.values():
-            ledger.protect(num_tokens // self._page_size)
+    def _protect(self, node: RadixNode, num_tokens: int) -> None:
+        for pool in self._unbounded_ledgers:
+            self.tenants.protect(node.tenant, pool, num_tokens // self._page_size)
 
     # Order of eviction
 
@@ -514,7 +533,7 @@ class RadixCache:
             self._trim(node, self._num_pages(node))
             self._detach(node)
             return
-        self._leaves.offer(node)
+        self.tenants[node.tenant].leaves.offer(node)
 
 
 def _common_len(left: Tokens, right: Tokens) -> int:

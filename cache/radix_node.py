@@ -23,7 +23,7 @@ class RadixNode:
     path includes it; `lock_owners`: the exclusive or of their numbers, see `cache.lock_owners`. In
     bounded pools `page_locks` and `page_owners` are the same per page, and `num_evictable` counts
     the pages that are there and unlocked, see `cache.page_locks`. `version`: of the last change
-    that a match over the edge depends on, see `cache.changes`.
+    that a match over the edge depends on, see `cache.changes`. `tenant`: whose pages they are.
     """
 
     __slots__ = (
@@ -37,9 +37,12 @@ class RadixNode:
         "page_owners",
         "pages",
         "parent",
+        "tenant",
         "tokens",
         "version",
     )
+
+    tenant: str
 
     def __init__(
         self, parent: RadixNode | None, key: bytes, tokens: Tokens, pages: Mapping[PoolName, Pages]
@@ -74,6 +77,7 @@ class Root(RadixNode):
     def __init__(self, namespace: Namespace) -> None:
         super().__init__(None, b"", np.empty(0, np.int32), {})
         self.namespace = namespace
+        self.tenant = namespace.tenant
 
 
 class LockReceipt:

@@ -17,6 +17,7 @@ What is summed:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
@@ -147,6 +148,8 @@ class Recount:
         self._pending = _Pending(cache)
         self._num_walked = 0
         self._is_compared = False
+        self._of_tenants: Counter[tuple[str, PoolName, bool]] = Counter()
+        """Pages in the tree: those of a tenant in a pool, and those of them that are locked."""
 
     def advance(self, num_units: int) -> bool:
         """Visit what changed since the last call, and `num_units` other sessions, rows or edges;
@@ -359,6 +362,8 @@ class Recount:
             self._add_locks(record.parent, -sign * record.lock_ref)
         for pool, pages in record.pages.items():
             self._sums[pool].add_node(pages, record.num_protected[pool], sign)
+            self._of_tenants[node.tenant, pool, False] += sign * len(pages)
+            self._of_tenants[node.tenant, pool, True] += sign * record.num_protected[pool]
             if pool in record.locks:
                 self._sums[pool].add_locks(record.locks[pool], sign)
 
@@ -378,6 +383,7 @@ class Recount:
                 held = f"{node.lock_ref} locks, {node.lock_ref - diff} are held"
                 yield f"a node of {len(node.tokens)} tokens counts {held}"
         yield from self._compare_rows()
+        yield from self._compare_tenants()
         for pool, ledger in self._stores.ledgers.items():
             yield from self._compare_pool(ledger, self._sums[pool])
 
@@ -388,6 +394,25 @@ class Recount:
             yield f"rows {rows.held_rows()} are held, leases have {leased}"
         if sorted(rows.free_rows() + leased) != list(range(1, rows.num_rows + 1)):
             yield "rows: free and held ones are not all, once each, without row 0"
+
+    def _compare_tenants(self) -> Iterator[str]:
+        tenants = self._stores.tree.tenants
+        known = {
+            (tenant, pool, is_locked): counts[pool]
+            for tenant, account in tenants.items()
+            for is_locked, counts in ((False, account.held), (True, account.protected))
+            for pool in self._stores.ledgers
+        }
+        for (tenant, pool, is_locked), num_pages in (self._of_tenants | known).items():
+            counted = self._of_tenants[tenant, pool, is_locked]
+            if counted != known.get((tenant, pool, is_locked), 0):
+                what = "locked pages" if is_locked else "pages"
+                yield f"{pool}: a tenant has {counted} {what} in the tree, its account {num_pages}"
+        for pool in self._stores.ledgers:
+            for name, total in (("guarded", tenants.guarded), ("unheld", tenants.unheld)):
+                counted = sum(getattr(account, name)[pool] for _, account in tenants.items())
+                if counted != total[pool]:
+                    yield f"{pool}: {counted} pages are {name}, {total[pool]} are counted"
 
     def _compare_pool(self, ledger: Ledger, sums: _PoolSums) -> Iterator[str]:
         pool = ledger.pool

@@ -39,7 +39,7 @@ from cache.types import (
     TurnId,
     pages_for,
 )
-from cache.views import CacheParts, Headroom, SlotView, TurnLimits, TurnLoan
+from cache.views import CacheParts, Headroom, SlotView, TenantShare, TurnLimits, TurnLoan
 
 EVICTED_AHEAD: Final = 256
 """Pages that `grow` evicts at most beyond those that it takes: about a millisecond."""
@@ -105,8 +105,9 @@ class SessionAwareCache:
         namespace: Namespace,
         tokens: Sequence[int] | Tokens = (),
         retention: Retention = Retention.RECLAIMABLE,
+        tenant_weight: int | None = None,
     ) -> None:
-        """Create a cold slot with a history.
+        """Create a cold slot with a history. `tenant_weight`: that of its tenant, from now on.
 
         Raises:
             SlotExists: the id is taken.
@@ -118,6 +119,7 @@ class SessionAwareCache:
         self._check_quota(slot, max(1, len(tokens)))
         slot.tokens.append(tokens)
         self._slots[session_id] = slot
+        self._stores.tree.tenants.enter(namespace.tenant, tenant_weight)
 
     def fork(
         self,
@@ -280,7 +282,10 @@ class SessionAwareCache:
                 num_ahead = min(
                     ledger.num_pages // _HIGH_WATER_DIVISOR - ledger.num_free, EVICTED_AHEAD
                 )
-                self._stores.evict(ledger.pool, min(count + num_ahead, ledger.num_evictable))
+                # What a tenant's minimum keeps is not evicted ahead.
+                num_spare = ledger.num_evictable - self._stores.tree.tenants.guarded[ledger.pool]
+                num_spare = max(num_spare, count - ledger.num_free)
+                self._stores.evict(ledger.pool, min(count + num_ahead, num_spare))
         writes = turn.lease.grow(to_len, num_drafts)
         self._update_pinned(turn.slot)
         return writes
@@ -389,11 +394,13 @@ class SessionAwareCache:
         for turn in self._turns.values():
             turn.slot.tokens.truncate(turn.base_len)
         self._turns.clear()
+        tenants = self._stores.tree.tenants
         slots = self._slots.items()
         self._slots = {name: slot for name, slot in slots if slot.state is not SlotState.CLOSING}
         for slot in self._slots.values():
             slot.reset()
         self._stores = self._empty_stores(quarantined=self._stores.quarantined)
+        tenants.enter_into(self._stores.tree.tenants, self._slots.values())
         self._pinned = self._empty_quota(self._stores)
         self.parked = ParkedQueue(self._stores, self._pinned)
         self.tails = Tails(self._stores, self._slots, self.parked)
@@ -406,6 +413,11 @@ class SessionAwareCache:
 
     def __len__(self) -> int:
         return len(self._slots)
+
+    @property
+    def num_tenants(self) -> int:
+        """Return how many tenants have sessions."""
+        return len(self._stores.tree.tenants)
 
     @property
     def num_turns(self) -> int:
@@ -437,10 +449,11 @@ class SessionAwareCache:
 
     def headroom(self) -> Headroom:
         """Return the pages and rows that could be handed out now. O(pools)."""
-        tails = self.tails.num_pages
-        ledgers = self._stores.paged.items()
-        pages = tuple([each.num_free + each.num_evictable + tails[pool] for pool, each in ledgers])
-        return Headroom(pages, self._stores.rows.num_free)
+        return Headroom.of(self._stores, self.tails.num_pages, self.parked.guarded_pages())
+
+    def shares(self, tenant: str) -> TenantShare:
+        """Return what a tenant has of the memory now. O(1)."""
+        return TenantShare(tenant, self._stores, is_guarding=self.parked.is_guarding)
 
     def turn_limits(self, num_ahead: int) -> TurnLimits:
         """Return what one turn may take of the pools, if `num_ahead` positions may be launched
@@ -529,6 +542,7 @@ class SessionAwareCache:
             slot.lease = None
         self._update_pinned(slot)
         del self._slots[slot.session_id]
+        self._stores.tree.tenants.leave(slot.namespace.tenant)
 
     def _check_quota(self, slot: SessionSlot, num_tokens: int) -> None:
         if slot.retention is Retention.PINNED:

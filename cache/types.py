@@ -68,11 +68,13 @@ class Namespace:
     """Identify the sessions that may share KV: those of one tenant and one model.
 
     Tree nodes and slots are keyed by it. A tuple of fields, never a concatenated string, so two
-    different namespaces cannot collide.
+    different namespaces cannot collide. `tenant`: whose memory the sessions take; one tenant may
+    have many salts.
     """
 
     tenant_salt: str
     model_fingerprint: str
+    tenant: str = ""
 
 
 class TableWrite(NamedTuple):

@@ -95,11 +95,23 @@ class TailView:
 
 
 class Headroom(NamedTuple):
-    """Count what could be handed out: pages that are free, evictable or of tails, in the order of
-    `SessionAwareCache.paged_pools`, and free rows."""
+    """Count what could be handed out: pages that are free, of tails, or evictable and kept by no
+    tenant's minimum, in the order of `SessionAwareCache.paged_pools`; and free rows."""
 
     pages: tuple[int, ...]
     num_rows: int
+
+    @classmethod
+    def of(
+        cls, stores: KVStores, tails: Mapping[PoolName, int], guarded: Mapping[PoolName, int]
+    ) -> Headroom:
+        """Count it, with the pages of `tails` and those of `guarded`, which are kept."""
+        ledgers = stores.paged.items()
+        pages = [
+            each.num_free + each.num_evictable + tails[pool] - guarded[pool]
+            for pool, each in ledgers
+        ]
+        return cls(tuple(pages), stores.rows.num_free)
 
 
 class TurnLimits(NamedTuple):
@@ -187,3 +199,30 @@ class SlotView(NamedTuple):
             protected_pages={pool: lease.num_protected(pool) if lease else 0 for pool in pools},
             private_pages={pool: lease.num_private(pool) if lease else 0 for pool in pools},
         )
+
+
+@dataclass(frozen=True, slots=True)
+class TenantShare:
+    """Tell what one tenant may count on; valid until the cache changes.
+
+    `is_guarding`: whether the minimums of tenants are kept, see `ParkedQueue.is_guarding`.
+    """
+
+    tenant: str
+    _stores: KVStores
+    is_guarding: bool
+
+    def lock_cost(self, evictable: Mapping[PoolName, int]) -> tuple[int, ...]:
+        """Return the headroom that is gone, per paged pool, once so many of its evictable pages are
+        locked."""
+        tenants, pools = self._stores.tree.tenants, self._stores.paged
+        if not self.is_guarding:
+            return tuple([evictable[pool] for pool in pools])
+        return tuple([tenants.lock_cost(self.tenant, pool, evictable[pool]) for pool in pools])
+
+    @property
+    def reserved_pages(self) -> tuple[int, ...]:
+        """Return the pages, per paged pool, that other tenants lack of their minimums."""
+        tenants = self._stores.tree.tenants
+        mine = tenants[self.tenant].unheld
+        return tuple([tenants.unheld[pool] - mine[pool] for pool in self._stores.paged])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import ssl
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
-from session_server.core.owner import KEY_VARIABLE
+from session_server.core.owner import KEY_FILE_VARIABLE, KEY_VARIABLE
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -40,6 +42,17 @@ def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
     return read
 
 
+def add_key_file(group: argparse._ArgumentGroup) -> None:
+    """Add the flag that names a file of API keys."""
+    group.add_argument(
+        "--file",
+        type=Path,
+        metavar="FILE",
+        default=os.environ.get(KEY_FILE_VARIABLE) or None,
+        help=f"the file of keys (default: ${KEY_FILE_VARIABLE}); add makes it",
+    )
+
+
 def add_server(parser: argparse.ArgumentParser, *, about: str, default: str | None = None) -> None:
     """Add the flags that choose the server and pass its API key."""
     group = parser.add_argument_group("server", "Choose the server and the API key.")
@@ -51,3 +64,21 @@ def add_server(parser: argparse.ArgumentParser, *, about: str, default: str | No
         default=os.environ.get(KEY_VARIABLE) or None,
         help=f"API key for the server (default: ${KEY_VARIABLE}, which ps does not show)",
     )
+    group.add_argument(
+        "--ca-file",
+        dest="trust",
+        type=trusted_file,
+        metavar="FILE",
+        help="believe the certificates of this PEM file (default: those of the machine)",
+    )
+
+
+def trusted_file(name: str) -> ssl.SSLContext:
+    """Return what believes the certificates of a file: the `type` of an argument."""
+    try:
+        return ssl.create_default_context(cafile=name)
+    except ssl.SSLError:
+        why = "no certificate as PEM"
+    except OSError as error:
+        why = str(error.strerror)
+    raise argparse.ArgumentTypeError(f"cannot use {name}: {why}")

@@ -140,11 +140,18 @@ def session_table(
 
 def _fetch(args: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     headers = key_header(args.api_key)
-    base = server_address(args.url)
-    with httpx.Client(base_url=base, headers=headers, timeout=30.0, trust_env=False) as client:
+    base, verify = server_address(args.url), args.trust or True
+    with httpx.Client(
+        base_url=base, headers=headers, timeout=30.0, trust_env=False, verify=verify
+    ) as client:
         params = {"full": int(args.full), "trace": int(args.trace)}
         memory = client.get("/v1/admin/memory", params=params)
         memory.raise_for_status()
         sessions = client.get("/v1/sessions", params={"limit": args.limit})
         sessions.raise_for_status()
-    return memory.json(), sessions.json()["data"]
+    # What clients note of a session is theirs, and reports are sent to others.
+    shown = [
+        {name: value for name, value in session.items() if name != "metadata"}
+        for session in sessions.json()["data"]
+    ]
+    return memory.json(), shown

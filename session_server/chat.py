@@ -253,7 +253,10 @@ class _Chat:
     def _open(self, session_id: str | None) -> SessionClient:
         self._turns = []
         options = ClientOptions(
-            token=self._args.api_key, max_attempts=MAX_ATTEMPTS, on_connection=self._on_line
+            token=self._args.api_key,
+            trust=self._args.trust,
+            max_attempts=MAX_ATTEMPTS,
+            on_connection=self._on_line,
         )
         return self._loop.call(connect(self._url, session_id=session_id, options=options))
 

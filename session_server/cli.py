@@ -1,4 +1,4 @@
-"""Run the command line: `session-server serve | chat | demo | inspect | audit | doctor | bench`.
+"""Run the command line: `session-server serve`, `chat`, `demo`, `keys` and the others.
 
 A subcommand's module is imported only when it is called, so `--help` is fast and `chat` does not
 load torch.
@@ -53,6 +53,11 @@ COMMANDS: Final[Mapping[str, Subcommand]] = {
         "[MODEL] ",
     ),
     "audit": Subcommand("session_server.auditor", "show sessions and memory of a running server"),
+    "keys": Subcommand(
+        "session_server.key_command",
+        "add, list and revoke the API keys of a file",
+        "ACTION [NAME] [OPTION=VALUE ...] ",
+    ),
     "doctor": Subcommand("session_server.doctor", "check whether this machine can serve"),
 }
 

@@ -2,8 +2,8 @@
 
 Every number has a unit, a bound on both sides and a `Bound` that says what happens at the limit
 (docs/limits.md is generated from them). `runner.loader` decides what is left open here (`auto`,
-None): device, dtype and capacity. Only `wiring` reads all settings, and only it reads the
-environment.
+None): device, dtype and capacity. Only `wiring` reads all settings; `sources` says where they come
+from.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
+from pydantic_core import PydanticCustomError
 
 from session_server.core.bounds import Bound
 from session_server.demo import MODEL_DIR
 from session_server.engine.config import MemoryCheck
 from session_server.models.hub import resolve_model
+
+LOOPBACK: Final = "127.0.0.1"
 
 _POOL_IS_FULL: Final = (
     "idle sessions lose their KV (not their tokens), then the youngest running turn waits; a turn "
@@ -28,6 +31,8 @@ _JOURNAL_IS_SHORT: Final = (
     "and a `session.snapshot`"
 )
 _T = TypeVar("_T")
+
+MAX_URL_CHARS: Final = 2048
 
 
 class EngineMode(StrEnum):
@@ -45,6 +50,22 @@ def _setting(default: _T, description: str, **limits: Any) -> _T:
     """Return the field of a setting, with its help text and the arguments of `Field`."""
     field: _T = Field(default, description=description, **limits)
     return field
+
+
+def _words(given: Any) -> Any:
+    """Split what a variable of the environment holds: names with commas between them."""
+    return given.replace(",", " ").split() if isinstance(given, str) else given
+
+
+def _url(given: SecretStr | None) -> SecretStr | None:
+    text = "http://" if given is None else given.get_secret_value()
+    if not text.startswith(("http://", "https://")) or len(text) > MAX_URL_CHARS:
+        told = f"expected http:// or https://, and at most {MAX_URL_CHARS} characters"
+        raise PydanticCustomError("url", told)
+    return given
+
+
+_Words = Annotated[tuple[str, ...], BeforeValidator(_words)]
 
 
 class ModelOptions(_Section):
@@ -178,9 +199,21 @@ class SessionOptions(_Section):
 class HttpOptions(_Section):
     """Configure the HTTP and WebSocket server."""
 
-    host: str = _setting("127.0.0.1", "address to bind", max_length=255)
+    host: str = _setting(LOOPBACK, "address to bind", max_length=255)
     port: Annotated[int, Bound("", "limits nothing")] = _setting(
         30000, "port to listen on; 0: any free port", ge=0, le=65535
+    )
+    admin_host: str | None = _setting(
+        None,
+        f"address to bind for operators, with --admin-port; {LOOPBACK} by default",
+        max_length=255,
+    )
+    admin_port: Annotated[int | None, Bound("", "limits nothing")] = _setting(
+        None,
+        "port where /metrics, /v1/admin, /flush_cache and the dashboard answer, and nowhere else; "
+        "by default beside everything; 0: any free port",
+        ge=0,
+        le=65535,
     )
     api_key: SecretStr | None = _setting(
         None, "API key that clients must send; every user of this machine sees it in ps"
@@ -188,18 +221,30 @@ class HttpOptions(_Section):
     api_key_file: Path | None = _setting(
         None,
         "file of API keys, one per line: [NAME] KEY or [NAME] sha256:HEX, then "
-        "optionally max_priority=N and share=PART, the limits of the key, and admin=1; keys with "
-        "the same name have one owner",
+        "optionally max_priority=N and share=PART, the limits of the key, metrics=1 and admin=1; "
+        "keys with the same name have one owner",
+    )
+    ssl_certfile: Path | None = _setting(
+        None, "certificate chain (PEM), read again when it changes; the server then speaks TLS"
+    )
+    ssl_keyfile: Path | None = _setting(
+        None, "private key of the certificate (PEM, without a password), if not in the same file"
     )
     max_priority: Annotated[int, Bound("", "a higher one is lowered to it")] = _setting(
         0, "highest priority of turns, unless their key sets its own", ge=-100, le=100
     )
+    tenant_limits: str = _setting(
+        "",
+        'limits of every owner whose line sets none, as a line has them: "max_sessions=8 '
+        'turns_per_min=60"',
+        max_length=1024,
+    )
     responses_ws: bool = _setting(True, "serve the WebSocket mode of OpenAI's Responses")
     allow_open: bool = _setting(False, "serve other machines without requiring a key")
-    allowed_hosts: tuple[str, ...] = _setting(
+    allowed_hosts: _Words = _setting(
         (), "host name that clients may use for this server; repeatable", max_length=64
     )
-    allowed_origins: tuple[str, ...] = _setting(
+    allowed_origins: _Words = _setting(
         (), "browser origin to allow besides this host and loopback; repeatable", max_length=64
     )
     max_message_bytes: Annotated[
@@ -241,6 +286,11 @@ class HttpOptions(_Section):
     )
     log_format: Literal["text", "json"] = _setting(
         "text", "format of log lines: text, or one JSON object each"
+    )
+    otlp_traces_endpoint: Annotated[SecretStr | None, AfterValidator(_url)] = _setting(
+        None,
+        "URL that OpenTelemetry traces of turns are sent to (OTLP/HTTP); needs the extra `otel`. "
+        "OTEL_EXPORTER_OTLP_ENDPOINT does the same",
     )
     throughput_interval_s: Annotated[float, Bound("seconds", "a line is written")] = _setting(
         10.0, "seconds between two log lines of throughput while turns run; 0: none", ge=0, le=86400

@@ -177,7 +177,8 @@ def run_engine_process(fd: int) -> int:
 
 def _build_from_frame(frame: bytes) -> EngineAssembly:
     settings = Settings.model_validate_json(frame)
-    configure_logging(settings.http.log_level, settings.http.log_format)
+    # Whether colors are wanted is known to the server alone, and few lines are written here.
+    configure_logging(settings.http.log_level, settings.http.log_format, allows_color=False)
     try:
         return build_engine(settings)
     except (ModelError, ValueError) as error:
@@ -231,7 +232,7 @@ def _draft_directory(settings: Settings, tokens: ModelTokens) -> Path | None:
     if settings.engine.speculation != Drafter.MODEL.value:
         return None
     if settings.model.draft_path is None:
-        raise ValueError("speculation with a draft model needs --speculative-draft-model-path")
+        raise ValueError("--speculative-algorithm model needs --speculative-draft-model-path")
     directory = resolve_model(settings.model.draft_path)
     try:
         known = load_model_tokens(directory).tokenizer.vocabulary

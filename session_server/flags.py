@@ -7,15 +7,27 @@ work; an unknown flag is refused. Help texts and bounds come from `config`.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 
 from session_server.config import Settings
+
+Place = tuple[str, str]
+"""A setting's section and key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Hold a value that somebody gave, its source, and how errors name it there."""
+
+    value: Any
+    source: str
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +75,14 @@ FLAGS: Final = (
     Flag(("--replay-ttl",), "sessions", "replay_ttl_s"),
     Flag(("--host",), "http", "host"),
     Flag(("--port",), "http", "port"),
+    Flag(("--admin-host",), "http", "admin_host"),
+    Flag(("--admin-port",), "http", "admin_port"),
     Flag(("--api-key",), "http", "api_key"),
     Flag(("--api-key-file",), "http", "api_key_file"),
+    Flag(("--ssl-certfile",), "http", "ssl_certfile"),
+    Flag(("--ssl-keyfile",), "http", "ssl_keyfile"),
     Flag(("--max-priority",), "http", "max_priority"),
+    Flag(("--tenant-limits",), "http", "tenant_limits"),
     Flag(("--no-responses-ws",), "http", "responses_ws", False),
     Flag(("--allow-open",), "http", "allow_open", True),
     Flag(("--allowed-host",), "http", "allowed_hosts"),
@@ -77,6 +94,7 @@ FLAGS: Final = (
     Flag(("--drain-timeout",), "http", "drain_s"),
     Flag(("--log-level",), "http", "log_level"),
     Flag(("--log-format",), "http", "log_format"),
+    Flag(("--otlp-traces-endpoint",), "http", "otlp_traces_endpoint"),
     Flag(("--throughput-interval",), "http", "throughput_interval_s"),
     Flag(("--debug-retract-interval",), "debug", "retract_interval"),
 )
@@ -84,8 +102,12 @@ FLAGS: Final = (
 IGNORED_SWITCHES: Final = (
     "--disable-cuda-graph",
     "--enable-cache-report",
+    "--enable-chunked-prefill",
     "--enable-metrics",
     "--enable-mixed-chunk",
+    "--enable-prefix-caching",
+    "--enable-request-id-headers",
+    "--enable-ssl-refresh",
     "--enable-streaming-session",
     "--enable-torch-compile",
     "--log-requests",
@@ -136,15 +158,32 @@ def read_settings(args: argparse.Namespace) -> Settings:
     Raises:
         ValueError: a value is out of bounds; the message names the flag and the bound.
     """
-    given: dict[str, dict[str, Any]] = {}
-    for flag in FLAGS:
-        value = getattr(args, _destination(flag), None)
-        if value is not None:
-            given.setdefault(flag.part, {})[flag.field] = value
+    return validated(given_by(args))
+
+
+def given_by(args: argparse.Namespace) -> dict[Place, Given]:
+    """Return what parsed flags give."""
+    values = {flag: getattr(args, _destination(flag), None) for flag in FLAGS}
+    return {
+        (flag.part, flag.field): Given(value, flag.names[0], flag.names[0])
+        for flag, value in values.items()
+        if value is not None
+    }
+
+
+def validated(given: Mapping[Place, Given]) -> Settings:
+    """Return the settings with these values, and defaults elsewhere.
+
+    Raises:
+        ValueError: a value is out of bounds; the message names its source and the bound.
+    """
+    sections: dict[str, dict[str, Any]] = {}
+    for (part, field), value in given.items():
+        sections.setdefault(part, {})[field] = value.value
     try:
-        return Settings.model_validate(given)
+        return Settings.model_validate(sections)
     except ValidationError as error:
-        raise ValueError(_explain(error)) from None
+        raise ValueError(_explain(error, given)) from None
 
 
 def ignored_flags(args: argparse.Namespace) -> Sequence[str]:
@@ -206,16 +245,16 @@ def _destination(flag: Flag) -> str:
     return f"{flag.part}.{flag.field}"
 
 
-def _explain(error: ValidationError) -> str:
-    names = {(flag.part, flag.field): flag.names[0] for flag in FLAGS}
+def _explain(error: ValidationError, given: Mapping[Place, Given]) -> str:
     lines = []
     for item in error.errors():
-        location = tuple(str(part) for part in item["loc"][:2])
-        name = names.get((location[0], location[-1]), ".".join(location))
+        part, name = (str(each) for each in item["loc"][:2])
+        section: BaseModel = Settings.model_fields[part].default
+        field = type(section).model_fields[name]
+        limits = range_text(field)
         message = item["msg"].replace("Input should be", "expected")
-        if (location[0], location[-1]) in names:
-            part: BaseModel = Settings.model_fields[location[0]].default
-            if limits := range_text(type(part).model_fields[location[-1]]):
-                message = f"expected {limits}"
-        lines.append(f"{name}: {message}, got {item['input']!r}")
+        message = f"expected {limits}" if limits else message
+        is_secret = SecretStr in get_args(field.annotation)
+        shown = "" if is_secret else f", got {item['input']!r}"
+        lines.append(f"{given[part, name].name}: {message}{shown}")
     return "; ".join(lines)

@@ -43,9 +43,10 @@ UNSUPPORTED_FLAGS: Final[Mapping[str, str]] = {
             "--enable-hierarchical-cache --hicache-ratio --hicache-size --hicache-write-policy "
             "--swap-space --cpu-offload-gb --kv-transfer-config"
         ),
-        "the server speaks plain HTTP; put TLS in front of it": (
-            "--ssl-keyfile --ssl-certfile --ssl-ca-certs --ssl-cert-reqs --ssl-keyfile-password"
+        "clients show keys, not certificates, and the server's key has no password": (
+            "--ssl-ca-certs --ssl-cert-reqs --ssl-keyfile-password"
         ),
+        "operators have keys with admin=1 in the file of --api-key-file": "--admin-api-key",
         "it is part of the checkpoint; put the file into the checkpoint's directory": (
             "--chat-template --tokenizer --tokenizer-path --tokenizer-mode --completion-template "
             "--hf-overrides --generation-config --json-model-override-args"
@@ -70,6 +71,9 @@ RENAMED_FLAGS: Final[Mapping[str, str]] = {
     "--seed": "--random-seed",
     "--allowed-origins": "--allowed-origin",
     "--api-keys": "--api-key",
+    "--ssl-cert": "--ssl-certfile",
+    "--ssl-key": "--ssl-keyfile",
+    "--shutdown-timeout": "--drain-timeout",
     "--uvicorn-log-level": "--log-level",
     "--speculative-config": "--speculative-algorithm",
     "--speculative-draft-model": "--speculative-draft-model-path",

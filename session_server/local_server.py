@@ -11,7 +11,6 @@ import queue
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -19,12 +18,13 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Final, Self
 
-from session_server.core.owner import KEY_VARIABLE
+from session_server.core.child_process import PROGRAM
 
-_READY: Final = re.compile(r"listening on (http://\S+)")
+_READY: Final = re.compile(r"listening on (https?://\S+)")
 _TAIL_LINES: Final = 40
+_PREFIX: Final = "SESSION_SERVER_"
 
-SERVE: Final = (sys.executable, "-m", "session_server", "serve")
+SERVE: Final = (*PROGRAM, "serve")
 
 
 class ServerFailed(Exception):
@@ -77,8 +77,8 @@ class LocalServer:
             stderr=subprocess.STDOUT,
             text=True,
             bufsize=1,
-            # A key in the environment is meant for another server.
-            env={name: value for name, value in os.environ.items() if name != KEY_VARIABLE},
+            # Keys and settings in the environment are meant for another server.
+            env={name: at for name, at in os.environ.items() if not name.startswith(_PREFIX)},
         )
         threading.Thread(target=self._read_lines, daemon=True).start()
         deadline = time.monotonic() + self._start_timeout_s

@@ -2,35 +2,73 @@
 
 Without --model-path it serves the embedded model. Flags have SGLang's names; a
 flag of SGLang that has no effect here is accepted with a warning.
-docs/limits.md says what happens at each limit.
+Each is also a key of a TOML file (--config) and a variable such as
+SESSION_SERVER_HTTP__PORT; flags win over variables, variables over the file.
+docs/runbook.md has the names, docs/limits.md what happens at each limit.
 
 examples:
   session-server serve                            the embedded model, port 30000
   session-server serve --model-path DIR --port 8000       your own checkpoint
   session-server serve --model-path DIR --context-length 8192 \\
       --max-total-tokens 200000                       limit the memory
+  session-server serve --config FILE --print-config       what a file gives
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
-from session_server import flags, wiring
+from session_server import flags, sources, wiring
+from session_server.core.owner import KEY_VARIABLE
+from session_server.web.key_file import is_readable_by_all
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `session-server serve`."""
+    group = parser.add_argument_group("configuration", "Say where settings come from.")
+    group.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help=f"TOML file of settings (default: ${sources.CONFIG_VARIABLE}, or none)",
+    )
+    group.add_argument(
+        "--print-config",
+        action="store_true",
+        help="print the settings and where each comes from, as such a file, and exit",
+    )
     flags.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve. Return 0 after a clean shutdown, 2 for invalid flags, 1 if serving failed."""
+    """Serve. Return 0 after a clean shutdown, 2 for invalid settings, 1 if serving failed."""
+    given = flags.given_by(args)
     try:
-        settings = flags.read_settings(args)
+        sourced = sources.read_sources(given, environment=os.environ, file=args.config)
     except ValueError as error:
         print(f"session-server serve: {error}", file=sys.stderr)
-        return 2
+        return wiring.EXIT_UNUSABLE
+    for warning in (*_ignored(args), *_exposed_keys(sourced)):
+        print(f"warning: {warning}", file=sys.stderr)
+    if args.print_config:
+        print(sources.shown_settings(sourced, has_variable_key=KEY_VARIABLE in os.environ))
+        return wiring.EXIT_OK
+    return wiring.serve(sourced.settings, worded=sourced.worded)
+
+
+def _ignored(args: argparse.Namespace) -> Iterator[str]:
     for name in flags.ignored_flags(args):
-        print(f"warning: {name} has no effect here and is ignored", file=sys.stderr)
-    return wiring.serve(settings)
+        yield f"{name} has no effect here and is ignored"
+
+
+def _exposed_keys(sourced: sources.Sourced) -> Iterator[str]:
+    """Say which key others on this machine can read."""
+    if sourced.origins.get(sources.KEY_PLACE) == "--api-key":
+        instead = f"use --api-key-file or {KEY_VARIABLE}"
+        yield f"every user of this machine can see --api-key with ps: {instead}"
+    if sourced.file is not None and sourced.has_key_in_file and is_readable_by_all(sourced.file):
+        yield f"every user of this machine can read the key in {sourced.file}: chmod 600 it"

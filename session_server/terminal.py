@@ -13,12 +13,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from session_server.client import ClientError, ConnectionLost, Refused
+from session_server.client import ClientError, ConnectionLost, Refused, UntrustedServer
 from session_server.core.owner import KEY_VARIABLE
 from session_server.local_server import ServerFailed
 
 SERVER_FAILURES: Final = (ServerFailed, ClientError, httpx.HTTPError)
 """Errors that `print_failure` explains."""
+
+NOT_HTTP: Final = "did not receive a valid HTTP response"
+"""What websockets says of a peer that speaks something else, such as TLS."""
 
 
 def make_table(
@@ -61,6 +64,10 @@ def print_failure(
     if is_refused:
         what = "does not know the key of" if key else "requires an API key: pass"
         console.print(f"this server {what} --api-key or {KEY_VARIABLE}", soft_wrap=True)
-    if isinstance(error, httpx.TransportError | ConnectionLost):
+    if isinstance(error, UntrustedServer) or "CERTIFICATE_VERIFY_FAILED" in text:
+        console.print("pass --ca-file FILE with the certificate of who signed it", soft_wrap=True)
+    elif isinstance(error, httpx.TransportError | ConnectionLost):
+        if NOT_HTTP in text:
+            advice = "behind TLS it is at an https:// address"
         console.print(f"is a server running there? {advice}", soft_wrap=True)
     return 1

@@ -17,24 +17,34 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from errno import EADDRINUSE
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from session_server.config import EngineMode, HttpOptions, Settings
+from session_server.config import LOOPBACK, EngineMode, HttpOptions, Settings
+from session_server.core.child_process import PROGRAM
 from session_server.core.engine_client import EngineClient, EventListener
 from session_server.core.errors import EngineUnavailable
 from session_server.core.events import EngineReady
 from session_server.core.owner import KEY_VARIABLE
+from session_server.core.turn_report import TurnReport
 from session_server.engine_host.inline import InlineEngine
 from session_server.engine_host.process import EngineProcess, ProcessSettings
 from session_server.engine_host.restarts import RestartPolicy
-from session_server.metrics.logging import LOGGER_NAME, EventLog, configure_logging
+from session_server.metrics.logging import LOGGER_NAME, EventLog, TurnLog, configure_logging
 from session_server.metrics.prometheus import ServerMetrics
 from session_server.metrics.throughput import ThroughputLog
+from session_server.metrics.tracing import (
+    TracingUnavailable,
+    TurnTracing,
+    asks_for_traces,
+    open_tracing,
+)
 from session_server.models.errors import ModelError
 from session_server.served_model import open_model
 from session_server.sessions.journal import JournalLimits
@@ -44,7 +54,9 @@ from session_server.sessions.salts import TenantSalts
 from session_server.text.model_text import ModelText
 from session_server.web import app as web_app
 from session_server.web import server as web_server
-from session_server.web.keys import KeyRing, is_readable_by_all, key_ring
+from session_server.web.certificate import Certificate, UnusableCertificate
+from session_server.web.key_file import is_readable_by_all, limits_of
+from session_server.web.keys import KeyRing, key_sources
 from session_server.web.listener import (
     bind,
     connection_limits_for,
@@ -60,7 +72,10 @@ EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
 EXIT_UNUSABLE: Final = 2
 
-_SECRET: Final = {"http": {"api_key", "api_key_file"}}
+_SECRET: Final = {
+    "http": {"api_key", "api_key_file", "ssl_certfile", "ssl_keyfile", "otlp_traces_endpoint"}
+}
+"""Settings that no client is shown: keys, where they lie, and a URL that may have one in it."""
 
 _TOKEN_TEXTS_KEPT: Final = 1 << 16
 """Size of the cache of single tokens' texts, for logprobs."""
@@ -73,50 +88,72 @@ _MAX_TURNS: Final = 16_384
 """Maximum turns that wait or run, over all sessions."""
 
 
-def serve(settings: Settings) -> int:
+class _CannotListen(Exception):
+    """Report an address that cannot be bound, and what to do."""
+
+
+class _Unusable(Exception):
+    """Report a model or settings that cannot be served."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entrance:
+    """Hold what clients show to the server, and what it shows to them."""
+
+    keys: KeyRing = field(default_factory=KeyRing)
+    certificate: Certificate | None = None
+
+
+def serve(settings: Settings, *, worded: Callable[[str], str] = str) -> int:
     """Serve until a signal, and return the exit status.
 
-    0 after a clean shutdown, 1 if the engine or the address failed, 2 if the model, the keys or
-    the flags cannot be used.
+    0 after a clean shutdown, 1 if the engine or the address failed, 2 if the model, the keys, the
+    certificate or the flags cannot be used. Errors name settings by their flags; `worded` puts the
+    names in their place that whoever gave them knows.
     """
-    logger = configure_logging(settings.http.log_level, settings.http.log_format)
+    logger = configure_logging(
+        settings.http.log_level,
+        settings.http.log_format,
+        allows_color=not os.environ.get("NO_COLOR"),
+    )
     try:
         # Remove the key from the environment, so that child processes do not inherit it.
         keys = load_keys(settings.http, environment=os.environ.pop(KEY_VARIABLE, None))
         check_exposure(settings.http, keys)
+        entrance = Entrance(keys, load_certificate(settings.http))
     except ValueError as error:
-        print(f"session-server serve: {error}", file=sys.stderr)
-        return EXIT_UNUSABLE
+        return _refused(worded(str(error)))
     try:
-        return asyncio.run(_serve(settings, keys, logger))
+        return asyncio.run(_serve(settings, entrance, logger))
     except EngineUnavailable as error:
-        print(f"session-server serve: the engine did not start: {error.message}", file=sys.stderr)
-        return EXIT_UNUSABLE if error.is_final else EXIT_FAILED
-    except OSError as error:
-        where = f"{settings.http.host}:{settings.http.port}"
-        advice = "; pass another --port (0: any free port)" if error.errno == EADDRINUSE else ""
-        print(f"session-server serve: cannot listen on {where}: {error}{advice}", file=sys.stderr)
-    return EXIT_FAILED
+        status = EXIT_UNUSABLE if error.is_final else EXIT_FAILED
+        return _refused(worded(f"the engine did not start: {error.message}"), status)
+    except (_Unusable, TracingUnavailable) as error:
+        return _refused(worded(str(error)))
+    except _CannotListen as error:
+        return _refused(worded(str(error)), EXIT_FAILED)
+
+
+def _refused(told: str, status: int = EXIT_UNUSABLE) -> int:
+    print(f"session-server serve: {told}", file=sys.stderr)
+    return status
 
 
 def load_keys(http: HttpOptions, *, environment: str | None) -> KeyRing:
     """Return the keys of the command line, the environment and the file.
 
     Raises:
-        InvalidKeys: one is empty or malformed, or the file cannot be used.
+        InvalidKeys: one is empty or malformed, the file cannot be used, or a limit is none.
     """
     given = None if http.api_key is None else http.api_key.get_secret_value()
-    keys = key_ring(
+    sources = key_sources(
         given=given,
         environment=environment,
         path=http.api_key_file,
         max_priority=http.max_priority,
+        limits=limits_of(http.tenant_limits, "--tenant-limits"),
     )
-    if given is not None:
-        _logger.warning(
-            "every user of this machine can see --api-key with ps: use --api-key-file or %s",
-            KEY_VARIABLE,
-        )
+    keys = sources.ring()
     if http.api_key_file is not None and is_readable_by_all(http.api_key_file):
         _logger.warning(
             "every user of this machine can read %s: chmod 600 %s",
@@ -126,40 +163,94 @@ def load_keys(http: HttpOptions, *, environment: str | None) -> KeyRing:
     return keys
 
 
+def load_certificate(http: HttpOptions) -> Certificate | None:
+    """Return the certificate to serve; None for plain HTTP.
+
+    Raises:
+        UnusableCertificate: the files cannot be served.
+    """
+    if http.ssl_certfile is None:
+        if http.ssl_keyfile is not None:
+            raise UnusableCertificate("--ssl-keyfile without --ssl-certfile has no certificate")
+        return None
+    certificate = Certificate(http.ssl_certfile, http.ssl_keyfile)
+    keyfile = http.ssl_keyfile or http.ssl_certfile
+    if is_readable_by_all(keyfile):
+        _logger.warning("every user of this machine can read %s: chmod 600 %s", keyfile, keyfile)
+    return certificate
+
+
 def check_exposure(http: HttpOptions, keys: KeyRing) -> None:
-    """Raise ValueError if the server would be open to the whole network without a key."""
-    if keys.is_open and not http.allow_open and not is_loopback(http.host):
+    """Raise ValueError if the server would be open to the whole network without a key, or serve
+    operators where everybody is served although they were to have an address of their own."""
+    if http.admin_host is not None and http.admin_port is None:
         raise ValueError(
-            f"--host {http.host} without a key would serve everybody who can connect: pass "
-            f"--api-key-file FILE, set {KEY_VARIABLE}, or pass --allow-open"
+            f"--admin-host {http.admin_host} has no port, and routes for operators would answer "
+            "beside all others: add --admin-port N (0: any free port)"
         )
+    binds = {"--host": http.host, "--admin-host": _admin_host(http)}
+    for flag, host in binds.items():
+        if keys.is_open and not http.allow_open and not is_loopback(host):
+            raise ValueError(
+                f"{flag} {host} without a key would serve everybody who can connect: pass "
+                f"--api-key-file FILE, set {KEY_VARIABLE}, or pass --allow-open"
+            )
 
 
-async def _serve(settings: Settings, keys: KeyRing, logger: logging.Logger) -> int:
+async def _serve(settings: Settings, entrance: Entrance, logger: logging.Logger) -> int:
     # Before the engine starts: report a bad model or an address in use at once, not after the model
     # has been loaded.
     try:
         directory, text = await open_model(settings)
     except (ModelError, ValueError) as error:
-        print(f"session-server serve: {error}", file=sys.stderr)
-        return EXIT_UNUSABLE
+        raise _Unusable(str(error)) from error
     if text.chat_error is not None:
         logger.warning("chat turns cannot be rendered: %s", text.chat_error)
+    elif not text.takes_tools:
+        logger.info("tools of OpenAI's clients are left out: the chat template writes none")
     try:
-        listener = bind(settings.http.host, settings.http.port)
-        with contextlib.closing(listener):
+        with contextlib.ExitStack() as open_listeners:
+            listeners = [
+                open_listeners.enter_context(contextlib.closing(_listen(*address)))
+                for address in _addresses(settings.http)
+            ]
             return await _serve_on(
-                listener, settings, keys=keys, directory=directory, text=text, logger=logger
+                listeners,
+                settings,
+                entrance=entrance,
+                directory=directory,
+                text=text,
+                logger=logger,
             )
     finally:
         await text.close()
 
 
+def _addresses(http: HttpOptions) -> list[tuple[str, int, str]]:
+    """Return host, port and the flag of the port, for everybody and for operators."""
+    public = (http.host, http.port, "--port")
+    if http.admin_port is None:
+        return [public]
+    return [public, (_admin_host(http), http.admin_port, "--admin-port")]
+
+
+def _admin_host(http: HttpOptions) -> str:
+    return http.admin_host or LOOPBACK
+
+
+def _listen(host: str, port: int, flag: str) -> socket.socket:
+    try:
+        return bind(host, port)
+    except OSError as error:
+        advice = f"; pass another {flag} (0: any free port)" if error.errno == EADDRINUSE else ""
+        raise _CannotListen(f"cannot listen on {host}:{port}: {error}{advice}") from error
+
+
 async def _serve_on(
-    listener: socket.socket,
+    listeners: Sequence[socket.socket],
     settings: Settings,
     *,
-    keys: KeyRing,
+    entrance: Entrance,
     directory: Path,
     text: ModelText,
     logger: logging.Logger,
@@ -168,14 +259,16 @@ async def _serve_on(
     engine = make_engine(settings)
     manager = make_manager(settings, engine, text)
     logger.info("starting the engine model=%s", directory.name)
+    tracing = make_tracing(settings, model=_name_of(settings, directory))
+    manager.on_turn_ended(partial(_tell, (TurnLog(logger), *([tracing] if tracing else ()))))
     ready = await manager.start(_observers(settings, metrics, logger))
     try:
         services = make_services(
-            settings, manager, metrics, keys=keys, directory=directory, ready=ready
+            settings, manager, metrics, entrance=entrance, directory=directory, ready=ready
         )
         app = web_app.create_app(services)
         _settle_collector()
-        serving = asyncio.create_task(web_server.serve(app, services, listener=listener))
+        serving = asyncio.create_task(web_server.serve(app, services, listeners=listeners))
         assert engine.failed is not None, "a started engine can fail"
         ends: tuple[asyncio.Future[Any], ...] = (serving, engine.failed)
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -187,7 +280,33 @@ async def _serve_on(
         return EXIT_FAILED if engine.failed.done() else EXIT_OK
     finally:
         await manager.stop()
+        if tracing is not None:
+            tracing.close()
         logger.info("stopped")
+
+
+def make_tracing(settings: Settings, *, model: str) -> TurnTracing | None:
+    """Return what exports traces of turns; None unless a flag or the environment asks for it.
+
+    Raises:
+        TracingUnavailable: a flag asks for it, and OpenTelemetry is not installed.
+    """
+    secret = settings.http.otlp_traces_endpoint  # it may hold the key of a collector
+    endpoint = None if secret is None else secret.get_secret_value()
+    if not asks_for_traces(endpoint, os.environ):
+        return None
+    try:
+        return open_tracing(endpoint, model=model)
+    except TracingUnavailable as error:
+        if endpoint is not None:
+            raise
+        _logger.warning("no traces, though the environment asks for them: %s", error)
+        return None
+
+
+def _tell(watchers: Sequence[TurnLog | TurnTracing], record: TurnReport) -> None:
+    for watcher in watchers:
+        watcher.on_turn(record)
 
 
 def _settle_collector() -> None:
@@ -219,7 +338,7 @@ def make_engine(settings: Settings) -> EngineProcess | InlineEngine:
     frame = settings.model_dump_json(exclude=_SECRET).encode()
     return EngineProcess(
         ProcessSettings(
-            argv=(sys.executable, "-m", "session_server", "_engine"),
+            argv=(*PROGRAM, "_engine"),
             settings=frame,
             restarts=RestartPolicy(max_failures=settings.engine.max_restarts),
         )
@@ -258,7 +377,7 @@ def make_services(
     *,
     directory: Path,
     ready: EngineReady,
-    keys: KeyRing | None = None,
+    entrance: Entrance | None = None,
 ) -> AppServices:
     """Return what the web layer needs."""
     text = manager.text
@@ -266,7 +385,7 @@ def make_services(
         sessions=manager,
         metrics=metrics,
         model=ModelCard(
-            name=settings.model.served_name or _name_of(settings, directory),
+            name=_name_of(settings, directory),
             path=directory.name,
             vocab_size=ready.vocab_size,
             max_context=ready.max_turn_len,
@@ -275,13 +394,14 @@ def make_services(
             defaults=msgspec.structs.replace(
                 text.default_sampling, seed=settings.model.random_seed
             ),
+            takes_tools=text.takes_tools,
         ),
-        settings=_web_settings(settings, keys or KeyRing()),
+        settings=_web_settings(settings, entrance or Entrance()),
         server_args=settings.model_dump(mode="json", exclude=_SECRET),
     )
 
 
-def _web_settings(settings: Settings, keys: KeyRing) -> WebSettings:
+def _web_settings(settings: Settings, entrance: Entrance) -> WebSettings:
     http = settings.http
     descriptors = raise_descriptor_limit(http.max_connections)
     max_readers = max_readers_for(http.max_connections, descriptors=descriptors)
@@ -295,7 +415,10 @@ def _web_settings(settings: Settings, keys: KeyRing) -> WebSettings:
     return WebSettings(
         host=http.host,
         port=http.port,
-        keys=keys,
+        keys=entrance.keys,
+        certificate=entrance.certificate,
+        admin_host=_admin_host(http),
+        admin_port=http.admin_port,
         hosts=http.allowed_hosts,
         allowed_origins=http.allowed_origins,
         max_message_bytes=http.max_message_bytes,
@@ -315,7 +438,8 @@ def _web_settings(settings: Settings, keys: KeyRing) -> WebSettings:
 
 
 def _name_of(settings: Settings, directory: Path) -> str:
-    return directory.name if settings.model.path else "session-server-embedded"
+    default = directory.name if settings.model.path else "session-server-embedded"
+    return settings.model.served_name or default
 
 
 def _token_text(text: ModelText) -> Callable[[int], str]:

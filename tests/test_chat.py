@@ -335,6 +335,22 @@ def test_a_server_that_is_not_there_is_an_error_and_not_a_traceback() -> None:
     asyncio.run(test())
 
 
+def test_what_is_no_http_may_be_behind_tls() -> None:
+    async def alert(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"\x15\x03\x03\x00\x02\x02\x32")
+        writer.close()
+
+    async def test() -> None:
+        async with await asyncio.start_server(alert, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            process = await chat(f"http://127.0.0.1:{port}")
+            out, _ = await process.communicate(b"")
+        assert process.returncode == 1
+        assert b"is a server running there? behind TLS it is at an https:// address" in out
+
+    asyncio.run(test())
+
+
 def test_a_server_that_asks_for_a_key_is_an_error_that_names_the_flag() -> None:
     async def script(peer: Peer) -> None:
         await peer.send("error", error={"code": "unauthorized", "message": "A key is required."})

@@ -42,7 +42,13 @@ BANNED_ATTRIBUTES = {
     ("yaml", "load"): "no code from data",
 }
 BANNED_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
-MAY_READ_ENVIRONMENT = {"arguments.py", "local_server.py", "wiring.py"}
+MAY_READ_ENVIRONMENT = {
+    "arguments.py",
+    "engine_wiring.py",
+    "local_server.py",
+    "serve.py",
+    "wiring.py",
+}
 
 
 def trees() -> Iterator[tuple[Path, ast.Module]]:

@@ -163,7 +163,7 @@ def _step_times(engine: SteppedEngine, running: list[SessionId]) -> Iterator[flo
 
 def _checks(engine: SteppedEngine) -> CheckerReport:
     """Return the checker's report."""
-    (report,) = engine.step([ReportMemory(request_id=0)])
+    report, *_ = engine.step([ReportMemory(request_id=0)])
     assert isinstance(report, MemoryReported)
     return report.checks
 

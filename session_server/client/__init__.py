@@ -10,12 +10,22 @@ A turn's life is its journal's on the server, not the socket's. When the socket 
 connects again with the last sequence number it saw, and the server replays what it missed; turns
 whose acceptance was not seen are sent again under the same id, which is an idempotency key. What
 was lost for good ends the turn with an error; nothing is skipped silently.
+
+`Refused` and the `error` of a turn's result have `retry_after_s`, the seconds after which the same
+can succeed, where a quota is used up. Turns are not tried again by themselves; a connection that
+the server refuses for now is, when the server says so.
 """
 
 from __future__ import annotations
 
 from session_server.client.address import key_header, server_address
-from session_server.client.errors import BadAddress, ClientError, ConnectionLost, Refused
+from session_server.client.errors import (
+    BadAddress,
+    ClientError,
+    ConnectionLost,
+    Refused,
+    UntrustedServer,
+)
 from session_server.client.session import ClientOptions, ConnectionState, SessionClient, connect
 from session_server.client.turn import (
     TurnEvent,
@@ -41,6 +51,7 @@ __all__ = [
     "TurnReplaced",
     "TurnResult",
     "TurnText",
+    "UntrustedServer",
     "WireFailure",
     "connect",
     "key_header",

@@ -11,6 +11,10 @@ class BadAddress(ClientError):
     """Report a text that is not the address of a server."""
 
 
+class UntrustedServer(ClientError):
+    """Report a server whose certificate is signed by nobody that the client trusts."""
+
+
 class ConnectionLost(ClientError):
     """Report that the server cannot be reached or closed the socket for good; `code` is the close
     code."""
@@ -21,9 +25,14 @@ class ConnectionLost(ClientError):
 
 
 class Refused(ClientError):
-    """Report an error that the server answered; `code` names it."""
+    """Report an error that the server answered; `code` names it.
 
-    def __init__(self, code: str, message: str) -> None:
+    `retry_after_s`: the seconds after which the same can succeed; None where the server does not
+    say so. Of `quota_exceeded` it always does.
+    """
+
+    def __init__(self, code: str, message: str, *, retry_after_s: int | None = None) -> None:
         super().__init__(f"{code}: {message}")
         self.code = code
         self.message = message
+        self.retry_after_s = retry_after_s

@@ -5,20 +5,26 @@ from __future__ import annotations
 import asyncio
 import enum
 import secrets
+import ssl
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from http import HTTPStatus
 from types import TracebackType
 from typing import Any, Final, Literal, Self, assert_never
 
 import msgspec
 from websockets.asyncio.client import ClientConnection
 from websockets.asyncio.client import connect as open_socket
-from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
+from websockets.exceptions import ConnectionClosed, InvalidHandshake
 from websockets.typing import Subprotocol
 
 from session_server.client.address import key_header, socket_address
-from session_server.client.errors import ClientError, ConnectionLost, Refused
+from session_server.client.errors import ClientError, ConnectionLost
+from session_server.client.refusals import (
+    RETRYABLE_CLOSE_CODES,
+    asked_s,
+    final_error,
+    refusal_in,
+)
 from session_server.client.turn import (
     DraftProgress,
     TurnHandle,
@@ -43,8 +49,6 @@ from session_server.core.session_events import (
 
 SUBPROTOCOL: Final = Subprotocol("kvsession.v1")
 _CLOSE: Final = b'{"type":"session.close"}'
-RETRYABLE_CLOSE_CODES: Final = frozenset({1001, 1005, 1006, 1011, 1012, 1013})
-"""Codes after which reconnecting may help: lost connection, restart, overload, slow reader."""
 
 
 class ConnectionState(enum.Enum):
@@ -59,18 +63,23 @@ class ConnectionState(enum.Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientOptions:
     """Configure how a client connects. Delays double from the first to the longest, in seconds.
+    A server that refuses a connection and says when to try again (`Retry-After`) is left alone for
+    as long, and given up if that is longer than `longest_wait_s`.
 
-    `first_attempts` are for a server that was never reached, `max_attempts` for one that was lost.
+    `trust` says whose certificates to believe; None: those of this machine. `first_attempts` are
+    for a server that was never reached, `max_attempts` for one that was lost.
     `on_connection` is called on the event loop's thread when an open session's connection is lost
     and when it is back.
     """
 
     token: str | None = None
+    trust: ssl.SSLContext | None = None
     connect_timeout_s: float = 10.0
     first_attempts: int = 3
     max_attempts: int = 10
     first_delay_s: float = 0.05
     longest_delay_s: float = 2.0
+    longest_wait_s: float = 60.0
     max_message_bytes: int = 16 << 20
     on_connection: Callable[[ConnectionState], None] | None = None
 
@@ -94,12 +103,16 @@ class _Intent(enum.Enum):
 
 @dataclass(slots=True)
 class _Heard:
-    """Hold what is waited for: a connection, the end of the session, the newest draft's answer."""
+    """Hold what is waited for: a connection, the end of the session, the newest draft's answer.
+
+    `draft_id`: the newest draft; `drafted`: the one that was answered last, and how.
+    """
 
     connected: asyncio.Event = field(default_factory=asyncio.Event)
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     has_drafted: asyncio.Event = field(default_factory=asyncio.Event)
-    drafted: DraftProgress | None = None
+    draft_id: str = ""
+    drafted: tuple[str, DraftProgress | WireFailure] | None = None
 
 
 class SessionClient:
@@ -190,18 +203,26 @@ class SessionClient:
         draft_id = draft_id or f"d_{secrets.token_hex(8)}"
         frame: dict[str, object] = {"type": "turn.draft", "draft_id": draft_id}
         frame |= {"draft_id": None} if content is None else _input_fields(content)
+        self._heard.draft_id = draft_id
         await self._send(msgspec.json.encode(frame))
         return draft_id
 
     async def drafted(self, draft_id: str) -> DraftProgress:
-        """Wait until the server has computed a draft, the newest. Raises ClientError when the
-        connection is given up first."""
-        while self._heard.drafted is None or self._heard.drafted.draft_id != draft_id:
+        """Wait until the server has computed a draft, the newest.
+
+        Raises:
+            Refused: the server did not accept the draft.
+            ClientError: the connection was given up first.
+        """
+        while self._heard.drafted is None or self._heard.drafted[0] != draft_id:
             if self.is_over:
                 raise self._end()
             self._heard.has_drafted.clear()
             await self._heard.has_drafted.wait()
-        return self._heard.drafted
+        _, answer = self._heard.drafted
+        if isinstance(answer, WireFailure):
+            raise answer.refusal()
+        return answer
 
     async def close(self, *, timeout_s: float = 10.0) -> None:
         """Close the session on the server and the connection here; idempotent."""
@@ -321,20 +342,24 @@ class SessionClient:
 
     async def _open_socket(self) -> ClientConnection:
         options, delay_s = self._options, self._options.first_delay_s
-        problem = "no attempt was made"
+        problem: ClientError = ConnectionLost("no attempt was made")
         attempts = options.max_attempts if self.opened else options.first_attempts
-        for _ in range(attempts):
+        for number in range(1, attempts + 1):
             try:
                 async with asyncio.timeout(options.connect_timeout_s):
                     return await self._handshake()
             except (OSError, TimeoutError, ConnectionClosed, InvalidHandshake) as error:
-                final = _final_error(error)
+                final = final_error(error)
                 if final is not None:
                     raise final from error
-                problem = str(error) or type(error).__name__
-            await asyncio.sleep(delay_s)
+                why = str(error) or type(error).__name__
+                lost = ConnectionLost(f"no connection after {number} attempts: {why}")
+                problem, wait_s = refusal_in(error) or lost, asked_s(error)
+            if number == attempts or wait_s > options.longest_wait_s:
+                break
+            await asyncio.sleep(max(delay_s, wait_s))
             delay_s = min(2 * delay_s, options.longest_delay_s)
-        raise ConnectionLost(f"no connection after {attempts} attempts: {problem}")
+        raise problem
 
     async def _handshake(self) -> ClientConnection:
         """Open one connection, up to and including the server's hello."""
@@ -350,6 +375,7 @@ class SessionClient:
             max_size=self._options.max_message_bytes,
             open_timeout=self._options.connect_timeout_s,
             proxy=None,
+            ssl=(self._options.trust or True) if self._base.startswith("wss:") else None,
         )
         try:
             hello = msgspec.json.decode(await socket.recv(), type=dict[str, Any])
@@ -358,8 +384,7 @@ class SessionClient:
             raise
         if hello["type"] != "session.opened":
             await socket.close()
-            failure = msgspec.convert(hello.get("error", {"code": "no_hello"}), WireFailure)
-            raise Refused(failure.code, failure.message)
+            raise msgspec.convert(hello.get("error", {"code": "no_hello"}), WireFailure).refusal()
         self.session_id, self.opened = hello["session_id"], hello
         if not hello["resumed"]:
             # Nothing is replayed: entries continue after the hello's `seq`.
@@ -385,8 +410,7 @@ class SessionClient:
             case "turn.completed" | "turn.cancelled" | "turn.failed":
                 self._receive_end(frame)
             case "turn.drafted":
-                self._heard.drafted = msgspec.convert(frame, DraftProgress)
-                self._heard.has_drafted.set()
+                self._receive_drafted(frame["draft_id"], msgspec.convert(frame, DraftProgress))
             case "error":
                 self._receive_refusal(frame)
             case "session.closed":
@@ -409,13 +433,19 @@ class SessionClient:
             progress = TurnPrefill(frame["processed"], frame["cached"], frame["total"])
             turn.handle.add(progress)
 
+    def _receive_drafted(self, draft_id: str, answer: DraftProgress | WireFailure) -> None:
+        self._heard.drafted = draft_id, answer
+        self._heard.has_drafted.set()
+
     def _receive_refusal(self, frame: Mapping[str, Any]) -> None:
         failure = msgspec.convert(frame["error"], WireFailure)
         turn = self._turns.get(failure.turn_id or "")
+        if turn is None and failure.turn_id == self._heard.draft_id:
+            self._receive_drafted(failure.turn_id, failure)
         if turn is None or turn.handle.is_accepted:
             return  # a cancel that came too late, or a frame without a turn
         self._turns.pop(turn.handle.turn_id)
-        turn.handle.end(Refused(failure.code, failure.message))
+        turn.handle.end(failure.refusal())
 
     def _receive_snapshot(self, frame: Mapping[str, Any]) -> Sequence[_LiveTurn]:
         """Restart the running turn from the text in the snapshot, because the journal did not reach
@@ -506,26 +536,3 @@ def _message_body(message: Message) -> dict[str, object]:
 def _thought_and_calls(item: Mapping[str, Any]) -> tuple[str, tuple[ToolCall, ...]]:
     calls = msgspec.convert(item.get("tool_calls", ()), tuple[ToolCall, ...])
     return item.get("reasoning", ""), calls
-
-
-def _final_error(error: Exception) -> ClientError | None:
-    """Return the error of a failed attempt if trying again cannot help; None if it may."""
-    if isinstance(error, ConnectionClosed):
-        code = None if error.rcvd is None else error.rcvd.code
-        if code is None or code in RETRYABLE_CLOSE_CODES:
-            return None
-        return ConnectionLost(f"closed by the server: {error}", code=code)
-    if isinstance(error, InvalidStatus):
-        status = error.response.status_code
-        if not 400 <= status < 500 or status == HTTPStatus.TOO_MANY_REQUESTS:
-            return None
-        failure = _failure_in(error.response.body) or WireFailure(code=f"http_{status}")
-        return Refused(failure.code, failure.message)
-    return None
-
-
-def _failure_in(body: bytes | bytearray | None) -> WireFailure | None:
-    try:
-        return msgspec.json.decode(body or b"", type=dict[str, WireFailure]).get("error")
-    except msgspec.MsgspecError:
-        return None

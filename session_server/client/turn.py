@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from session_server.client.errors import ClientError
+from session_server.client.errors import ClientError, Refused
 from session_server.core.events import TurnTimings
 from session_server.core.session_events import TokenUsage, ToolCall, ToolCallDelta
 
@@ -66,7 +66,8 @@ TurnEvent = TurnText | TurnPrefill | TurnReplaced
 
 
 class WireFailure(msgspec.Struct, frozen=True):
-    """Hold the `error` object of a frame."""
+    """Hold the `error` object of a frame. `retry_after_s`, of `quota_exceeded`: the seconds after
+    which the same can succeed."""
 
     code: str
     message: str = ""
@@ -74,6 +75,11 @@ class WireFailure(msgspec.Struct, frozen=True):
     retryable: bool = False
     param: str | None = None
     turn_id: str | None = None
+    retry_after_s: int | None = None
+
+    def refusal(self) -> Refused:
+        """Return it as an error to raise."""
+        return Refused(self.code, self.message, retry_after_s=self.retry_after_s)
 
 
 @dataclass(frozen=True, slots=True)

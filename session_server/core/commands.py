@@ -20,6 +20,12 @@ from session_server.core.sampling import SamplingParams
 MAX_REPORTED_SESSIONS: Final = 1_000
 """Sessions that one memory report lists, so that its step does not grow with all of them."""
 
+MAX_REPORTED_STEPS: Final = 128
+"""Steps that one memory report tells of."""
+
+MAX_REPORTED_ROWS: Final = 1_024
+"""Rows of all steps that one memory report tells of."""
+
 
 class Command(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Base of all commands."""
@@ -29,10 +35,14 @@ class OpenSession(Command, frozen=True, tag=True, kw_only=True):
     """Make a cold slot holding `tokens`. `pinned` asks for PINNED retention, within a quota.
 
     Opening a known id is a bug of the server. The answer is `SessionRefused`; the session stays.
+    `tenant`: whose it is, a short id that names nobody. Tenants share forwards, and memory by
+    `tenant_weight`: 1000 for one that may have everything.
     """
 
     session_id: SessionId
     tenant_salt: str
+    tenant: str = ""
+    tenant_weight: int = 1000
     tokens: tuple[int, ...] = ()
     pinned: bool = False
 
@@ -42,7 +52,7 @@ class SubmitTurn(Command, frozen=True, tag=True, kw_only=True):
 
     The server submits one turn per session at a time. `sampling.max_tokens` 0 computes the prompt
     and generates nothing. `sampling.seed` is always set here. `priority`: higher is admitted
-    earlier; equal ones in order of arrival.
+    earlier; equal ones in order of arrival. `tenant`: that of the session.
     """
 
     session_id: SessionId
@@ -51,6 +61,7 @@ class SubmitTurn(Command, frozen=True, tag=True, kw_only=True):
     tokens: tuple[int, ...]
     sampling: SamplingParams
     priority: int = 0
+    tenant: str = ""
 
 
 class DraftInput(Command, frozen=True, tag=True, kw_only=True):
@@ -111,13 +122,17 @@ class ReportMemory(Command, frozen=True, tag=True, kw_only=True):
     """Ask for a `MemoryReported`.
 
     `full` recounts all memory first, between two steps; `trace` adds the steps before the first
-    violation. The first `max_sessions` sessions are listed, in the order in which they were opened.
+    violation. The first `max_sessions` sessions are listed, in the order in which they were opened;
+    with `session_ids` those of them that are open. `steps_after`: tell of the newest steps after
+    this one, within `MAX_REPORTED_STEPS` and `MAX_REPORTED_ROWS`. `EngineStats` follow.
     """
 
     request_id: int
     full: bool = False
     trace: bool = False
     max_sessions: int = MAX_REPORTED_SESSIONS
+    session_ids: tuple[SessionId, ...] | None = None
+    steps_after: int | None = None
 
 
 class Shutdown(Command, frozen=True, tag=True, kw_only=True):

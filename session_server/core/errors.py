@@ -100,7 +100,16 @@ class TurnNotActive(SessionServerError):
 
 
 class QuotaExceeded(SessionServerError):
-    """Too many sessions, turns or bytes for this tenant."""
+    """Too many sessions, turns, tokens or bytes for this tenant.
+
+    `retry_after_s`: after how many seconds the same can succeed; None where that is not known.
+    """
+
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message, param=param)
+        self.retry_after_s = retry_after_s
 
 
 class ServerBusy(SessionServerError):

@@ -235,25 +235,29 @@ class SessionPages(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TracedRow(msgspec.Struct, frozen=True, gc=False):
-    """Describe one row of a forward: positions [start, start + num_tokens) of a turn."""
+    """Describe one row of a forward: positions [start, start + num_tokens) of a turn, the last
+    `num_drafts` of them guesses that it verified. `sample`: whether it chose a token."""
 
     turn_id: TurnId
     row: int
     start: int
     num_tokens: int
+    num_drafts: int = 0
+    sample: bool = False
 
 
 class TracedStep(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Describe what one step of the engine did.
 
-    `commands`: their kinds. `settled`: the forwards whose results it took. Then the decisions of
-    the plan; `launched`: the forward launched, if any.
+    `commands`: their kinds. `settled`: the forwards whose results it took, which lasted
+    `forward_s`. Then the decisions of the plan; `launched`: the forward launched, if any.
     """
 
     step: int
     now_s: float
     commands: tuple[str, ...]
     settled: tuple[int, ...]
+    forward_s: tuple[float, ...]
     cooled: tuple[SessionId, ...]
     retracted: tuple[TurnId, ...]
     admitted: tuple[TurnId, ...]
@@ -289,7 +293,7 @@ class CheckerReport(msgspec.Struct, frozen=True, kw_only=True):
 
 class MemoryReported(Event, frozen=True, tag=True, kw_only=True):
     """Answer `ReportMemory`. `sessions`: those listed of all `num_sessions`. `trace`: the steps
-    before the first violation, if asked for."""
+    before the first violation, if asked for; `steps`: the newest ones, likewise."""
 
     request_id: int
     pools: dict[str, PoolReport]
@@ -299,6 +303,7 @@ class MemoryReported(Event, frozen=True, tag=True, kw_only=True):
     sessions: tuple[SessionPages, ...]
     checks: CheckerReport
     trace: tuple[TracedStep, ...] = ()
+    steps: tuple[TracedStep, ...] = ()
 
 
 class CacheFlushed(Event, frozen=True, tag=True, kw_only=True):
@@ -308,12 +313,25 @@ class CacheFlushed(Event, frozen=True, tag=True, kw_only=True):
     done: bool
 
 
+SIZE_BOUNDS: Final = tuple(1 << power for power in range(14))
+"""Upper ends of what `SizeCounts` counts apart."""
+
+
+class SizeCounts(msgspec.Struct, frozen=True, gc=False):
+    """Count sizes: `counts[i]` of them are at most `SIZE_BOUNDS[i]` and above the bound before,
+    the last are above all bounds. `total`: their sum."""
+
+    counts: tuple[int, ...] = (0,) * (len(SIZE_BOUNDS) + 1)
+    total: int = 0
+
+
 class EngineStats(Event, frozen=True, tag=True, kw_only=True):
     """Report totals since the engine's start, and gauges of now.
 
-    Sent about once a second of work, and once more when the last turn has ended. `host_ms`: time
-    outside forwards. `draft_tokens`: drafts that forwards verified; `accepted_tokens`: drafts
-    accepted.
+    Sent about once a second of work, when the last turn has ended, and behind a report.
+    `host_ms`: time outside forwards. `draft_tokens`: drafts that forwards verified;
+    `accepted_tokens`: drafts accepted. `input_draft_tokens` and the fields behind it: see
+    `engine.tallies`.
     """
 
     steps: int
@@ -331,6 +349,10 @@ class EngineStats(Event, frozen=True, tag=True, kw_only=True):
     sessions: int
     check_runs: int
     check_violations: int
+    input_draft_tokens: int = 0
+    used_draft_tokens: int = 0
+    batch_rows: SizeCounts = SizeCounts()
+    prefill_tokens: SizeCounts = SizeCounts()
 
 
 EngineEvent = (

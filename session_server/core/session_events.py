@@ -27,6 +27,7 @@ SessionState = Literal["resident", "cold", "closing"]
 StateReason = Literal["turn", "pressure", "flush", "engine_restart", "client"]
 CancelReason = Literal["client_cancelled", "disconnected", "session_closed", "draining"]
 CloseReason = Literal["client", "expired", "draining"]
+CheckOutcome = Literal["passed", "refused"]
 
 
 class ToolCall(msgspec.Struct, frozen=True, gc=False):
@@ -248,7 +249,8 @@ class TurnCancelled(msgspec.Struct, frozen=True, gc=False):
 
 
 class TurnFailedEntry(msgspec.Struct, frozen=True, gc=False):
-    """Record that an error ended a turn; the history is as before it. `code`: a wire code."""
+    """Record that an error ended a turn; the history is as before it. `code`: a wire code.
+    `retry_after_s`: when the quota that refused it has room again; None where no rate did."""
 
     status: ClassVar[Literal["failed"]] = "failed"
     turn_id: str
@@ -256,6 +258,7 @@ class TurnFailedEntry(msgspec.Struct, frozen=True, gc=False):
     message: str
     retryable: bool
     outcome: Outcome
+    retry_after_s: float | None = None
 
 
 class SessionStateChanged(msgspec.Struct, frozen=True, gc=False):

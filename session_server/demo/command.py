@@ -119,7 +119,7 @@ async def _run_sessions(url: str, args: argparse.Namespace, console: Console) ->
     last_turns = asyncio.Barrier(args.sessions + 1)
     ledgers: dict[str, dict[str, int]] = {}
     async with httpx.AsyncClient(
-        base_url=base, headers=headers, timeout=30.0, trust_env=False
+        base_url=base, headers=headers, timeout=30.0, trust_env=False, verify=args.trust or True
     ) as http:
         ledgers["ledger_start"] = await _read_ledger(http)
         with StepProgress(console) as progress:
@@ -197,7 +197,8 @@ async def _converse(
 ) -> None:
     """Run one conversation, from open to close. `last_turns` keeps it parked in between."""
     try:
-        async with await connect(url, options=ClientOptions(token=args.api_key)) as session:
+        options = ClientOptions(token=args.api_key, trust=args.trust)
+        async with await connect(url, options=options) as session:
             for turn, exchange in enumerate(dialogue(args.seed + number, args.turns).turns):
                 add(await _take_turn(session, exchange, number, turn))
             await last_turns.wait()

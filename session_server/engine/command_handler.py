@@ -118,9 +118,12 @@ class CommandHandler:
             try:
                 self._cache.open(
                     session_id,
-                    namespace=Namespace(command.tenant_salt, config.model_fingerprint),
+                    namespace=Namespace(
+                        command.tenant_salt, config.model_fingerprint, command.tenant
+                    ),
                     tokens=np.array(command.tokens, dtype=np.int32),
                     retention=Retention.PINNED if command.pinned else Retention.RECLAIMABLE,
+                    tenant_weight=command.tenant_weight,
                 )
             except PinQuotaExceeded as refusal:
                 error = QuotaExceeded(str(refusal))
@@ -174,7 +177,10 @@ class CommandHandler:
 
     def _input_refusal(self, command: SubmitTurn) -> SessionServerError | None:
         sampling = command.sampling
-        num_tokens = self._cache.slot(command.session_id).num_tokens
+        slot = self._cache.slot(command.session_id)
+        num_tokens = slot.num_tokens
+        if command.tenant != slot.namespace.tenant:
+            return InternalInconsistency("the turn is of another tenant than its session")
         if not 0 <= command.base_len <= num_tokens:
             return InternalInconsistency(
                 f"the turn builds on {command.base_len} tokens, the engine holds {num_tokens}"

@@ -10,6 +10,7 @@ from cache.types import TableWrite
 from session_server.core.events import EngineEvent
 from session_server.engine.config import EngineConfig
 from session_server.engine.memory import MemoryWatch
+from session_server.engine.tallies import Tallies
 
 
 @dataclass(slots=True)
@@ -75,3 +76,4 @@ class EngineContext:
     watch: MemoryWatch
     outbox: Outbox = field(default_factory=Outbox)
     counters: Counters = field(default_factory=Counters)
+    tallies: Tallies = field(default_factory=Tallies)

@@ -23,7 +23,7 @@ from session_server.core.batch import (
     Probe,
     StepResult,
 )
-from session_server.core.commands import EngineCommand
+from session_server.core.commands import EngineCommand, ReportMemory
 from session_server.core.errors import ServerBusy, SessionServerError
 from session_server.core.events import EngineEvent
 from session_server.engine.command_handler import CommandHandler
@@ -148,10 +148,11 @@ class Engine:
             self._handle(command, now_s)
         for grammar in compiled:
             self._take_grammar(grammar)
-        to_compile = self._scheduler.compiling.requests()
+        to_compile = self._scheduler.compiling.requests(is_shared=self._cache.num_tenants > 1)
         plan, batch = self._next_batch(now_s)
         has_repaired = self._guard.end_step(plan, batch)
-        self._reporter.report(now_s, has_worked=bool(results or batch))
+        is_asked = any(isinstance(command, ReportMemory) for command in commands)
+        self._reporter.report(now_s, has_worked=bool(results or batch), is_asked=is_asked)
         has_planned = batch is not None or (plan is not None and not plan.is_empty)
         # Drafts that found no page have ended; the next step tries those behind them.
         has_drafts = bool(self._input_drafts) and not (self._scheduler or self._in_flight)
@@ -213,8 +214,9 @@ class Engine:
         retry_alone = self._settler.retry_alone
         if self._command_handler.is_shutting_down or self._in_flight.is_full:
             return None, None
-        # A turn that is retried alone starts once no other forward is in flight.
-        if retry_alone and self._in_flight:
+        # A turn that is retried alone starts once no other forward is in flight. In a flood whoever
+        # comes waits for a single one.
+        if self._in_flight and (retry_alone or self._scheduler.waiting.load.is_flood):
             return None, None
         if not retry_alone and (probe := self._next_probe(now_s)) is not None:
             return None, self._in_flight.push((), self._context.outbox.take_writes(), probe)
@@ -234,6 +236,7 @@ class Engine:
             return None, None
         view = LiveView(self._cache, running, queue, bool(self._in_flight), max_turn_pages)
         plan = plan_step(view, self._limits)
+        queue.load = plan.load
         if plan.is_denial and plan.blocked is not None:
             queue.note_denial(plan.blocked, len(running), view.supply)
         interval = self._context.config.retract_interval

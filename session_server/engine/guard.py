@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Iterable
 from typing import Final
 
 from cache.errors import AuditFailed
 from cache.types import SessionId
+from cache.views import SlotView
 from session_server.core.batch import Batch
 from session_server.core.commands import ReportMemory
 from session_server.core.errors import InternalInconsistency
@@ -81,7 +83,10 @@ class MemoryGuard:
 
     def report(self, command: ReportMemory, now_s: float) -> MemoryReported:
         """Return the accounts of all pools and what the checker has done."""
-        listed = itertools.islice(self._cache.slots(), command.max_sessions)
+        cache, chosen = self._cache, command.session_ids
+        listed: Iterable[SlotView] = itertools.islice(cache.slots(), command.max_sessions)
+        if chosen is not None:
+            listed = (cache.slot(each) for each in chosen[: command.max_sessions] if each in cache)
         return MemoryReported(
             request_id=command.request_id,
             pools={
@@ -94,6 +99,9 @@ class MemoryGuard:
             sessions=tuple(session_pages(slot) for slot in listed),
             checks=self._checks(now_s),
             trace=self._watch.trace.frozen() if command.trace else (),
+            steps=(
+                () if command.steps_after is None else self._watch.trace.recent(command.steps_after)
+            ),
         )
 
     def _checks(self, now_s: float) -> CheckerReport:

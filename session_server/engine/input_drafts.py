@@ -53,6 +53,7 @@ class InputDrafts:
 
     def __init__(self, context: EngineContext) -> None:
         self._cache, self._outbox, self._watch = context.cache, context.outbox, context.watch
+        self._tallies = context.tallies
         self._pending: dict[SessionId, _Draft] = {}
         self._in_flight: dict[TurnId, _Chunk] = {}
         self._busy: set[SessionId] = set()
@@ -91,6 +92,7 @@ class InputDrafts:
             return False
         session_id = chunk.session_id
         self._busy.remove(session_id)
+        self._tallies.input_draft_tokens += row.num_tokens
         tails, draft = self._cache.tails, self._pending.get(session_id)
         if not tails.has(session_id, chunk.view.tail):
             return True  # a turn has taken what was settled of it, or it was dropped

@@ -48,7 +48,13 @@ from session_server.engine.plan_admission import AdmissionPass
 from session_server.engine.plan_budget import Budget
 from session_server.engine.plan_running import claim_pages
 from session_server.engine.plan_tokens import Candidate, price_waiting, share_tokens
-from session_server.engine.scheduler_view import BlockReason, Limits, RunningTurn, SchedulerView
+from session_server.engine.scheduler_view import (
+    BlockReason,
+    Limits,
+    Load,
+    RunningTurn,
+    SchedulerView,
+)
 
 
 class Work(msgspec.Struct, frozen=True, gc=False):
@@ -75,6 +81,7 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
         num_bypasses: how many of `admit` bypassed it.
         is_denial: no waiting turn can be admitted before pages, rows or places come back, and this
             plan found that out. See `SchedulerView.known_denial`.
+        load: what the next plan has to know where there are sessions of several tenants.
     """
 
     cool: tuple[SessionId, ...]
@@ -85,11 +92,13 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     blocked: tuple[TurnId, BlockReason] | None
     num_bypasses: int = 0
     is_denial: bool = False
+    load: Load = Load()
 
     @property
     def is_empty(self) -> bool:
-        """Return whether applying it changes nothing."""
-        return not (self.cool or self.retract or self.work or self.refuse)
+        """Return whether applying it changes nothing, not even for whom the next one looks."""
+        is_idle = not (self.cool or self.retract or self.work or self.refuse)
+        return is_idle and not self.load.has_postponed
 
 
 def plan_step(view: SchedulerView, limits: Limits) -> StepPlan:
@@ -112,26 +121,28 @@ def plan_step(view: SchedulerView, limits: Limits) -> StepPlan:
     # A prefill takes another share in every forward, so an earlier denial says nothing beside one.
     known_denial = None if prefilling else view.known_denial
     candidates = list(price_waiting(view, running, limits)) if known_denial is None else []
-    shares = share_tokens(running, prefilling, candidates, limits)
+    shares = share_tokens(running, prefilling, candidates, limits, view=view)
 
-    budget = Budget(view, limits)
-    claims = claim_pages(running, shares, budget)
-    admission = AdmissionPass(claims, shares, budget, limits=limits)
+    budget = Budget(view, limits, shares.num_tokens)
+    claims = claim_pages(running, shares.tokens, budget)
+    admission = AdmissionPass(
+        claims, shares.tokens, budget, limits=limits, is_shared=view.is_shared
+    )
     if known_denial is None:
         admission.admit(candidates, view.waiting)
     else:
         admission.deny(known_denial)
 
     work = {**claims.work, **admission.work}
-    _top_up_running(claims.running, work, budget)
-    _top_up_admitted(candidates, work, budget)
+    _top_up(claims.running, candidates, work, budget)
     drafts = _offer_drafts(claims.running, work, budget)
 
     assert min(budget.pages) >= 0, "a plan must not overdraw its headroom"
     assert budget.num_tokens >= 0
     assert not work.keys() & set(claims.retracted)
     is_unchanged = not (budget.idle.cooled or claims.retracted or admission.work)
-    is_stuck = is_unchanged and not work and not view.is_in_flight
+    has_postponed = shares.load.has_postponed
+    is_stuck = is_unchanged and not (work or has_postponed or view.is_in_flight)
     return StepPlan(
         cool=tuple(budget.idle.cooled),
         retract=tuple(claims.retracted),
@@ -141,36 +152,35 @@ def plan_step(view: SchedulerView, limits: Limits) -> StepPlan:
         blocked=admission.blocked,
         num_bypasses=admission.num_bypasses,
         is_denial=is_unchanged
-        and not prefilling
-        and known_denial is None
+        and not (prefilling or known_denial or has_postponed)
         and _waits_for_pages(admission.blocked),
+        load=shares.load,
     )
 
 
-def _top_up_running(
-    running: Sequence[RunningTurn], work: dict[TurnId, int], budget: Budget
+def _top_up(
+    running: Sequence[RunningTurn],
+    candidates: Sequence[Candidate],
+    work: dict[TurnId, int],
+    budget: Budget,
 ) -> None:
-    """Give prefills tokens that no admission used, as far as free pages hold them."""
+    """Give prefills and admitted turns tokens that no admission used."""
     for turn in running:
         num_tokens = work.get(turn.turn_id, 0)
         num_extra = min(turn.num_uncomputed - num_tokens, budget.num_tokens)
-        if turn.num_uncomputed == 1 or num_extra <= 0:
+        if turn.num_uncomputed == 1 or num_extra == 0:
             continue
         held_pages = budget.new_pages(num_tokens, turn.num_spare)
+        # As far as free pages hold them.
         num_pages = budget.new_pages(num_tokens + num_extra, turn.num_spare) - held_pages
         if budget.has_pages(num_pages):
             budget.grow(num_pages)
             budget.num_tokens -= num_extra
             work[turn.turn_id] = num_tokens + num_extra
-
-
-def _top_up_admitted(
-    candidates: Sequence[Candidate], work: dict[TurnId, int], budget: Budget
-) -> None:
-    """Give admitted turns the tokens that are left; admission took pages for all they lack."""
     for candidate in candidates:
         turn_id = candidate.turn.turn_id
         if turn_id in work:
+            # Admission took pages for all it lacks.
             num_missing = candidate.quote.num_uncomputed - work[turn_id]
             num_extra = min(num_missing, budget.num_tokens)
             work[turn_id] += num_extra

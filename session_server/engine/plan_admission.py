@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, assert_never
 
@@ -14,7 +15,11 @@ from session_server.engine.scheduler_view import BlockReason, Limits, WaitingTur
 from session_server.engine.shortage import PoolPages, Shortage, add_pages, subtract_pages
 
 MAX_BYPASSES: Final = 64
-"""How many shorter turns may bypass a turn that waits for pages."""
+"""How many shorter turns, or turns of other tenants, may bypass a turn that waits for pages."""
+
+KEPT_PLACES: Final = 8
+"""One of so many places is kept for tenants that have few: a tenant leaves as many free as it has
+turns running, up to that part, so that nobody who asks for little waits for a place."""
 
 
 class AdmissionPass:
@@ -33,14 +38,21 @@ class AdmissionPass:
         budget: Budget,
         *,
         limits: Limits,
+        is_shared: bool = False,
     ) -> None:
+        """Begin. `is_shared`: there are sessions of several tenants."""
         self._claims = claims
         self._shares = shares
         self._budget = budget
         self._limits = limits
+        self._is_shared = is_shared
+        self._num_kept = limits.num_turns // KEPT_PLACES if is_shared else 0
+        self._num_running = Counter(turn.tenant for turn in claims.running)
+        self._denied: set[str] = set()
         self.work: dict[TurnId, int] = {}
         self.blocked: tuple[TurnId, BlockReason] | None = None
         self.num_bypasses = 0
+        self._blocked_tenant = ""
 
     def deny(self, blocked: tuple[TurnId, BlockReason]) -> None:
         """Admit no turn, for a reason that an earlier plan found."""
@@ -55,12 +67,14 @@ class AdmissionPass:
                 reason = self._try_admit(candidate)
                 if reason is not None:
                     self.blocked = candidate.turn.turn_id, reason
+                    self._blocked_tenant = candidate.turn.tenant
                     max_bypasses = self._max_bypasses(candidate.turn, reason, len(candidates))
             elif max_bypasses > self.num_bypasses and self._may_bypass(candidate):
                 reason = self._try_admit(candidate)
                 self.num_bypasses += reason is None
                 if reason is BlockReason.PAGES:
-                    break  # the next one would ask idle sessions in vain too, which is expensive
+                    # The tenant's next one would ask idle sessions in vain too: that is expensive.
+                    self._denied.add(candidate.turn.tenant)
         if self.blocked is None:
             self._block_first_unpriced(itertools.islice(waiting, len(candidates), None))
 
@@ -82,10 +96,17 @@ class AdmissionPass:
 
         A turn that waits for tokens loses nothing. One that waits for pages is bypassed only by
         turns that this forward brings to their next token: they are soon idle, and then their pages
-        can be taken back.
+        can be taken back. Turns of other tenants do not wait for the memory of this one, nor for
+        its places.
         """
         assert self.blocked is not None
         _, reason = self.blocked
+        if candidate.turn.tenant in self._denied:
+            return False
+        if candidate.turn.tenant != self._blocked_tenant:
+            return True
+        if reason is BlockReason.TURNS:
+            return False
         return reason is BlockReason.TOKENS or candidate.reaches_token(self._shares)
 
     def _max_bypasses(self, turn: WaitingTurn, reason: BlockReason, num_candidates: int) -> int:
@@ -96,6 +117,8 @@ class AdmissionPass:
             case BlockReason.PAGES if self._has_running():
                 # Bounded, since whoever bypasses it may take the pages that it waits for.
                 return max(0, MAX_BYPASSES - turn.times_bypassed)
+            case BlockReason.TURNS if self._num_free_places() > 0:
+                return num_candidates  # places that its tenant leaves to others
             case BlockReason.PAGES | BlockReason.TURNS | BlockReason.SHORTAGE:
                 # Without a running turn no pages come back, so this turn must come first, or be
                 # refused. A lack of places, or of pages for running turns, blocks every turn.
@@ -112,7 +135,8 @@ class AdmissionPass:
         # This plan cools its own session, which makes the quote void, or as many as it may.
         if turn.session_id in budget.idle.cooled or len(budget.idle.cooled) >= MAX_COOLED:
             return BlockReason.PAGES
-        if self._num_free_places() == 0:
+        num_kept = min(self._num_running[turn.tenant], self._num_kept)
+        if self._num_free_places() <= num_kept:
             return BlockReason.TURNS
         num_tokens = min(self._shares.get(turn.turn_id, 0), budget.num_tokens)
         if num_tokens == 0:
@@ -123,12 +147,15 @@ class AdmissionPass:
         needed = quote.context_pages
         if quote.num_uncomputed > self._limits.num_tokens:
             needed = add_pages(needed, self._promised_pages())
+        if self._is_shared and self._has_running():
+            needed = add_pages(needed, [turn.reserved_pages])
         if not self._reclaim(candidate, needed):
             return BlockReason.PAGES
         budget.take(quote.context_pages)
         budget.num_rows -= quote.needs_row
         budget.num_tokens -= num_tokens
         self.work[turn.turn_id] = num_tokens
+        self._num_running[turn.tenant] += 1
         return None
 
     def _promised_pages(self) -> Iterator[PoolPages]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Final
 
 from cache.types import SessionId, pages_for
@@ -38,12 +39,16 @@ class ReclaimableSessions:
         self.cooled: list[SessionId] = []
 
     def remaining(self) -> ReclaimableTotal:
-        """Return how many sessions are left to cool, and the pages they free. O(pools)."""
-        idle = self._view.idle_total
+        """Return how many sessions are left to cool, and the pages they free."""
         return ReclaimableTotal(
-            idle.num_sessions - len(self.cooled),
-            subtract_pages(idle.freed_pages, self._cooled_pages),
+            self._total.num_sessions - len(self.cooled),
+            subtract_pages(self._total.freed_pages, self._cooled_pages),
         )
+
+    @cached_property
+    def _total(self) -> ReclaimableTotal:
+        """Return what all could give when the plan began, summed up once and only if it matters."""
+        return self._view.idle_total
 
     def may_ask(self, shortage: Shortage) -> bool:
         """Return whether this plan may cool another session for a need, or the next plan has to."""
@@ -90,9 +95,9 @@ class Budget:
         idle: sessions that can be cooled for more pages and rows.
     """
 
-    def __init__(self, view: SchedulerView, limits: Limits) -> None:
+    def __init__(self, view: SchedulerView, limits: Limits, num_tokens: int) -> None:
         self._page_size = limits.page_size
-        self.num_tokens = limits.num_tokens
+        self.num_tokens = num_tokens
         self.pages = view.headroom_pages
         self.num_rows = view.num_free_rows
         self.idle = ReclaimableSessions(view, len(self.pages))

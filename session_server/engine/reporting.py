@@ -29,17 +29,18 @@ class Reporter:
     def __init__(self, context: EngineContext, scheduler: Scheduler) -> None:
         self._cache, self._watch = context.cache, context.watch
         self._outbox, self._counters = context.outbox, context.counters
+        self._tallies = context.tallies
         self._scheduler = scheduler
         self._sampled_s = -math.inf
         self._is_shown_busy = False
         self._num_shown_violations = 0
 
-    def report(self, now_s: float, *, has_worked: bool) -> None:
-        """Emit a sample if one is due at the end of a step."""
+    def report(self, now_s: float, *, has_worked: bool, is_asked: bool = False) -> None:
+        """Emit a sample if one is due at the end of a step, or asked for."""
         is_due = has_worked and now_s - self._sampled_s >= STATS_INTERVAL_S
         has_emptied = self._is_shown_busy and not self._scheduler
         has_news = self._watch.num_violations > self._num_shown_violations
-        if not (is_due or has_emptied or has_news):
+        if not (is_due or has_emptied or has_news or is_asked):
             return
         self._sampled_s = now_s
         self._is_shown_busy = bool(self._scheduler)
@@ -47,7 +48,7 @@ class Reporter:
         self._outbox.emit(self._sample())
 
     def _sample(self) -> EngineStats:
-        counters = self._counters
+        counters, tallies = self._counters, self._tallies
         return EngineStats(
             **{name: getattr(counters, name) for name in _TOTALS},
             forward_ms=counters.forward_s * 1e3,
@@ -57,6 +58,10 @@ class Reporter:
             sessions=len(self._cache),
             check_runs=sum(self._watch.runs),
             check_violations=self._watch.num_violations,
+            input_draft_tokens=tallies.input_draft_tokens,
+            used_draft_tokens=tallies.used_draft_tokens,
+            batch_rows=tallies.batch_rows.report(),
+            prefill_tokens=tallies.prefill_tokens.report(),
         )
 
 

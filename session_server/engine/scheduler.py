@@ -17,7 +17,8 @@ from session_server.engine.context import EngineContext
 from session_server.engine.plan import StepPlan
 from session_server.engine.scheduler_view import BlockReason
 from session_server.engine.turn import Turn, TurnState
-from session_server.engine.turn_queue import TurnQueue, WaitingQueue, max_reuse
+from session_server.engine.turn_line import TurnQueue
+from session_server.engine.turn_queue import WaitingQueue, max_reuse
 
 COMPILED_PER_RUNNING: Final = 2
 """Grammars kept compiled for each turn that may run: its own, and that of one that waits."""
@@ -43,7 +44,7 @@ class Scheduler:
 
     def __init__(self, context: EngineContext) -> None:
         self._cache, self._outbox = context.cache, context.outbox
-        self._counters = context.counters
+        self._counters, self._tallies = context.counters, context.tallies
         self._turns: dict[TurnId, Turn] = {}
         self._of_session: dict[SessionId, Turn] = {}
         self.turn_limits = context.cache.turn_limits(context.config.num_ahead)
@@ -90,6 +91,7 @@ class Scheduler:
     def remove(self, turn: Turn) -> None:
         """Remove a turn that ends."""
         self.compiling.remove(turn)
+        self.waiting.charge_outputs(turn)
         if not turn.is_compiling:
             (self.running if turn.state is TurnState.RUNNING else self.waiting).remove(turn)
         del self._turns[turn.turn_id]
@@ -174,6 +176,7 @@ class Scheduler:
             applied.refused.append((turn, QuotaExceeded(str(error))))
             return False
         self._outbox.write(loan.table_writes)
+        self.waiting.charge(turn)
         self.waiting.remove(turn)
         turn.admit(loan)
         self.running.insert(turn)
@@ -181,6 +184,7 @@ class Scheduler:
             turn.clock.admitted_s = now_s
             self._counters.prompt_tokens += turn.prompt_len
             self._counters.cached_tokens += turn.cached_len
+            self._tallies.used_draft_tokens += loan.tail_len
         self._outbox.emit(
             TurnStarted(
                 turn_id=turn.turn_id,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 
@@ -38,11 +38,37 @@ class Limits(msgspec.Struct, frozen=True, gc=False):
     page_size: int
 
 
+FLOOD_FORWARDS: Final = 8
+"""Forwards filled beyond a share that begin a flood, if there are sessions of several tenants. So a
+long prompt on a server that has little to do is computed as fast as by a tenant alone."""
+
+
+class Load(msgspec.Struct, frozen=True, gc=False):
+    """Say what the plans before found, where there are sessions of several tenants.
+
+    `num_full`: forwards that tenants filled beyond a share, one less for each that they did not,
+    from 0 to `FLOOD_FORWARDS`. `has_postponed`: the last forward went to tenants behind the others
+    alone.
+    """
+
+    num_full: int = 0
+    has_postponed: bool = False
+
+    @property
+    def is_flood(self) -> bool:
+        """Return whether forwards are to be short, and none planned behind one in flight."""
+        return self.num_full == FLOOD_FORWARDS
+
+
 class RunningTurn(Protocol):
     """Describe a turn that borrows its session's KV."""
 
     @property
     def turn_id(self) -> TurnId: ...
+
+    @property
+    def tenant(self) -> str:
+        """Return whose turn it is."""
 
     @property
     def num_uncomputed(self) -> int:
@@ -95,8 +121,17 @@ class WaitingTurn(Protocol):
     def session_id(self) -> SessionId: ...
 
     @property
+    def tenant(self) -> str:
+        """Return whose turn it is."""
+
+    @property
     def times_bypassed(self) -> int:
         """Return how many turns behind it were admitted while it waited for pages."""
+
+    @property
+    def reserved_pages(self) -> PoolPages:
+        """Return the pages that other tenants lack of their minimums, and that it leaves free while
+        other turns run."""
 
     def quote(self) -> AdmissionQuote:
         """Return what its admission costs now; may match the whole history of a cold session."""
@@ -112,6 +147,20 @@ class SchedulerView(Protocol):
     @property
     def waiting(self) -> Iterable[WaitingTurn]:
         """Return waiting turns, in order of admission."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Return whether there are sessions of several tenants."""
+
+    def served(self, tenant: str) -> int:
+        """Return the tokens a tenant counts as served; of several the least comes first."""
+
+    def lag(self, tenant: str) -> int:
+        """Return how many tokens a tenant is behind who was served most."""
+
+    @property
+    def load(self) -> Load:
+        """Return what the plan before found; see `StepPlan.load`."""
 
     @property
     def known_denial(self) -> tuple[TurnId, BlockReason] | None:

@@ -47,6 +47,7 @@ class Settler:
     ) -> None:
         self._config, self._cache, self._watch = context.config, context.cache, context.watch
         self._outbox, self._counters = context.outbox, context.counters
+        self._tallies = context.tallies
         self._scheduler = scheduler
         self._input_drafts = input_drafts
         self.retry_alone: list[Turn] = []
@@ -60,6 +61,8 @@ class Settler:
             self._settle_failure(batch, result.error)
             return
         assert len(batch.rows) == len(result.rows)
+        if batch.rows:
+            self._tallies.add_forward(batch)
         for row, outcome in zip(batch.rows, result.rows, strict=True):
             if self._input_drafts.settle(row, outcome):
                 continue

@@ -12,7 +12,11 @@ from operator import attrgetter
 from typing import Final
 
 from session_server.core.batch import Batch, StepResult
-from session_server.core.commands import EngineCommand
+from session_server.core.commands import (
+    MAX_REPORTED_ROWS,
+    MAX_REPORTED_STEPS,
+    EngineCommand,
+)
 from session_server.core.events import TracedRow, TracedStep
 from session_server.engine.plan import StepPlan
 
@@ -25,7 +29,8 @@ MAX_TRACED: Final = 1 << 16
 # One call into C for all rows: between two forwards Python code is cold, and costs several times
 # what a benchmark of it alone says.
 _STEP: Final = attrgetter("step")
-_ROW: Final = attrgetter("turn_id", "row", "start", "num_tokens")
+_SECONDS: Final = attrgetter("forward_s")
+_ROW: Final = attrgetter("turn_id", "row", "start", "num_tokens", "num_drafts", "sample")
 
 
 class StepTrace:
@@ -59,6 +64,7 @@ class StepTrace:
             now_s=now_s,
             commands=tuple(type(command).__name__ for command in commands),
             settled=tuple(map(_STEP, results)),
+            forward_s=tuple(map(_SECONDS, results)),
             cooled=plan.cool if plan else (),
             retracted=plan.retract if plan else (),
             admitted=plan.admit if plan else (),
@@ -82,6 +88,20 @@ class StepTrace:
     def frozen(self, num_steps: int = NUM_STEPS) -> tuple[TracedStep, ...]:
         """Return the last steps before the first violation, oldest first; none without one."""
         return self._frozen[-num_steps:]
+
+    def recent(self, after: int) -> tuple[TracedStep, ...]:
+        """Return the newest steps after this one that launched or settled a forward, oldest first;
+        at most `MAX_REPORTED_STEPS`, with at most `MAX_REPORTED_ROWS` rows in all."""
+        found: list[TracedStep] = []
+        num_rows = 0
+        for step in reversed(self._ring):
+            num_rows += len(step.rows)
+            is_full = len(found) == MAX_REPORTED_STEPS or num_rows > MAX_REPORTED_ROWS
+            if step.step <= after or is_full:
+                break
+            if step.settled or step.launched is not None:
+                found.append(step)
+        return tuple(reversed(found))
 
 
 def _size(step: TracedStep) -> int:

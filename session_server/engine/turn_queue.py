@@ -1,4 +1,4 @@
-"""`TurnQueue` and `WaitingQueue`: turns in order, and what spares pricing them again.
+"""`WaitingQueue`: turns that wait for admission, and what spares pricing them again.
 
 Pricing a cold turn matches its whole history, and a plan may price a queue of them. `Quotes` keeps
 the price of each turn, and `_Denial` keeps that no turn could be admitted, until something they
@@ -7,53 +7,17 @@ depend on changes.
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 import numpy as np
 
 from cache.radix_node import MatchResult
 from cache.session_cache import SessionAwareCache
 from cache.types import SlotState, TurnId, pages_for
-from session_server.engine.scheduler_view import AdmissionQuote, BlockReason
+from session_server.engine.scheduler_view import AdmissionQuote, BlockReason, Load
 from session_server.engine.shortage import PoolPages, add_pages
+from session_server.engine.tenant_lines import TenantLines
 from session_server.engine.turn import Turn
-
-
-class TurnQueue(Sequence[Turn]):
-    """Hold turns in `Turn.order`. `version` changes with every turn that comes or goes."""
-
-    def __init__(self) -> None:
-        self._turns: list[Turn] = []
-        self.version = 0
-
-    def __len__(self) -> int:
-        return len(self._turns)
-
-    def __iter__(self) -> Iterator[Turn]:
-        return iter(self._turns)
-
-    @overload
-    def __getitem__(self, index: int) -> Turn: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Turn]: ...
-
-    def __getitem__(self, index: int | slice) -> Turn | list[Turn]:
-        return self._turns[index]
-
-    def insert(self, turn: Turn) -> None:
-        """Insert a turn at its place. O(log turns) comparisons."""
-        self.version += 1
-        bisect.insort(self._turns, turn, key=lambda other: other.order)
-
-    def remove(self, turn: Turn) -> None:
-        """Remove a turn. O(log turns) comparisons."""
-        self.version += 1
-        index = bisect.bisect_left(self._turns, turn.order, key=lambda other: other.order)
-        assert self._turns[index] is turn, "every turn has an order of its own"
-        del self._turns[index]
 
 
 class _Known(NamedTuple):
@@ -117,10 +81,11 @@ class Quotes:
         # One page beyond the context, so that its first tokens do not cause a retraction.
         soon_len = max(turn.known_len, min(turn.known_len + page_size, turn.max_computed_len))
         num_pages = pages_for(soon_len, page_size) - pages_for(held_len, page_size)
+        tenant = turn.request.tenant
         pages = tuple([min(num_pages, most) for most in self._max_turn_pages])
         if match is not None:
             # Pages that its match locks cannot be evicted for other turns.
-            pages = add_pages(pages, [tuple([match.evictable_pages[p] for p in cache.paged_pools])])
+            pages = add_pages(pages, [cache.shares(tenant).lock_cost(match.evictable_pages)])
         own = cache.parked.reclaimable(turn.request.session_id)
         return AdmissionQuote(
             num_uncomputed=turn.known_len - reuse_len,
@@ -173,14 +138,15 @@ class _Denial(NamedTuple):
     supply: Supply
 
 
-class WaitingQueue(TurnQueue):
-    """Hold turns that wait for admission."""
+class WaitingQueue(TenantLines):
+    """Hold turns that wait for admission; tenants come in rotation. `load`: of the last plan."""
 
     def __init__(self, cache: SessionAwareCache, max_turn_pages: PoolPages) -> None:
         super().__init__()
         self._cache = cache
         self._denial: _Denial | None = None
         self.quotes = Quotes(cache, max_turn_pages)
+        self.load = Load()
 
     def remove(self, turn: Turn) -> None:
         """Remove a turn and its quote."""

@@ -9,7 +9,7 @@ import msgspec
 from cache.session_cache import SessionAwareCache
 from cache.types import SessionId, TurnId, pages_for
 from cache.views import TurnLoan
-from session_server.engine.scheduler_view import AdmissionQuote, BlockReason
+from session_server.engine.scheduler_view import AdmissionQuote, BlockReason, Load
 from session_server.engine.shortage import PoolPages, ReclaimableTotal, add_pages
 from session_server.engine.turn import Turn
 from session_server.engine.turn_queue import Supply, WaitingQueue
@@ -33,6 +33,7 @@ class LiveView(msgspec.Struct, frozen=True, gc=False):
         return [
             LiveRunning(
                 turn_id=turn.request.turn_id,
+                tenant=turn.request.tenant,
                 num_uncomputed=turn.num_uncomputed,
                 num_drafts=turn.num_drafts,
                 num_spare=turn.current_admission.num_spare,
@@ -45,18 +46,36 @@ class LiveView(msgspec.Struct, frozen=True, gc=False):
     @property
     def waiting(self) -> Iterable[LiveWaiting]:
         """Return waiting turns, in order of admission."""
-        return (LiveWaiting(self.queue, turn) for turn in self.queue)
+        return (LiveWaiting(self, turn) for turn in self.queue)
+
+    @property
+    def is_shared(self) -> bool:
+        """Return whether there are sessions of several tenants."""
+        return self.cache.num_tenants > 1
+
+    def served(self, tenant: str) -> int:
+        """Return the tokens a tenant counts as served; of several the least comes first."""
+        return self.queue.served(tenant)
+
+    def lag(self, tenant: str) -> int:
+        """Return how many tokens a tenant is behind who was served most."""
+        return self.queue.lag(tenant)
+
+    @property
+    def load(self) -> Load:
+        """Return what the plan before found."""
+        return self.queue.load
 
     @property
     def known_denial(self) -> tuple[TurnId, BlockReason] | None:
-        """Return the denial of an earlier plan if it still holds. O(pools)."""
+        """Return the denial of an earlier plan if it still holds. Costs what `supply` does."""
         if not self.queue.has_denial:
             return None
         return self.queue.known_denial(len(self.running_turns), self.supply)
 
     @property
     def supply(self) -> Supply:
-        """Return what admission may take now. O(pools)."""
+        """Return what admission may take now. Costs what `ParkedQueue.count` does."""
         num_sessions, freed_pages = self.cache.parked.count()
         headroom = self.cache.headroom()
         pages = add_pages(headroom.pages, [tuple(freed_pages.values())])
@@ -70,7 +89,7 @@ class LiveView(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def idle_total(self) -> ReclaimableTotal:
-        """Return what all reclaimable sessions would free. O(pools)."""
+        """Return what all reclaimable sessions would free: `ParkedQueue.count`."""
         num_sessions, freed_pages = self.cache.parked.count()
         return ReclaimableTotal(num_sessions, tuple(freed_pages.values()))
 
@@ -96,6 +115,7 @@ class LiveRunning(msgspec.Struct, gc=False):
     """Implement `RunningTurn`. Its numbers are read once, since a plan asks several times."""
 
     turn_id: TurnId
+    tenant: str
     num_uncomputed: int
     num_drafts: int
     num_spare: int
@@ -120,7 +140,7 @@ class LiveRunning(msgspec.Struct, gc=False):
 class LiveWaiting(msgspec.Struct, gc=False):
     """Implement `WaitingTurn` for a turn in the waiting queue."""
 
-    queue: WaitingQueue
+    view: LiveView
     turn: Turn
 
     @property
@@ -134,10 +154,20 @@ class LiveWaiting(msgspec.Struct, gc=False):
         return self.turn.request.session_id
 
     @property
+    def tenant(self) -> str:
+        """Return whose turn it is."""
+        return self.turn.request.tenant
+
+    @property
     def times_bypassed(self) -> int:
         """Return how many turns behind it were admitted while it waited for pages."""
         return self.turn.clock.times_bypassed
 
+    @property
+    def reserved_pages(self) -> PoolPages:
+        """Return the pages that other tenants lack of their minimums. O(pools)."""
+        return self.view.cache.shares(self.tenant).reserved_pages
+
     def quote(self) -> AdmissionQuote:
         """Return what its admission costs now."""
-        return self.queue.quotes.of(self.turn)
+        return self.view.queue.quotes.of(self.turn)

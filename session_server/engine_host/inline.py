@@ -16,6 +16,7 @@ from session_server.core.commands import EngineCommand, Shutdown
 from session_server.core.engine_client import EventListener
 from session_server.core.errors import EngineUnavailable
 from session_server.core.events import EngineDied, EngineEvent, EngineReady
+from session_server.engine_host.event_slices import EventSlices
 from session_server.engine_host.loop import EngineAssembly, EngineLoop
 from session_server.engine_host.watchdog import HANG_LIMIT_S, Watchdog
 
@@ -42,6 +43,7 @@ class InlineEngine:
         self._watch: asyncio.Task[None] | None = None
         self._loop: EngineLoop | None = None
         self._thread: threading.Thread | None = None
+        self._events = EventSlices(self._handle, on_failed=self._fail)
         self._listener: EventListener | None = None
         self._server: asyncio.AbstractEventLoop | None = None
         self.failed: asyncio.Future[str] | None = None
@@ -86,6 +88,7 @@ class InlineEngine:
             self._loop.post(Shutdown(), block=False)
         # Do not wait for a step that hangs: the thread is a daemon and ends with the process.
         await asyncio.to_thread(self._thread.join, STOP_TIMEOUT_S)
+        self._events.finish()
 
     def _run(self) -> None:
         assert self._loop is not None
@@ -98,20 +101,19 @@ class InlineEngine:
 
     def _emit(self, events: list[EngineEvent]) -> None:
         assert self._server is not None
-        self._server.call_soon_threadsafe(self._deliver, events)
+        self._server.call_soon_threadsafe(self._events.add, events)
 
-    def _deliver(self, events: list[EngineEvent]) -> None:
+    def _handle(self, event: EngineEvent) -> None:
         assert self._listener is not None
         assert self._watchdog is not None
-        if self._is_given_up:
-            return
-        try:
-            for event in events:
-                self._watchdog.note_event(event)
-                self._listener(event)
-        except Exception as error:  # noqa: BLE001 - the remaining events are lost, so end the engine
-            _LOG.exception("an event of the engine could not be handled")
-            self._die(f"{type(error).__name__}: {error}")
+        if not self._is_given_up:
+            self._watchdog.note_event(event)
+            self._listener(event)
+
+    def _fail(self, error: Exception) -> None:
+        """End an engine of whose events some are lost."""
+        _LOG.error("an event of the engine could not be handled", exc_info=error)
+        self._die(f"{type(error).__name__}: {error}")
 
     async def _give_up_when_hung(self, watchdog: Watchdog, loop: EngineLoop) -> None:
         await watchdog.wait_until_hung(self._hang_limit_s, pulse=loop.pulse)
@@ -125,6 +127,7 @@ class InlineEngine:
     def _die(self, message: str) -> None:
         assert self._listener is not None
         assert self.failed is not None
+        self._events.finish()
         if not self._is_given_up:
             if self._watch is not None:
                 self._watch.cancel()

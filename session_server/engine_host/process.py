@@ -20,8 +20,9 @@ from session_server.core.child_process import start_child
 from session_server.core.commands import EngineCommand, Shutdown
 from session_server.core.engine_client import EventListener
 from session_server.core.errors import EngineUnavailable
-from session_server.core.events import EngineDied, EnginePulse, EngineReady
+from session_server.core.events import EngineDied, EngineEvent, EnginePulse, EngineReady
 from session_server.engine_host.child import EXIT_UNUSABLE
+from session_server.engine_host.event_slices import EVENTS_AT_ONCE, EventSlices
 from session_server.engine_host.restarts import RestartPolicy, Restarts
 from session_server.engine_host.transport import Codec, FrameBuffer, TransportError, frame
 from session_server.engine_host.watchdog import HANG_LIMIT_S, Watchdog
@@ -30,7 +31,7 @@ MAX_UNSENT_BYTES: Final = 256 << 20
 """Bytes of commands that an engine may leave unread before it counts as unavailable."""
 
 READ_BYTES: Final = 1 << 16
-"""Bytes of events handled before the event loop does anything else."""
+"""Bytes of events read at a time. No more are read while more than a slice of them waits."""
 
 DEATH_PATIENCE_S: Final = 1.0
 """Seconds that a child may take to exit after it closed its socket; clients wait for the news."""
@@ -186,9 +187,9 @@ class _ChildConnection(asyncio.BufferedProtocol):
         self._listener = listener
         self._codec = Codec()
         self._buffer = FrameBuffer()
-        # Small, so that other sockets wait for no more events than fit into it.
+        self._events = EventSlices(self._handle, on_failed=self._fail, on_empty=self._read_on)
         self._received = memoryview(bytearray(READ_BYTES))
-        self._transport: asyncio.WriteTransport | None = None
+        self._transport: asyncio.Transport | None = None
         self.watchdog = Watchdog(listener)
         self._death_message = "the engine process ended without a message"
 
@@ -239,7 +240,7 @@ class _ChildConnection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport; asyncio calls this once."""
-        assert isinstance(transport, asyncio.WriteTransport)
+        assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -247,28 +248,43 @@ class _ChildConnection(asyncio.BufferedProtocol):
         return self._received
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Handle the bytes that have arrived; asyncio calls this."""
+        """Take the bytes that have arrived; asyncio calls this."""
+        assert self._transport is not None
         try:
             for payload in self._buffer.feed(self._received[:nbytes]):
-                for event in self._codec.events(payload):
-                    match event:
-                        case EngineReady():
-                            if not self.ready.done():  # else the start has timed out
-                                self.ready.set_result(event)
-                        case EngineDied(message=message):
-                            self._death_message = message
-                        case EnginePulse():
-                            self.watchdog.note_event(event)
-                        case _:
-                            self.watchdog.note_event(event)
-                            self._listener(event)
+                self._events.add(self._codec.events(payload))
         except TransportError as error:
             self._death_message = str(error)
-            assert self._transport is not None
             self._transport.abort()
+        if len(self._events) > EVENTS_AT_ONCE:
+            self._transport.pause_reading()
+
+    def _read_on(self) -> None:
+        assert self._transport is not None
+        self._transport.resume_reading()
+
+    def _handle(self, event: EngineEvent) -> None:
+        match event:
+            case EngineReady():
+                if not self.ready.done():  # else the start has timed out
+                    self.ready.set_result(event)
+            case EngineDied(message=message):
+                self._death_message = message
+            case EnginePulse():
+                self.watchdog.note_event(event)
+            case _:
+                self.watchdog.note_event(event)
+                self._listener(event)
+
+    def _fail(self, error: Exception) -> None:
+        """End an engine of whose events some are lost."""
+        _LOG.error("an event of the engine could not be handled", exc_info=error)
+        assert self._transport is not None
+        self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Resolve `ready` and `lost`; asyncio calls this once, last."""
+        self._events.finish()
         if not self.ready.done():
             self.ready.set_exception(EngineUnavailable(self._death_message))
         if not self.lost.done():  # a second Ctrl-C cancels whoever awaits it

@@ -68,13 +68,17 @@ class NonBlockingHandler(logging.Handler):
                 num_dropped, self._num_dropped = self._num_dropped, 0
             text = "".join(lines)
             if num_dropped:
-                text += f"{num_dropped} log lines were dropped: they were not read in time\n"
+                text += f"{num_dropped} log lines were dropped: they could not be written in time\n"
+            num_lost = 0
             try:
                 self._stream.write(text)
                 self._stream.flush()
-            except (OSError, ValueError):
+            except ValueError:
                 return  # the stream is closed
+            except OSError:
+                num_lost = num_dropped + len(lines)  # a full disk has room again one day
             with self._changed:
+                self._num_dropped += num_lost
                 self._num_bytes -= sum(map(len, lines))
                 self._changed.notify_all()
 

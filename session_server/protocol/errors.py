@@ -7,14 +7,18 @@ or a terminal.
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
 
 from session_server.core.errors import (
     INTERNAL_ERROR,
+    WIRE_ERRORS,
     InvalidRequest,
+    QuotaExceeded,
     SessionServerError,
     wire_error,
 )
@@ -30,14 +34,35 @@ _WRONG_FIELD: Final = re.compile(r"(?s)Object (?:contains unknown|missing requir
 _MSGSPEC_PATH: Final = re.compile(r"(?s)(.*) - at `(?:key` in `)?\$?\.?(.*)`$")
 
 
+_QUOTA: Final = WIRE_ERRORS[QuotaExceeded].code
+
+HTTP_CODES: Final[Mapping[int, str]] = {
+    400: "bad_request",
+    403: "forbidden",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "request_timeout",
+    413: "payload_too_large",
+    415: "unsupported_media_type",
+    421: "misdirected_request",
+    426: "upgrade_not_supported",
+    499: "client_closed_request",
+    431: "headers_too_large",
+    505: "http_version_not_supported",
+}
+"""Codes of refusals that no `SessionServerError` stands for, by status."""
+
+
 class ErrorBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An error. `code` is stable and for programs, `message` for people."""
+    """An error. `code` is stable and for programs, `message` for people. `retry_after_s`, of
+    `quota_exceeded`: seconds after which the same can succeed, 1 where that is not known."""
 
     type: str
     code: str
     message: str
     param: str | None
     turn_id: str | None = None
+    retry_after_s: int | None = None
 
 
 class ErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +76,12 @@ def sanitize(text: str) -> str:
     return _CONTROL.sub(" ", text)[:MAX_MESSAGE_CHARS]
 
 
+def wait_of(code: str, wait_s: float | None) -> int | None:
+    """Return the whole seconds that a client is told to wait, at least 1; None where the code is
+    not that of a quota."""
+    return max(1, math.ceil(wait_s or 0.0)) if code == _QUOTA else None
+
+
 def error_body(error: SessionServerError, *, turn_id: str | None = None) -> ErrorBody:
     """Return the body for a typed error."""
     form = wire_error(error)
@@ -60,6 +91,7 @@ def error_body(error: SessionServerError, *, turn_id: str | None = None) -> Erro
         message=sanitize(error.message),
         param=error.param,
         turn_id=turn_id,
+        retry_after_s=wait_of(form.code, getattr(error, "retry_after_s", None)),
     )
 
 

@@ -43,7 +43,7 @@ from session_server.core.session_events import (
     TurnFailedEntry,
     TurnProgress,
 )
-from session_server.protocol.errors import ErrorBody, sanitize
+from session_server.protocol.errors import ErrorBody, sanitize, wait_of
 from session_server.protocol.scores import EncodedScores, LogprobBody, logprob_bodies
 
 MAX_COALESCED_CHARS: Final = 16_384
@@ -429,6 +429,7 @@ def failure_body(entry: TurnFailedEntry) -> ErrorBody:
         message=sanitize(entry.message),
         param=None,
         turn_id=entry.turn_id,
+        retry_after_s=wait_of(entry.code, entry.retry_after_s),
     )
 
 

@@ -8,7 +8,7 @@ conversation: what the session's history agrees with stays, and the rest is comp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Final, Literal, assert_never
 
@@ -86,10 +86,12 @@ from session_server.protocol.realtime_outbox import RealtimeOutbox, RealtimeRefu
 from session_server.protocol.realtime_responses import (
     DraftNextInput,
     PreparedResponse,
+    ReadRates,
     RealtimeCommand,
     RealtimeResponses,
 )
 from session_server.protocol.session_protocol import CloseCode
+from session_server.protocol.tools import tools_written
 
 REALTIME: Final = "realtime"
 CONVERSATION_PREFIX: Final = "conv_"
@@ -101,12 +103,21 @@ CheckRoom = Callable[[int], None]
 """Rejects bytes that the session has no room for. Raises QuotaExceeded, ServerBusy."""
 
 
+@dataclass(frozen=True, slots=True)
+class RealtimeModel:
+    """Describe the model that answers. `defaults`: its sampling; `takes_tools`: whether its chat
+    template writes tools."""
+
+    name: str
+    defaults: SamplingParams
+    takes_tools: bool = True
+
+
 @dataclass(slots=True)
 class RealtimeNames:
-    """Name the session and the model that answers, and everything else that needs a name."""
+    """Name the session, and everything else that needs a name."""
 
     session_id: str
-    model: str
     num_made: int = 0
 
     def make(self, kind: str) -> str:
@@ -134,19 +145,21 @@ class RealtimeProtocol:
     """Hold one conversation, and the events to send to its peer.
 
     `max_message_bytes` bounds one event of the client. `check_room` is asked before anything more
-    is kept; `num_bytes` is what is.
+    is kept; `num_bytes` is what is. `read_rates` is asked as a response begins.
     """
 
     def __init__(
         self,
         names: RealtimeNames,
         *,
-        defaults: SamplingParams,
+        model: RealtimeModel,
         max_message_bytes: int,
         check_room: CheckRoom,
+        read_rates: ReadRates = tuple,
     ) -> None:
         self._names = names
-        self._defaults = msgspec.structs.replace(defaults, max_tokens=MAX_OUTPUT_TOKENS)
+        unbounded = msgspec.structs.replace(model.defaults, max_tokens=MAX_OUTPUT_TOKENS)
+        self._model = replace(model, defaults=unbounded)
         self._max_message_bytes = max_message_bytes
         self._check_room = check_room
         self._settings = RealtimeSettings()
@@ -154,7 +167,7 @@ class RealtimeProtocol:
         self._conversation = RealtimeConversation()
         self._input = TypedText()
         self.outbox = RealtimeOutbox()
-        self.responses = RealtimeResponses(self.outbox, self._conversation)
+        self.responses = RealtimeResponses(self.outbox, self._conversation, read_rates)
         self.is_resumable = False
         """Whether the session outlives its connection."""
         self.close_code: CloseCode | None = None
@@ -276,8 +289,8 @@ class RealtimeProtocol:
     def _update(self, event: RealtimeSessionUpdate) -> None:
         body = event.session
         check_modalities(body, at="session")
-        changed = self._settings.changed_by(body)
-        changed.sampling(self._defaults)
+        changed = self._changed_by(body)
+        changed.sampling(self._model.defaults)
         num_bytes = WIDE_CHAR_BYTES * len(msgspec.json.encode(changed))
         self._check_room(max(0, num_bytes - self._settings_bytes))
         self._settings, self._settings_bytes = changed, num_bytes
@@ -286,6 +299,13 @@ class RealtimeProtocol:
         if body.resumption is not None:
             self.is_resumable = body.resumption.enabled
         self.outbox.emit(RealtimeSessionUpdated, session=self._session_body())
+
+    def _changed_by(self, body: RealtimeSettings) -> RealtimeSettings:
+        settings = self._settings.changed_by(body)
+        tools = tools_written(
+            settings.tools, settings.tool_choice, takes_tools=self._model.takes_tools
+        )
+        return msgspec.structs.replace(settings, tools=tools)
 
     def _create_item(self, event: RealtimeItemCreate) -> None:
         body, previous_id = event.item, event.previous_item_id
@@ -324,8 +344,8 @@ class RealtimeProtocol:
         check_modalities(body, at="response")
         is_aside = body.conversation == "none"
         self.responses.check_room(is_aside=is_aside)
-        settings = self._settings.changed_by(body)
-        sampling, text = settings.sampling(self._defaults)
+        settings = self._changed_by(body)
+        sampling, text = settings.sampling(self._model.defaults)
         given = None if body.input is None else tuple(map(self._given_item, body.input))
         num_bytes = sum(map(item_bytes, given or ()))
         self._check_room(num_bytes)
@@ -381,7 +401,7 @@ class RealtimeProtocol:
         if not typed.text:
             return DraftNextInput(None, typed.event_id, 0)
         before = self._conversation.messages(settings.instructions or "")
-        sampling, text = settings.sampling(self._defaults)
+        sampling, text = settings.sampling(self._model.defaults)
         messages = (*before, Message("user", typed.text))
         chat = ChatInput(messages, is_whole=True, tools=settings.tool_texts)
         request = TurnRequest(self._names.make("draft"), input=chat, sampling=sampling, text=text)
@@ -441,7 +461,7 @@ class RealtimeProtocol:
             type="realtime",
             object="realtime.session",
             id=self._names.session_id,
-            model=self._names.model,
+            model=self._model.name,
             output_modalities=("text",),
             instructions=settings.instructions or "",
             tools=tuple(settings.tools or ()),

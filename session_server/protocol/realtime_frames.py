@@ -10,6 +10,7 @@ from msgspec import UNSET, UnsetType
 from session_server.core.session_events import TokenUsage
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
+RateName = Literal["requests", "tokens"]
 ResponseStatus = Literal["in_progress", "completed", "cancelled", "failed", "incomplete"]
 
 
@@ -229,6 +230,22 @@ class RealtimeResponseDone(RealtimeFrame, frozen=True, kw_only=True, tag="respon
     response: RealtimeResponseBody
 
 
+class RealtimeRateLimit(msgspec.Struct, frozen=True, kw_only=True):
+    """What is left of a rate: of `requests`, or of `tokens` where fewest are left, of the input or
+    the output. `reset_seconds`: until all of `limit` is there again."""
+
+    name: RateName
+    limit: int
+    remaining: int
+    reset_seconds: float
+
+
+class RateLimitsUpdated(RealtimeFrame, frozen=True, kw_only=True, tag="rate_limits.updated"):
+    """What is left of the key's rates as a response begins. Not sent where it has none."""
+
+    rate_limits: tuple[RealtimeRateLimit, ...]
+
+
 class _OutputFrame(RealtimeFrame, frozen=True, kw_only=True):
     response_id: str
     output_index: int
@@ -322,6 +339,7 @@ RealtimeServerEvent = (
     | ItemRetrieved
     | RealtimeResponseCreated
     | RealtimeResponseDone
+    | RateLimitsUpdated
     | OutputItemAdded
     | OutputItemDone
     | ContentPartAdded

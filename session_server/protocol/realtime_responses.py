@@ -25,6 +25,7 @@ from session_server.core.session_events import (
 )
 from session_server.protocol.realtime_answer import AskedResponse, RealtimeAnswer
 from session_server.protocol.realtime_conversation import RealtimeConversation
+from session_server.protocol.realtime_frames import RateLimitsUpdated, RealtimeRateLimit
 from session_server.protocol.realtime_outbox import EventMark, RealtimeOutbox, RealtimeRefusal
 
 MAX_ASIDES: Final = 4
@@ -72,14 +73,20 @@ class DraftNextInput:
     version: int
 
 
+ReadRates = Callable[[], tuple[RealtimeRateLimit, ...]]
+"""Returns what is left of the rates of whoever asks; nothing where there are none."""
+
 RealtimeCommand = StartResponse | CancelResponse | DraftNextInput
 
 
 class RealtimeResponses:
     """Hold the responses of a conversation that have not ended, and the last that has."""
 
-    def __init__(self, outbox: RealtimeOutbox, conversation: RealtimeConversation) -> None:
+    def __init__(
+        self, outbox: RealtimeOutbox, conversation: RealtimeConversation, rates: ReadRates
+    ) -> None:
         self._outbox = outbox
+        self._read_rates = rates
         self._conversation = conversation
         self._commands: list[RealtimeCommand] = []
         self._active: RealtimeAnswer | None = None
@@ -193,6 +200,8 @@ class RealtimeResponses:
             case TurnCreated(turn_id=turn_id):
                 if answer := self._find(turn_id):
                     answer.begin()
+                    if rates := self._read_rates():
+                        self._outbox.emit(RateLimitsUpdated, rate_limits=rates)
             case TurnDelta(turn_id=turn_id):
                 if answer := self._find(turn_id):
                     answer.add(entry)

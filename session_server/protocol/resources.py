@@ -39,6 +39,48 @@ class SessionBody(msgspec.Struct, frozen=True, kw_only=True):
     created: float
 
 
+class TicketBody(msgspec.Struct, frozen=True, kw_only=True):
+    """A ticket for one WebSocket, offered as the subprotocol `ticket.` and this."""
+
+    ticket: str
+    expires_in_s: int
+
+
+class HoldingBody(msgspec.Struct, frozen=True, kw_only=True):
+    """What is held of a quota, and may be; `limit` null: the tenant has no such quota."""
+
+    held: int
+    limit: int | None
+
+
+class RateBody(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a minute's worth is used up, which may be more than `limit` after a large turn, and
+    in how many seconds nothing of it will be; `limit` null: the tenant has no such quota."""
+
+    held: int
+    limit: int | None
+    refilled_in_s: float
+
+
+class QuotasBody(msgspec.Struct, frozen=True, kw_only=True):
+    """A tenant's quotas, by the words of a line of the key file."""
+
+    max_sessions: HoldingBody
+    max_kv_tokens: HoldingBody
+    turns_per_min: RateBody
+    input_tokens_per_min: RateBody
+    output_tokens_per_min: RateBody
+    max_connections: HoldingBody
+    max_bytes: HoldingBody
+
+
+class TenantUsageBody(msgspec.Struct, frozen=True, kw_only=True):
+    """What the tenant of the caller's key holds; without keys all callers are one tenant."""
+
+    object: Literal["usage"]
+    quotas: QuotasBody
+
+
 class SessionList(msgspec.Struct, frozen=True, kw_only=True):
     """A page of sessions, oldest first. While `has_more`, ask for the next page with
     `after` = `next_after`, which stays valid when sessions close."""
@@ -125,9 +167,11 @@ class StatusBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IndexBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The paths of the endpoints, the same for every server."""
+    """The paths of the endpoints; those of operators only where they are served."""
 
     name: str = "session-server"
+    page: str = "/"
+    dashboard: str | msgspec.UnsetType = "/dashboard"
     sessions: str = "/v1/sessions"
     socket: str = "/v1/sessions/new/ws"
     chat_completions: str = "/v1/chat/completions"
@@ -140,5 +184,6 @@ class IndexBody(msgspec.Struct, frozen=True, kw_only=True):
     asyncapi: str = "/asyncapi.json"
     health: str = "/health"
     ready: str = "/ready"
-    metrics: str = "/metrics"
-    memory: str = "/v1/admin/memory"
+    metrics: str | msgspec.UnsetType = "/metrics"
+    memory: str | msgspec.UnsetType = "/v1/admin/memory"
+    all_sessions: str | msgspec.UnsetType = "/v1/admin/sessions"

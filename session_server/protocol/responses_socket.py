@@ -32,7 +32,6 @@ MAX_STREAMS: Final = 32
 """Names of lanes on one connection."""
 
 _STREAM_ID: Final = re.compile(r"[A-Za-z0-9_.\-]{1,256}", re.ASCII)
-_RETRY_AFTER: Final = {"retry-after": "1"}
 
 
 class ResponseCreate(
@@ -161,9 +160,11 @@ class ResponsesProtocol(FrameQueue):
     def send_error(self, error: SessionServerError, *, stream_id: str | None = None) -> None:
         """Queue an error about a lane."""
         status = wire_error(error).status
-        body: ErrorBody | dict[str, Any] = error_body(error)
+        told = error_body(error)
+        body: ErrorBody | dict[str, Any] = told
         if status in (429, 503):
-            body = {**msgspec.to_builtins(body), "headers": _RETRY_AFTER}
+            headers = {"retry-after": str(told.retry_after_s or 1)}
+            body = {**msgspec.to_builtins(told), "headers": headers}
         lane = msgspec.UNSET if stream_id is None else stream_id
         self._send(SocketError(status=status, stream_id=lane, error=body))
 

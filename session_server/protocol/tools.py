@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from session_server.core.session_events import ToolCall, ToolCallDelta
+
+T = TypeVar("T")
 
 MAX_TOOLS: Final = 128
 MAX_CALLS: Final = 128
@@ -104,6 +106,15 @@ def must_call(choice: ToolChoice | ToolOrFunction | None) -> str | None:
             return name
         case _:
             return "" if choice == "required" else None
+
+
+def tools_written(
+    tools: list[T] | None, choice: ToolChoice | ToolOrFunction | None, *, takes_tools: bool
+) -> list[T] | None:
+    """Return the tools that a request is answered with. Clients that send some with every request
+    have none where the model's chat template writes none (`takes_tools` False), unless the answer
+    must call one: such a turn is refused."""
+    return tools if takes_tools or must_call(choice) is not None else None
 
 
 def calls_of(bodies: Sequence[ToolCallBody]) -> tuple[ToolCall, ...]:

@@ -178,10 +178,12 @@ def choose_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ValueError(f"{name!r} is no device; known: auto, cpu, cuda, cuda:N") from None
+        raise ValueError(f"--device {name} is no device; known: auto, cpu, cuda, cuda:N") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         advice = "it needs a driver, and torch with CUDA: make clean && make install TORCH=torch"
-        raise ValueError(f"{name!r}: torch {torch.__version__} sees no CUDA device: {advice}")
+        raise ValueError(
+            f"--device {name}: torch {torch.__version__} sees no CUDA device: {advice}"
+        )
     return device
 
 

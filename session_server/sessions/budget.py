@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from session_server.core.errors import QuotaExceeded, ServerBusy
@@ -22,12 +22,20 @@ class OwnerBudget:
     of it, and takes from the reserve (the last tenth) only while it holds at most a hundredth:
     owners that hold much do not lock out those that hold little. An owner whose share is the
     whole is bounded by `limit` alone. `owner_limit` bounds each owner besides. An exempt owner is
-    counted and never rejected.
+    counted and never rejected. `limit_of` bounds each owner by what it is granted itself.
     """
 
-    def __init__(self, noun: str, limit: int, *, owner_limit: int | None = None) -> None:
+    def __init__(
+        self,
+        noun: str,
+        limit: int,
+        *,
+        owner_limit: int | None = None,
+        limit_of: Callable[[Owner], int | None] = lambda _owner: None,
+    ) -> None:
         """Set the limits. `noun` is what is counted, in the plural, as clients read it in an error
         message."""
+        self._limit_of = limit_of
         self._noun = noun
         self._limit = limit
         self._owner_limit = limit if owner_limit is None else owner_limit
@@ -64,7 +72,8 @@ class OwnerBudget:
             return
         total, held = self._total + amount, self.held_by(owner) + amount
         # More than its share is never allowed, however little others hold.
-        is_own_fault = owner.share < 1.0 and held > self._allowed(owner, 0)
+        is_bounded = owner.share < 1.0 or self._limit_of(owner) is not None
+        is_own_fault = is_bounded and held > self._allowed(owner, 0)
         if total > self._limit and not is_own_fault:
             raise ServerBusy(f"the server would hold {total:,} {self._noun} of {self._limit:,}")
         allowed = self._allowed(owner, 0 if is_own_fault else total)
@@ -101,6 +110,11 @@ class OwnerBudget:
 
     def _allowed(self, owner: Owner, total: int) -> int:
         """Return what `owner` may hold when all hold `total`."""
+        granted = self._limit_of(owner)
+        allowed = self._share_of(owner, total)
+        return allowed if granted is None else max(0, min(allowed, granted))
+
+    def _share_of(self, owner: Owner, total: int) -> int:
         if owner.share == 1.0:
             return self._owner_limit
         if total > self._limit - int(self._limit * RESERVED_PART):

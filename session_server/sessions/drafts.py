@@ -37,6 +37,7 @@ from session_server.sessions.prompt import Prompt, check_num_ids, fit_sampling
 from session_server.sessions.quotas import SessionLimits
 from session_server.sessions.session import Session
 from session_server.sessions.tokenizing import PromptOutcome
+from session_server.sessions.turn_names import TurnName
 from session_server.sessions.validation import check_turn
 from session_server.sessions.views import DraftView
 from session_server.text.model_text import ModelText
@@ -211,6 +212,8 @@ class SessionDrafts:
             )
         )
         draft.is_sent = True
+        name = TurnName(session.copy.session_id, draft.request.turn_id, is_draft=True)
+        self.copies.names.add(draft.engine_id, name)
         session.copy.set_known_len(base_len, link.generation)
         self._keep_sent(session, tokens)
 

@@ -9,7 +9,9 @@ conversation.
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
+from itertools import islice
 from struct import Struct
 from typing import Final, Literal, assert_never, get_args
 
@@ -29,9 +31,10 @@ from session_server.sessions.turn import SessionTurn
 RECORD_BYTES: Final = 208
 """Host memory of one record at most, its place in the table included."""
 
-_RECORD: Final = Struct("<16sBBQIIIIIII")
+_RECORD: Final = Struct("<16sBBQIIIIIIIIf")
 """Fingerprint, kind, reason or code, sequence number of the end, entries since the beginning,
-number of the item, its index, tokens of the context, of it cached, generated, drafted. Packed,
+number of the item, its index, tokens of the context, of it cached, generated, drafted, the seconds
+after which what failed can succeed or 0, and the milliseconds to the first token or -1. Packed,
 because a session keeps every one."""
 
 _KINDS: Final = ("stop", "length", "kept", "dropped", "failed")
@@ -44,7 +47,7 @@ _FAILED: Final = "The turn failed. What was said about it then is no longer kept
 @dataclass(frozen=True, slots=True)
 class EndedTurn:
     """Describe one ended turn. `answer_index` is where the answer `item_id` was among the items of
-    the conversation, if it was kept."""
+    the conversation, if it was kept; `retry_after_s` is 0 where no rate refused the turn."""
 
     fingerprint: bytes
     kind: str
@@ -54,6 +57,7 @@ class EndedTurn:
     item_id: str
     answer_index: int
     usage: TokenUsage
+    retry_after_s: int
 
     @property
     def status(self) -> Literal["completed", "cancelled", "failed"]:
@@ -86,7 +90,8 @@ class EndedTurn:
                 return TurnCancelled(turn_id, self.kind == "kept", _REASONS[self.detail], outcome)
             case _:
                 code = _CODES[self.detail]
-                return TurnFailedEntry(turn_id, code, _FAILED, _FORMS[code].retryable, outcome)
+                retryable, wait_s = _FORMS[code].retryable, self.retry_after_s or None
+                return TurnFailedEntry(turn_id, code, _FAILED, retryable, outcome, wait_s)
 
 
 class EndedTurns:
@@ -109,7 +114,7 @@ class EndedTurns:
         `num_items`: items of the conversation; an answer that was kept is the last of them.
         """
         kind, detail = _kind_of(end)
-        usage = end.outcome.usage
+        usage, timings = end.outcome.usage, end.outcome.timings
         self._records[_key(turn.request.turn_id)] = _RECORD.pack(
             turn.fingerprint,
             _KINDS.index(kind),
@@ -122,14 +127,30 @@ class EndedTurns:
             usage.cached_tokens,
             usage.output_tokens,
             usage.drafted_tokens,
+            _wait_of(end),
+            -1.0 if timings is None or not usage.output_tokens else timings.ttft_ms,
         )
+
+    def measure(self, num_turns: int) -> tuple[int, int, list[float]]:
+        """Return the tokens of the contexts of the last turns, how many of them were cached, and
+        the milliseconds to the first token of those that had one."""
+        num_input, num_cached, ttft_ms = 0, 0, []
+        for record in islice(reversed(self._records.values()), num_turns):
+            *_, tokens, cached, _, _, _, first_ms = _RECORD.unpack(record)
+            num_input += tokens
+            num_cached += cached
+            if first_ms >= 0.0:
+                ttft_ms.append(first_ms)
+        return num_input, num_cached, ttft_ms
 
     def find(self, turn_id: str) -> EndedTurn | None:
         """Return the record of a turn, or None if no turn with that id has ended."""
         record = self._records.get(_key(turn_id))
         if record is None:
             return None
-        digest, kind, detail, end_seq, length, item, index, *tokens = _RECORD.unpack(record)
+        digest, kind, detail, end_seq, length, item, index, *tokens, wait_s, _ = _RECORD.unpack(
+            record
+        )
         return EndedTurn(
             fingerprint=digest,
             kind=_KINDS[kind],
@@ -139,6 +160,7 @@ class EndedTurns:
             item_id=f"i_{item}",
             answer_index=index,
             usage=TokenUsage(*tokens),
+            retry_after_s=wait_s,
         )
 
 
@@ -147,6 +169,11 @@ def _key(turn_id: str) -> int:
     id."""
     encoded = turn_id.encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
+
+
+def _wait_of(end: TurnEnd) -> int:
+    wait_s = end.retry_after_s if isinstance(end, TurnFailedEntry) else None
+    return min(math.ceil(wait_s or 0.0), (1 << 32) - 1)
 
 
 def _kind_of(end: TurnEnd) -> tuple[str, int]:

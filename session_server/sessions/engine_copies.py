@@ -7,13 +7,20 @@ from session_server.sessions.engine_link import EngineLink
 from session_server.sessions.prompt import Prompt
 from session_server.sessions.salts import TenantSalts
 from session_server.sessions.session import Session
+from session_server.sessions.turn_names import TurnNames
 
 
 class EngineCopies:
-    """Compare histories with what the engine holds of them, and open sessions there."""
+    """Compare histories with what the engine holds of them, and open sessions there. `names`: of
+    what was built on them last."""
 
     def __init__(self, link: EngineLink, salts: TenantSalts) -> None:
         self._link, self._salts = link, salts
+        self.names = TurnNames()
+
+    def tag_of(self, session: Session) -> str:
+        """Return the tenant of a session, as the engine knows it."""
+        return self._salts.tag_of(session.owner)
 
     def base_len(self, session: Session, prompt: Prompt) -> int:
         """Return how many tokens of a prompt's context the engine holds of this session, or would
@@ -33,6 +40,8 @@ class EngineCopies:
             OpenSession(
                 session_id=copy.session_id,
                 tenant_salt=self._salts.salt_of(session.owner, session.session_id),
+                tenant=self.tag_of(session),
+                tenant_weight=max(1, round(session.owner.share * 1000)),
                 tokens=session.transcript.tokens(0, base_len),
                 pinned=session.settings.is_pinned,
             )

@@ -11,7 +11,12 @@ from typing import Any, Final
 
 import msgspec
 
-from session_server.core.commands import EngineCommand, FlushCache, ReportMemory
+from session_server.core.commands import (
+    MAX_REPORTED_SESSIONS,
+    EngineCommand,
+    FlushCache,
+    ReportMemory,
+)
 from session_server.core.engine_client import EngineClient, EventListener
 from session_server.core.errors import EngineUnavailable
 from session_server.core.events import (
@@ -24,6 +29,7 @@ from session_server.core.events import (
     EngineStats,
     MemoryReported,
 )
+from session_server.core.ids import SessionId
 
 ANSWER_DEADLINE_S: Final = 60.0
 """A full audit of a large pool takes seconds; an engine that takes longer than this hangs."""
@@ -110,10 +116,23 @@ class EngineLink:
             self._client.send(self._unsent[0])
             self._unsent.popleft()
 
-    async def memory(self, *, full: bool, trace: bool, max_sessions: int) -> MemoryReported:
-        """Request the memory accounts. Raises EngineUnavailable."""
+    async def memory(
+        self,
+        *,
+        full: bool = False,
+        trace: bool = False,
+        max_sessions: int = MAX_REPORTED_SESSIONS,
+        session_ids: tuple[SessionId, ...] | None = None,
+        steps_after: int | None = None,
+    ) -> MemoryReported:
+        """Request the memory accounts; see `ReportMemory`. Raises EngineUnavailable."""
         request = ReportMemory(
-            request_id=next(self._request_ids), full=full, trace=trace, max_sessions=max_sessions
+            request_id=next(self._request_ids),
+            full=full,
+            trace=trace,
+            max_sessions=max_sessions,
+            session_ids=session_ids,
+            steps_after=steps_after,
         )
         report: MemoryReported = await self._request(request)
         return report

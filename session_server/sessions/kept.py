@@ -4,6 +4,7 @@ goes. Their bytes count as bytes of conversations."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 from typing import Final, Generic, Protocol, TypeVar
 
 from session_server.core.errors import QuotaExceeded, ServerBusy
@@ -106,6 +107,13 @@ class KeptRecords(Generic[_RecordT]):
         if not owned:
             del self._by_owner[record.owner]
         self._on_dropped(record)
+
+    def remove_some(self, owner: Owner, most: int) -> int:
+        """Forget up to so many records of an owner; return their number."""
+        oldest = tuple(islice(self._by_owner.get(owner, {}).values(), most))
+        for record in oldest:
+            self.remove(record)
+        return len(oldest)
 
     def is_kept(self, record: _RecordT) -> bool:
         """Return whether this very record is kept."""

@@ -28,6 +28,7 @@ from session_server.core.events import (
     SessionCooled,
     SessionRefused,
 )
+from session_server.core.origin import ORIGIN
 from session_server.core.owner import Owner
 from session_server.core.session_events import (
     CancelReason,
@@ -35,9 +36,11 @@ from session_server.core.session_events import (
     RawInput,
     SessionClosed,
     SessionDraining,
+    StateReason,
     TurnEnd,
     TurnRequest,
 )
+from session_server.core.turn_report import TurnListener
 from session_server.sessions.answer_grammar import held_request
 from session_server.sessions.drafts import SessionDrafts
 from session_server.sessions.drain import Drain
@@ -53,9 +56,11 @@ from session_server.sessions.registry import SessionRegistry, cursor_of
 from session_server.sessions.replay import Replay
 from session_server.sessions.salts import TenantSalts
 from session_server.sessions.session import Session
+from session_server.sessions.stats import manager_stats
 from session_server.sessions.transcript import Transcript
 from session_server.sessions.turn import (
     SessionTurn,
+    TurnCourse,
     check_same_request,
     fingerprint,
     with_allowed_priority,
@@ -117,7 +122,7 @@ class SessionManager:
         )
         self._flow.on_idle = self._on_idle
         prompts = self._flow.prompt_builder
-        mark_cold = self._flow.mark_cold
+        mark_cold = self._flow.residents.mark_cold
         parts = SessionParts(self._sessions, self._link, self._quotas, prompts, mark_cold)
         self.drafts = SessionDrafts(parts, self._flow.copies, text, self._limits, clock)
         self.edits = HistoryEdits(parts, text, self._limits, clock, self._open_with, self.drafts)
@@ -136,6 +141,10 @@ class SessionManager:
     def is_draining(self) -> bool:
         """Return whether the server shuts down and accepts no new work."""
         return self._drain.is_on
+
+    def on_turn_ended(self, listener: TurnListener) -> None:
+        """Have a listener told of every accepted turn that ends, in place of the one before."""
+        self._flow.counts.on_ended = listener
 
     async def start(self, observers: Sequence[EventListener] = ()) -> EngineReady:
         """Start the engine; `observers` get each of its events before the sessions do. Raises
@@ -303,12 +312,12 @@ class SessionManager:
         if turn is None:
             held = held_request(self.text, request, session.transcript.tools_of(request.input))
             turn = self._new_turn(session, with_allowed_priority(held, owner), digest)
-            turn.on_end = on_end
+            turn.course.on_end = on_end
             self.drafts.stop(session)
             self._flow.enqueue(session, turn)
         else:
             check_same_request(turn.fingerprint, digest)
-        error = await asyncio.shield(turn.accepted)
+        error = await turn.refusal()
         if error is not None:
             raise error
         return session.view_of(request.turn_id)
@@ -376,12 +385,8 @@ class SessionManager:
 
     def stats(self) -> ManagerStats:
         """Return what the manager holds now."""
-        return ManagerStats(
-            sessions=len(self._sessions),
-            live_turns=self._flow.counts.live,
-            queued_turns=self._flow.counts.queued,
-            engine=self._link.stats,
-            ready=self.engine_ready,
+        return manager_stats(
+            self._sessions, self._flow, self._link, quotas=self._quotas, replay=self._replay
         )
 
     def on_event(self, event: EngineEvent) -> None:
@@ -396,7 +401,8 @@ class SessionManager:
                 session = self._sessions.find_by_engine_id(session_id)
                 if session is not None:
                     is_flush = self._link.is_flushing
-                    self._flow.mark_cold(session, reason="flush" if is_flush else "pressure")
+                    reason: StateReason = "flush" if is_flush else "pressure"
+                    self._flow.residents.mark_cold(session, reason)
             case SessionRefused(session_id=session_id, code=code, message=message):
                 session = self._sessions.find_by_engine_id(session_id)
                 if session is not None:
@@ -421,8 +427,7 @@ class SessionManager:
             self._link.resend()
         self._flow.retry()
         self._expire(now_s)
-        self._drop_old_entries(now_s)
-        self._quotas.input_rate.drop_paid(now_s)
+        self._drop_old(now_s)
 
     def _expire(self, now_s: float) -> None:
         for session in self._sessions.deadlines.pop_expired(now_s):
@@ -430,9 +435,10 @@ class SessionManager:
         if self._sessions.deadlines.is_due(now_s):
             self._flow.backlog.defer(partial(self._expire, now_s))
 
-    def _drop_old_entries(self, now_s: float) -> None:
-        if self._replay.drop_old(now_s):
-            self._flow.backlog.defer(partial(self._drop_old_entries, now_s))
+    def _drop_old(self, now_s: float) -> None:
+        """Drop slices of old journal entries and of rates that are paid, until there are none."""
+        if self._replay.drop_old(now_s) or self._quotas.drop_paid(now_s):
+            self._flow.backlog.defer(partial(self._drop_old, now_s))
 
     async def drain(self, deadline_s: float) -> None:
         """Reject new work, end waiting turns, give running turns `deadline_s`, then close every
@@ -446,11 +452,11 @@ class SessionManager:
                 session.journal.append(SessionDraining(deadline_s))
                 if session.queue:
                     self._flow.cancel(session, *session.queue, keep_partial=True, reason="draining")
-        await self._wait_for_turns(deadline_s)
+        await self._drain.wait(self._flow.counts, deadline_s)
         async for session in self._sessions.in_slices():
             if session.live is not None:
                 self._flow.cancel(session, session.live, keep_partial=True, reason="draining")
-        await self._wait_for_turns(_CANCEL_GRACE_S)
+        await self._drain.wait(self._flow.counts, _CANCEL_GRACE_S)
         if self._flow.counts.live:
             # The engine confirmed no cancel in time: end the turns without it.
             self._link.mark_gone()
@@ -509,9 +515,9 @@ class SessionManager:
         self.drafts.stop(session)
         if session.copy.known_len(self._link.generation) is not None:
             self._link.send_or_queue(CloseSession(session_id=session.copy.session_id))
-        self._sessions.remove(session)
+        self._sessions.remove(session, session.closing)
         self._sessions.deadlines.remove(session)
-        self._flow.drop_session(session)
+        self._flow.residents.drop(session)
         self._quotas.release_session(session)
         session.journal.append(SessionClosed(session.closing))
 
@@ -535,19 +541,13 @@ class SessionManager:
                 waiting = f"{len(session.queue)} wait behind it, as many as may"
                 raise SessionBusy(f"a turn of this session has not ended, and {waiting}")
         self._quotas.check_turn(session.owner, request)
+        self._quotas.start_turn(session.owner, now_s=self._clock())
         turn = SessionTurn(
             request=request,
             fingerprint=digest,
             item_id=session.transcript.new_item_id(),
             accepted=asyncio.get_running_loop().create_future(),
+            course=TurnCourse(self._clock(), ORIGIN.get()),
         )
         self._quotas.take_turn(session.owner, turn)
         return turn
-
-    async def _wait_for_turns(self, deadline_s: float) -> None:
-        """Wait until no turn is live, at most for `deadline_s`."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(deadline_s):
-                while self._flow.counts.live:
-                    self._drain.became_idle.clear()
-                    await self._drain.became_idle.wait()

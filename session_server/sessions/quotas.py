@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -22,6 +21,7 @@ from session_server.sessions.footprint import (
 )
 from session_server.sessions.journal import JournalLimits
 from session_server.sessions.prompt import Prompt
+from session_server.sessions.rates import OwnerRate
 from session_server.sessions.session import Session
 from session_server.sessions.turn import SessionTurn
 from session_server.text.tokenizer import LONG_TEXT_CHARS
@@ -29,7 +29,8 @@ from session_server.text.tokenizer import LONG_TEXT_CHARS
 MAX_SPARED: Final = 64
 """Sessions that close to make room for one other, or for one turn."""
 
-_MINUTE_S = 60.0
+_ANY: Final = 1 << 62
+"""More than all owners can hold together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +92,37 @@ class Quotas:
     """Count everything that is limited per owner."""
 
     def __init__(self, limits: QuotaLimits) -> None:
-        self.sessions = OwnerBudget("sessions", limits.sessions, owner_limit=limits.owner_sessions)
+        self.sessions = OwnerBudget(
+            "sessions",
+            limits.sessions,
+            owner_limit=limits.owner_sessions,
+            limit_of=lambda owner: owner.limits.max_sessions,
+        )
         self.turns = OwnerBudget("unfinished turns", limits.turns, owner_limit=limits.owner_turns)
-        self.history_bytes = OwnerBudget("bytes of conversations", limits.history_bytes)
-        self.turn_bytes = OwnerBudget("bytes of unfinished turns", limits.turn_bytes)
+        self.history_bytes = OwnerBudget(
+            "bytes of conversations",
+            limits.history_bytes,
+            limit_of=lambda owner: _left(owner.limits.max_bytes, self.turn_bytes, owner),
+        )
+        self.turn_bytes = OwnerBudget(
+            "bytes of unfinished turns",
+            limits.turn_bytes,
+            limit_of=lambda owner: _left(owner.limits.max_bytes, self.history_bytes, owner),
+        )
+        self.kv_tokens = OwnerBudget(
+            "tokens of KV", _ANY, limit_of=lambda owner: owner.limits.max_kv_tokens
+        )
         self.openings: set[Session] = set()
         """Sessions that are counted and not open yet."""
-        self.input_rate = InputRate(limits.owner_input_tokens_per_min)
+        self.input_rate = OwnerRate(
+            "input tokens",
+            limits.owner_input_tokens_per_min,
+            rate_of=lambda owner: owner.limits.input_tokens_per_min,
+        )
+        self.turn_rate = OwnerRate("turns", None, rate_of=lambda owner: owner.limits.turns_per_min)
+        self.output_rate = OwnerRate(
+            "output tokens", None, rate_of=lambda owner: owner.limits.output_tokens_per_min
+        )
         self.room_makers: list[MakeRoom] = []
 
     def check_session(self, owner: Owner, num_bytes: int) -> None:
@@ -140,6 +165,7 @@ class Quotas:
         self.sessions.add(session.owner, -1)
         self.history_bytes.add(session.owner, -session.counted_bytes)
         session.counted_bytes = 0
+        self.hold_kv(session, 0)
 
     def check_turn(self, owner: Owner, request: TurnRequest) -> None:
         """Reject a turn beyond the limit, or one whose input does not fit beside all others. Raises
@@ -169,15 +195,39 @@ class Quotas:
         ServerBusy, with nothing counted.
         """
         num_bytes = token_bytes(len(prompt.tokens)) + max_score_bytes(sampling, prompt.context_len)
-        self.turn_bytes.check(session.owner, num_bytes)
         growth = session.transcript.growth(prompt, turn.request.turn_id) + RECORD_BYTES
-        self._check(self.history_bytes, session.owner, growth)
+        with self.turn_bytes.held(session.owner, num_bytes):  # both count against `max_bytes`
+            self._check(self.history_bytes, session.owner, growth)
+        num_tokens = prompt.context_len + sampling.max_tokens
+        self.kv_tokens.check(session.owner, max(0, num_tokens - session.copy.counted_tokens))
         self.history_bytes.take(session.owner, growth)
+        self.hold_kv(session, num_tokens)
         turn.reserved_bytes = growth
         self.add_turn_bytes(session.owner, turn, num_bytes)
 
+    def hold_kv(self, session: Session, num_tokens: int) -> None:
+        """Count the tokens of KV that a session holds from now on."""
+        self.kv_tokens.add(session.owner, num_tokens - session.copy.counted_tokens)
+        session.copy.counted_tokens = num_tokens
+
+    def rest_kv(self, session: Session) -> None:
+        """Count the tokens of KV that a session holds while no turn of it runs."""
+        self.hold_kv(session, len(session.transcript) if session.copy.state == "resident" else 0)
+
+    def start_turn(self, owner: Owner, *, now_s: float) -> None:
+        """Count a new turn against the rates of its owner. Raises QuotaExceeded, with nothing
+        counted."""
+        self.output_rate.check(owner, 1, now_s=now_s)
+        self.turn_rate.charge(owner, 1, now_s=now_s)
+
+    def drop_paid(self, now_s: float) -> bool:
+        """Forget a slice of the owners that owe nothing; return whether there may be more."""
+        rates = (self.input_rate, self.turn_rate, self.output_rate)
+        return any(rate.drop_paid(now_s) for rate in rates)
+
     def release(self, session: Session, turn: SessionTurn) -> None:
         """Undo `reserve`, because the turn waits again."""
+        self.rest_kv(session)
         self.add_turn_bytes(session.owner, turn, request_bytes(turn.request) - turn.held_bytes)
         self.history_bytes.add(session.owner, -turn.reserved_bytes)
         turn.reserved_bytes = 0
@@ -203,73 +253,20 @@ class Quotas:
                 break
         return budget.check(owner, amount)
 
+    def holds(self, owner: Owner) -> bool:
+        """Return whether anything is kept for an owner: sessions, records, turns."""
+        budgets = (self.sessions, self.turns, self.history_bytes, self.turn_bytes)
+        return any(budget.held_by(owner) for budget in budgets)
+
     @property
     def owners(self) -> frozenset[Owner]:
         """Return the owners for whom anything is counted."""
         budgets = (self.sessions, self.turns, self.history_bytes, self.turn_bytes)
-        return self.input_rate.owners.union(*(budget.owners for budget in budgets))
+        held: frozenset[Owner] = frozenset()
+        rates = (self.input_rate, self.turn_rate, self.output_rate)
+        return held.union(*(each.owners for each in (*budgets, *rates)))
 
 
-@dataclass(slots=True)
-class _Debt:
-    """Hold the input tokens of one owner that were not yet refilled at `paid_at_s`."""
-
-    tokens: float = 0.0
-    paid_at_s: float = 0.0
-
-
-class InputRate:
-    """Limit new input tokens per owner and minute, with a bucket that refills steadily."""
-
-    def __init__(self, tokens_per_min: int | None) -> None:
-        self._rate = tokens_per_min
-        self._debts: dict[Owner, _Debt] = {}
-        self._full_at: list[tuple[float, str, Owner]] = []
-        """A heap with one entry per debt: not later than the moment at which it is paid."""
-
-    @property
-    def owners(self) -> frozenset[Owner]:
-        """Return the owners whose bucket is not full."""
-        return frozenset(self._debts)
-
-    def charge(self, owner: Owner, num_tokens: int, *, now_s: float) -> None:
-        """Count new input tokens against the owner's rate.
-
-        A full bucket lets one turn of any size through, so that a turn larger than a minute's
-        worth is slow and not impossible. Raises QuotaExceeded, with nothing counted, when earlier
-        turns have used up the rate.
-        """
-        if self._rate is None or owner.is_exempt:
-            return
-        debt = self._debts.get(owner) or _Debt()
-        self._refill(debt, now_s)
-        if debt.tokens > 0 and debt.tokens + num_tokens > self._rate:
-            raise QuotaExceeded(f"{self._rate} input tokens per minute are used up")
-        debt.tokens += num_tokens
-        if owner not in self._debts:
-            self._debts[owner] = debt
-            self._schedule_drop(owner, debt)
-
-    def drop_paid(self, now_s: float) -> None:
-        """Drop owners whose bucket is full again; look only at those that may be."""
-        due: list[Owner] = []
-        while self._full_at and self._full_at[0][0] <= now_s:
-            due.append(heapq.heappop(self._full_at)[-1])
-        for owner in due:
-            debt = self._debts[owner]
-            self._refill(debt, now_s)
-            if debt.tokens > 0.0:
-                self._schedule_drop(owner, debt)
-            else:
-                del self._debts[owner]
-
-    def _refill(self, debt: _Debt, now_s: float) -> None:
-        assert self._rate is not None, "only a rate makes debts"
-        elapsed_s = max(0.0, now_s - debt.paid_at_s)
-        debt.tokens = max(0.0, debt.tokens - elapsed_s * self._rate / _MINUTE_S)
-        debt.paid_at_s = now_s
-
-    def _schedule_drop(self, owner: Owner, debt: _Debt) -> None:
-        assert self._rate is not None, "only a rate makes debts"
-        full_at_s = debt.paid_at_s + debt.tokens * _MINUTE_S / self._rate
-        heapq.heappush(self._full_at, (full_at_s, owner.owner_id, owner))
+def _left(limit: int | None, other: OwnerBudget, owner: Owner) -> int | None:
+    """Return what is left of a limit beside what another budget counts."""
+    return None if limit is None else limit - other.held_by(owner)

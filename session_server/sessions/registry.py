@@ -4,8 +4,10 @@ them stands when each expires."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from operator import attrgetter
 from typing import Final
@@ -13,10 +15,12 @@ from typing import Final
 from session_server.core.errors import InvalidRequest, SessionExists, SessionNotFound
 from session_server.core.ids import SessionId
 from session_server.core.owner import Owner
+from session_server.core.session_events import CloseReason
 from session_server.sessions.backlog import SLICE
 from session_server.sessions.deadlines import Deadlines
 from session_server.sessions.session import Session
 
+_logger: Final = logging.getLogger("session_server.sessions")
 _order: Final = attrgetter("life.order")
 _NOT_FOUND: Final = "No such session: closed, expired, or opened with another key."
 _CURSOR: Final = re.compile(r"~([0-9]{1,20})")
@@ -33,6 +37,8 @@ class SessionRegistry:
         """The sessions of each owner, oldest first, so that a place is found by bisection."""
 
         self._last_order = 0
+        self.num_opened = 0
+        self.num_closed: Counter[CloseReason] = Counter()
         self.deadlines = Deadlines()
 
     def __len__(self) -> int:
@@ -51,6 +57,8 @@ class SessionRegistry:
 
     def add(self, session: Session) -> None:
         """Add a session whose id `check_free` allowed, last in order."""
+        self.num_opened += 1
+        _logger.debug("session opened session=%s", session.session_id)
         # Microseconds of the wall clock: a plain count would show clients how many others open.
         self._last_order = max(self._last_order + 1, int(session.settings.created_s * 1e6))
         session.life.order = self._last_order
@@ -58,8 +66,10 @@ class SessionRegistry:
         self._in_order.setdefault(session.owner, []).append(session)
         self._by_engine_id[session.copy.session_id] = session
 
-    def remove(self, session: Session) -> None:
-        """Remove a session; its id is free again."""
+    def remove(self, session: Session, reason: CloseReason) -> None:
+        """Remove a session that was closed for a reason; its id is free again."""
+        self.num_closed[reason] += 1
+        _logger.debug("session closed session=%s reason=%s", session.session_id, reason)
         owned, in_order = self._by_owner[session.owner], self._in_order[session.owner]
         del owned[session.session_id]
         del in_order[bisect_left(in_order, session.life.order, key=_order)]

@@ -67,7 +67,7 @@ class Replay:
     freed."""
 
     def __init__(self, *, max_bytes: int, max_age_s: float) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._max_age_s = max_age_s
         self._num_bytes = 0
         self._num_entries = 0
@@ -135,7 +135,7 @@ class Replay:
 
     @property
     def _is_over(self) -> bool:
-        return self._num_bytes > self._max_bytes and self._num_elements > 1
+        return self._num_bytes > self.max_bytes and self._num_elements > 1
 
     @property
     def _num_elements(self) -> int:

@@ -173,7 +173,7 @@ class ResponseTurns:
         on_end: OnEnd,
         *,
         is_stored: bool,
-    ) -> tuple[TurnView, Journal]:
+    ) -> TurnView:
         """Run a response at its place, and keep it if `is_stored`.
 
         `on_end` is told of its end before the session is given back; it sets body and answer.
@@ -196,11 +196,10 @@ class ResponseTurns:
                 self._close_unasked(response)  # it was forgotten while it ran
 
         try:
-            journal = self._manager.journal(owner, session_id)
             if is_stored:
                 self.store.add(response)
             self._count_use(owner, session_id)
-            view = await self._manager.submit(owner, session_id, request, on_end=end)
+            return await self._manager.submit(owner, session_id, request, on_end=end)
         except asyncio.CancelledError:
             self.store.records.remove(response)
             with contextlib.suppress(SessionServerError):  # its end releases
@@ -211,7 +210,10 @@ class ResponseTurns:
             if not has_ended:
                 self._release(place, is_said=False)
             raise
-        return view, journal
+
+    def give_back(self, place: Place) -> None:
+        """Give up a place, of which no response was submitted."""
+        self._release(place, is_said=False)
 
     async def count(self, owner: Owner, asked: Asked, previous: StoredResponse | None) -> int:
         """Return the tokens of the context that a response would have. Raises what its turn
@@ -256,6 +258,14 @@ class ResponseTurns:
         else uses it."""
         self.store.records.remove(response)
         self._close_unasked(response)
+
+    def forget_some(self, owner: Owner, most: int) -> bool:
+        """Delete up to so many responses, and conversations, of an owner, and the sessions that
+        rest; return whether there were any."""
+        self._resting.close_all(owner)
+        num_gone = self.store.records.remove_some(owner, most)
+        num_gone += self.conversations.records.remove_some(owner, most)
+        return num_gone > 0
 
     def _close_unasked(self, response: StoredResponse) -> None:
         """Close the session of a response that is gone if it was the last."""

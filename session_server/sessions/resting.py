@@ -78,6 +78,11 @@ class RestingSessions:
             self.manager.close(owner, session_id)
         return session_id is not None
 
+    def close_all(self, owner: Owner) -> None:
+        """Close the sessions of an owner that rest unused, and forget the others."""
+        while self._close_first(owner):
+            pass
+
     def is_unused(self, owner: Owner, session_id: str) -> bool:
         """Return whether a session rests as it was left."""
         left = self._left.get(owner, {}).get(session_id)

@@ -27,6 +27,11 @@ class TenantSalts:
             return salt.hexdigest()
         return hmac.new(salt.digest(), session_id.encode(), hashlib.sha256).hexdigest()
 
+    def tag_of(self, owner: Owner) -> str:
+        """Return the short id by which the engine knows an owner; it names nobody."""
+        tag = hmac.new(self._secret, f"tenant/{owner.owner_id}".encode(), hashlib.sha256)
+        return tag.hexdigest()[:16]
+
     def id_for_key(self, owner: Owner, key: str) -> str:
         """Return the session id for a client's idempotency key; no other client can guess it."""
         digest = hmac.new(self._secret, f"{owner.owner_id}/{key}".encode(), hashlib.sha256)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -50,11 +49,12 @@ class EngineCopy:
     """Track what the engine holds of the history.
 
     `session_id` is made by the server and unguessable, so that owners may choose equal ids.
-    `state` is the one last reported to readers.
+    `state` is the one last reported to readers. `counted_tokens`: what `Quotas` counts of its KV.
     """
 
     session_id: SessionId = field(default_factory=new_session_id)
     state: Literal["new", "resident", "cold"] = "new"
+    counted_tokens: int = 0
     _len: int | None = None
     _generation: int = 0
 
@@ -100,7 +100,7 @@ class Session:
     life: SessionLife
     copy: EngineCopy = field(default_factory=EngineCopy)
     live: SessionTurn | None = None
-    queue: deque[SessionTurn] = field(default_factory=deque)
+    queue: list[SessionTurn] = field(default_factory=list)
     ended: EndedTurns = field(default_factory=EndedTurns)
     closing: CloseReason | None = None
     counted_bytes: int = 0

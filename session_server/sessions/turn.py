@@ -6,14 +6,23 @@ import asyncio
 import enum
 import hashlib
 from array import array
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from session_server.core.errors import SessionServerError, TurnConflict
 from session_server.core.ids import TurnId, new_turn_id
+from session_server.core.origin import Origin
 from session_server.core.owner import Owner
 from session_server.core.sampling import TokenLogprob
-from session_server.core.session_events import CancelReason, TokenInput, TurnEnd, TurnRequest
+from session_server.core.session_events import (
+    CancelReason,
+    CheckOutcome,
+    TokenInput,
+    TurnEnd,
+    TurnRequest,
+)
+from session_server.core.turn_report import TurnListener
 from session_server.sessions.answer import Answer
 from session_server.sessions.prompt import Prompt
 
@@ -52,6 +61,26 @@ class CancelAccepted:
 
 
 @dataclass(slots=True, eq=False)
+class TurnCourse:
+    """Follow a turn for those who watch it: where it comes from, when it came to each stage
+    (`TurnReport` has them), and who is called with its terminal entry."""
+
+    asked_s: float
+    origin: Origin | None = None
+    checked_s: float | None = None
+    begun_s: float | None = None
+    sent_s: float | None = None
+    num_retractions: int = 0
+    received_s: float = field(init=False)
+    on_end: Callable[[TurnEnd], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.received_s = self.asked_s
+        if self.origin is not None:  # that of a socket goes on to the next message
+            self.received_s = min(self.origin.received_s, self.asked_s)
+
+
+@dataclass(slots=True, eq=False)
 class SubmittedTurn:
     """Hold the state of a turn that was sent to the engine. `base_len` is that of `SubmitTurn`."""
 
@@ -71,20 +100,20 @@ class SessionTurn:
 
     `accepted` resolves to None once the turn is certain to get a terminal entry, or to an error if
     the turn was rejected and leaves no trace. `Quotas` counts `held_bytes` as the turn's own and
-    `reserved_bytes` as growth of the conversation. `on_end` is called with the terminal entry.
+    `reserved_bytes` as growth of the conversation.
     """
 
     request: TurnRequest
     fingerprint: bytes
     item_id: str
     accepted: asyncio.Future[SessionServerError | None]
+    course: TurnCourse
     engine_id: TurnId = field(default_factory=new_turn_id)
     phase: TurnPhase = TurnPhase.WAITING
     created_seq: int = 0
     is_charged: bool = False
     held_bytes: int = 0
     reserved_bytes: int = 0
-    on_end: Callable[[TurnEnd], None] | None = None
     submitted: SubmittedTurn | None = None
 
     @property
@@ -92,14 +121,33 @@ class SessionTurn:
         """Return whether `TurnCreated` was written."""
         return self.created_seq > 0
 
+    async def refusal(self) -> SessionServerError | None:
+        """Return why the turn was rejected; None once it is accepted.
+
+        Canceling the caller does not cancel the turn. A caller that is canceled while it is told of
+        a rejection is told all the same: no end follows, with which it could give back what it took
+        for the turn.
+        """
+        try:
+            return await asyncio.shield(self.accepted)
+        except asyncio.CancelledError:
+            error = self.accepted.result() if self.accepted.done() else None
+            if error is None:
+                raise
+            return error
+
 
 @dataclass(slots=True)
 class TurnCounts:
     """Count the live turns of all sessions, and the turns that wait for one of these or for an
-    engine."""
+    engine. `checks`: the grammars that were checked, by outcome; `ended`: accepted turns, by
+    status. `on_ended` is told of every turn that has ended."""
 
     live: int = 0
     queued: int = 0
+    checks: Counter[CheckOutcome] = field(default_factory=Counter)
+    on_ended: TurnListener | None = None
+    ended: Counter[str] = field(default_factory=Counter)
 
 
 def with_allowed_priority(request: TurnRequest, owner: Owner) -> TurnRequest:

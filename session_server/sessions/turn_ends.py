@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from typing import Final
 
-from session_server.core.errors import WIRE_ERRORS
+from session_server.core.errors import (
+    WIRE_ERRORS,
+    QuotaExceeded,
+    SessionServerError,
+    wire_error,
+)
 from session_server.core.events import TurnTimings
 from session_server.core.session_events import (
     CancelReason,
+    ChatInput,
     Message,
     Outcome,
     TokenUsage,
@@ -16,6 +22,7 @@ from session_server.core.session_events import (
     TurnEnd,
     TurnFailedEntry,
 )
+from session_server.core.turn_report import TurnReport
 from session_server.sessions.turn import SessionTurn
 
 _RETRYABLE: Final = frozenset(wire.code for wire in WIRE_ERRORS.values() if wire.retryable)
@@ -37,10 +44,43 @@ def cancelled(
     return TurnCancelled(turn.request.turn_id, kept, reason, outcome)
 
 
-def failed(turn: SessionTurn, *, code: str, message: str) -> TurnFailedEntry:
+def failed(
+    turn: SessionTurn, *, code: str, message: str, retry_after_s: float | None = None
+) -> TurnFailedEntry:
     """Return the end of a turn that failed."""
     outcome = _outcome(turn, kept=False, timings=None)
-    return TurnFailedEntry(turn.request.turn_id, code, message, code in _RETRYABLE, outcome)
+    retryable = code in _RETRYABLE
+    return TurnFailedEntry(turn.request.turn_id, code, message, retryable, outcome, retry_after_s)
+
+
+def refused(turn: SessionTurn, error: SessionServerError) -> TurnFailedEntry:
+    """Return the end of a turn that waited, and could not run when its time came."""
+    wait_s = error.retry_after_s if isinstance(error, QuotaExceeded) else None
+    code = wire_error(error).code
+    return failed(turn, code=code, message=error.message, retry_after_s=wait_s)
+
+
+def report_of(session_id: str, turn: SessionTurn, end: TurnEnd, *, ended_s: float) -> TurnReport:
+    """Return what operators are told of a turn that has ended."""
+    course, sampling = turn.course, turn.request.sampling
+    return TurnReport(
+        session_id=session_id,
+        turn_id=end.turn_id,
+        status=end.status,
+        reason=end.code if isinstance(end, TurnFailedEntry) else end.reason,
+        is_chat=isinstance(turn.request.input, ChatInput),
+        max_tokens=sampling.max_tokens,
+        usage=end.outcome.usage,
+        num_retractions=course.num_retractions,
+        timings=end.outcome.timings,
+        origin=course.origin,
+        received_s=course.received_s,
+        asked_s=course.asked_s,
+        checked_s=course.checked_s,
+        begun_s=course.begun_s,
+        sent_s=course.sent_s,
+        ended_s=ended_s,
+    )
 
 
 def is_kept(end: TurnEnd) -> bool:

@@ -19,7 +19,6 @@ from session_server.core.errors import (
     EngineUnavailable,
     SessionNotFound,
     SessionServerError,
-    wire_error,
 )
 from session_server.core.events import (
     FinishReason,
@@ -36,8 +35,6 @@ from session_server.core.sampling import SamplingParams
 from session_server.core.session_events import (
     CancelReason,
     SessionRewound,
-    SessionStateChanged,
-    StateReason,
     TurnCreated,
     TurnDelta,
     TurnEnd,
@@ -51,6 +48,7 @@ from session_server.sessions.engine_link import EngineLink
 from session_server.sessions.footprint import entry_bytes, logprob_bytes
 from session_server.sessions.prompt import Prompt, fit_sampling
 from session_server.sessions.quotas import Quotas, SessionLimits
+from session_server.sessions.residents import Residents
 from session_server.sessions.salts import TenantSalts
 from session_server.sessions.session import Session
 from session_server.sessions.tokenizing import PromptBuilder, PromptOutcome
@@ -62,7 +60,15 @@ from session_server.sessions.turn import (
     TurnCounts,
     TurnPhase,
 )
-from session_server.sessions.turn_ends import cancelled, completed, failed, is_kept
+from session_server.sessions.turn_ends import (
+    cancelled,
+    completed,
+    failed,
+    is_kept,
+    refused,
+    report_of,
+)
+from session_server.sessions.turn_names import TurnName
 from session_server.text.model_text import ModelText
 
 _UNKNOWN_SESSION: Final = WIRE_ERRORS[SessionNotFound].code
@@ -106,7 +112,7 @@ class TurnFlow:
         self.on_idle: Callable[[Session], None] = lambda _session: None
         self.counts = TurnCounts()
         self.backlog = Backlog()
-        self._resident: dict[Session, None] = {}
+        self.residents = Residents(quotas)
         self._waiting: dict[Session, None] = {}
         """Sessions whose next turn waits for an engine that takes it, in order."""
 
@@ -127,6 +133,8 @@ class TurnFlow:
             self._quotas.release_turn(session.owner, turn)  # canceled during the check
             return
         turn.phase = TurnPhase.WAITING
+        turn.course.checked_s = self._clock()
+        self.counts.checks["passed" if error is None else "refused"] += 1
         if error is not None:
             self._refuse(session, turn, error)
         self.start_next(session)
@@ -143,11 +151,12 @@ class TurnFlow:
                 self._waiting[session] = None
                 break
             else:
-                session.queue.popleft()
+                del session.queue[0]
                 session.live = turn
                 self.counts.queued -= 1
                 self.counts.live += 1
                 turn.phase = TurnPhase.PREPARING
+                turn.course.begun_s = self._clock()
                 self._prepare(session, turn)
                 if turn.phase is TurnPhase.WAITING:
                     break  # the engine did not accept it; `retry` tries again
@@ -172,10 +181,6 @@ class TurnFlow:
                 break
         if self._waiting:
             self.backlog.defer(self.retry)
-
-    def drop_session(self, session: Session) -> None:
-        """Drop the state kept for a session that has closed."""
-        self._resident.pop(session, None)
 
     def cancel(
         self, session: Session, *turns: SessionTurn, keep_partial: bool, reason: CancelReason
@@ -243,15 +248,8 @@ class TurnFlow:
             else EngineUnavailable("there is no engine")
         )
         lost, self._sent = self._sent, {}
-        cold, self._resident = self._resident, {}
         fails = (partial(self._fail_lost, *each, error) for each in lost.values())
-        reports = (partial(self._report_kv_lost, session) for session in cold)
-        self.backlog.run(chain(fails, reports, (self.retry,)))
-
-    def _report_kv_lost(self, session: Session) -> None:
-        """Journal that the KV is lost, unless readers know or a new engine holds KV again."""
-        if session not in self._resident:
-            self.mark_cold(session, reason="engine_restart")
+        self.backlog.run(chain(fails, self.residents.lose_all(), (self.retry,)))
 
     def _fail_lost(self, session: Session, turn: SessionTurn, error: SessionServerError) -> None:
         if turn.phase is not TurnPhase.ENDED:
@@ -269,13 +267,6 @@ class TurnFlow:
         else:
             self._end(session, turn, failed(turn, code=code, message=message))
         self.start_next(session)
-
-    def mark_cold(self, session: Session, reason: StateReason = "client") -> None:
-        """Journal, once, that the session's KV is gone."""
-        self._resident.pop(session, None)
-        if session.copy.state == "resident" and not session.journal.is_closed:
-            session.copy.state = "cold"
-            session.journal.append(SessionStateChanged("cold", reason))
 
     # -- from waiting to sent
 
@@ -303,8 +294,7 @@ class TurnFlow:
     def _refuse(self, session: Session, turn: SessionTurn, error: SessionServerError) -> None:
         """Fail a turn that cannot run; one that was not accepted leaves no trace."""
         if turn.is_accepted:
-            wire = wire_error(error)
-            self._end(session, turn, failed(turn, code=wire.code, message=error.message))
+            self._end(session, turn, refused(turn, error))
             return
         turn.phase = TurnPhase.ENDED
         turn.accepted.set_result(error)
@@ -354,6 +344,7 @@ class TurnFlow:
         turn.item_id = prompt.continued.item_id if prompt.continued else turn.item_id
         turn.submitted = self._make_submitted(session, turn, prompt, sampling=sampling)
         turn.phase = TurnPhase.RUNNING
+        turn.course.sent_s = self._clock()
         self._sent[turn.engine_id] = (session, turn)
         try:
             self._send(session, turn, sampling)
@@ -364,7 +355,7 @@ class TurnFlow:
             session.live = None
             turn.submitted = None
             turn.phase = TurnPhase.WAITING
-            session.queue.appendleft(turn)
+            session.queue.insert(0, turn)
             self.counts.live -= 1
             self.counts.queued += 1
             self._waiting[session] = None
@@ -386,6 +377,8 @@ class TurnFlow:
     def _send(self, session: Session, turn: SessionTurn, sampling: SamplingParams) -> None:
         submitted = _submitted(turn)
         self.copies.open(session, submitted.base_len)
+        name = TurnName(session.copy.session_id, turn.request.turn_id, is_draft=False)
+        self.copies.names.add(turn.engine_id, name)
         self._link.send(
             SubmitTurn(
                 session_id=session.copy.session_id,
@@ -394,6 +387,7 @@ class TurnFlow:
                 tokens=session.transcript.context(submitted.prompt, submitted.base_len),
                 sampling=sampling,
                 priority=turn.request.priority,
+                tenant=self.copies.tag_of(session),
             )
         )
 
@@ -406,11 +400,7 @@ class TurnFlow:
         submitted.is_started = True
         submitted.cached_tokens = event.cached_tokens
         submitted.drafted_tokens = event.drafted_tokens
-        self._report_kv_lost(session)
-        if session.copy.state == "cold":
-            session.journal.append(SessionStateChanged("resident", "turn"))
-        session.copy.state = "resident"
-        self._resident[session] = None
+        self.residents.mark_resident(session)
         if turn.phase is TurnPhase.RUNNING:
             cached, total = event.cached_tokens, event.prompt_tokens
             session.journal.append(TurnProgress(turn.request.turn_id, cached, cached, total))
@@ -449,6 +439,7 @@ class TurnFlow:
     def _on_finished(self, session: Session, turn: SessionTurn, event: TurnFinished) -> None:
         submitted = _submitted(turn)
         submitted.cached_tokens = event.cached_tokens
+        turn.course.num_retractions = event.num_retractions
         end: TurnEnd
         session.copy.set_known_len(event.history_len, self._link.generation)
         if submitted.verdict is not None:
@@ -502,18 +493,25 @@ class TurnFlow:
         """End an accepted turn; the only way in which one ends."""
         assert turn.phase is not TurnPhase.ENDED, "a turn ended twice"
         turn.phase = TurnPhase.ENDED
+        self.counts.ended[end.status] += 1
         self._sent.pop(turn.engine_id, None)
         if turn.submitted is not None:
             self._commit(session, turn, turn.submitted, kept=is_kept(end))
         self._remove_turn(session, turn)
-        session.life.last_active_s = self._clock()
+        session.life.last_active_s = now_s = self._clock()
         end_seq = session.journal.append(end)
         session.ended.add(turn, end, end_seq=end_seq, num_items=session.transcript.num_items)
         if not self.prompt_builder.cancel(turn):
             self._quotas.release_turn(session.owner, turn)
+        if turn.submitted is not None:
+            num_outputs = len(turn.submitted.answer.token_ids)
+            self._quotas.output_rate.add(session.owner, num_outputs, now_s=now_s)
+            self._quotas.rest_kv(session)
         self._quotas.recount(session)
-        if turn.on_end is not None:
-            turn.on_end(end)
+        if self.counts.on_ended is not None:
+            self.counts.on_ended(report_of(session.session_id, turn, end, ended_s=now_s))
+        if turn.course.on_end is not None:
+            turn.course.on_end(end)
 
     def _remove_turn(self, session: Session, turn: SessionTurn) -> None:
         if session.live is turn:

@@ -5,10 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from session_server.core.events import EngineReady, EngineStats
-from session_server.core.session_events import ConversationItem, Message, SessionState, TurnEnd
+from session_server.core.session_events import (
+    CheckOutcome,
+    CloseReason,
+    ConversationItem,
+    Message,
+    SessionState,
+    StateReason,
+    TurnEnd,
+)
 
 TurnStatus = Literal["queued", "running", "completed", "cancelled", "failed"]
 HistoryMode = Literal["append", "template"]
@@ -141,12 +149,27 @@ class SessionSnapshot:
     queued: tuple[TurnView, ...]
 
 
+class BudgetUse(NamedTuple):
+    """Say how much of a budget is held, by all owners together, and how much may be."""
+
+    held: int
+    limit: int
+
+
 @dataclass(frozen=True, slots=True)
 class ManagerStats:
-    """Hold what the manager counts now, and the engine's last statistics."""
+    """Hold what the manager counts now, what it has counted by reason or outcome since it was made,
+    and the engine's last statistics."""
 
     sessions: int
+    resident_sessions: int
+    opened_sessions: int
+    closed_sessions: Mapping[CloseReason, int]
+    evictions: Mapping[StateReason, int]
     live_turns: int
     queued_turns: int
+    ended_turns: Mapping[str, int]
+    grammar_checks: Mapping[CheckOutcome, int]
+    budgets: Mapping[str, BudgetUse]
     engine: EngineStats | None
     ready: EngineReady | None

@@ -47,6 +47,11 @@ class ModelText(ModelTokens):
     default_sampling: SamplingParams
     grammars: GrammarWorker
 
+    @property
+    def takes_tools(self) -> bool:
+        """Return whether the chat template writes tools."""
+        return self.chat is not None and self.chat.traits.takes_tools
+
     async def close(self) -> None:
         """Close the renderer of the chat template, and what checks grammars."""
         await self.grammars.close()

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-import sys
 from dataclasses import dataclass
 from signal import SIGKILL, SIGPROF
 from typing import Final
 
 import msgspec
 
-from session_server.core.child_process import start_child
+from session_server.core.child_process import PROGRAM, start_child
 from session_server.text.worker_child import HEADER, Answer, ChildSettings, JobRefused
 
 START_TIMEOUT_S: Final = 30.0
@@ -69,7 +68,7 @@ class WorkerProcess:
             limits: of every job.
             subject: what fails, in messages.
         """
-        self._argv = (sys.executable, "-m", "session_server", command)
+        self._argv = (*PROGRAM, command)
         self._limits = limits
         self._subject = subject
         settings = ChildSettings(source, limits.cpu_s, limits.memory_bytes)

@@ -16,7 +16,6 @@ from session_server.core.errors import EngineUnavailable
 from session_server.core.events import MemoryReported
 from session_server.metrics.prometheus import CONTENT_TYPE
 from session_server.protocol.resources import (
-    IndexBody,
     MemoryBody,
     ModelBody,
     ModelList,
@@ -29,15 +28,11 @@ from session_server.web.services import AppServices
 from session_server.web.shared_task import SharedTask
 
 router = APIRouter(tags=["operations"])
+operators = APIRouter(tags=["operations"])
+"""Routes about everybody's sessions, for the admin bind if there is one."""
 
 SCRAPE_TIMEOUT_S = 1.0
 Switch = Annotated[int, Query(ge=0, le=1)]
-
-
-@router.get("/", openapi_extra=NEEDS_NO_KEY, responses=answers(IndexBody, "Links to the API."))
-async def index() -> Response:
-    """List the paths that a person may want to open next."""
-    return JsonResponse(IndexBody())
 
 
 @router.get(
@@ -70,9 +65,10 @@ async def ready(request: Request) -> Response:
     return _status("ready", is_good=True)
 
 
-@router.get("/metrics", responses=answers(str, "Prometheus text format.", media="text/plain"))
+@operators.get("/metrics", responses=answers(str, "Prometheus text format.", media="text/plain"))
 async def metrics(request: Request, caller: Caller) -> Response:
     """Return all metrics, with the memory accounts as of now."""
+    caller.require_metrics()
     report: SharedTask[MemoryReported] = request.app.state.scraped_report
     with contextlib.suppress(TimeoutError, EngineUnavailable):
         # The report updates the gauges as an event; a scrape does not wait long for a busy engine.
@@ -105,7 +101,7 @@ def _model_body(caller: Call) -> ModelBody:
     )
 
 
-@router.get("/v1/admin/memory", responses=answers(MemoryBody, "The memory accounts."))
+@operators.get("/v1/admin/memory", responses=answers(MemoryBody, "The memory accounts."))
 async def memory(request: Request, caller: Caller, full: Switch = 0, trace: Switch = 0) -> Response:
     """Return the page accounts per pool and session, and what the memory checker found.
 

@@ -21,6 +21,9 @@ from session_server.protocol import (
 from session_server.protocol.realtime import REALTIME
 from session_server.protocol.response_events import ResponseEvent
 from session_server.protocol.session_protocol import SUBPROTOCOL
+from session_server.web.realtime import KEY_PROTOCOL
+from session_server.web.requests import BEARER_PROTOCOL, TICKET_PROTOCOL
+from session_server.web.tickets import TICKET_TTL_S
 
 SCHEMA_DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
 _TEMPLATE: Final = "#/$defs/{name}"
@@ -80,6 +83,30 @@ CHANNELS: Final = (
 )
 
 
+_OFFER: Final = {"type": "httpApiKey", "in": "header", "name": "Sec-WebSocket-Protocol"}
+
+CREDENTIALS: Final = {
+    "key": {
+        "type": "http",
+        "scheme": "bearer",
+        "description": f"a key in `Authorization`; for `{SUBPROTOCOL}` also in a first message, "
+        "`session.auth`",
+    },
+    "offeredKey": {
+        **_OFFER,
+        "description": f"a key among the subprotocols: `{BEARER_PROTOCOL}KEY` "
+        f"(`{KEY_PROTOCOL}KEY` for `{REALTIME}`)",
+    },
+    "ticket": {
+        **_OFFER,
+        "description": f"`{TICKET_PROTOCOL}TICKET` among the subprotocols. `POST /v1/ws-ticket` "
+        f"with a key makes the ticket: it opens one socket of any kind, within {TICKET_TTL_S} "
+        "seconds. For pages, in place of a key.",
+    },
+}
+"""Ways to say who connects, one of which is enough, and none where the server asks for no key."""
+
+
 def asyncapi_of(title: str, version: str) -> dict[str, Any]:
     """Return the AsyncAPI 3 document."""
     channels, operations = {}, {}
@@ -96,6 +123,10 @@ def asyncapi_of(title: str, version: str) -> dict[str, Any]:
             operations[f"{action}:{channel.name}"] = {
                 "action": action,
                 "channel": {"$ref": _pointer("channels", channel.name)},
+                "security": [
+                    {"$ref": _pointer("components", "securitySchemes", name)}
+                    for name in CREDENTIALS
+                ],
                 "messages": [
                     {"$ref": _pointer("channels", channel.name, "messages", name)} for name in named
                 ],
@@ -105,6 +136,7 @@ def asyncapi_of(title: str, version: str) -> dict[str, Any]:
         "info": {"title": title, "version": version},
         "channels": channels,
         "operations": operations,
+        "components": {"securitySchemes": CREDENTIALS},
     }
 
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -32,9 +33,9 @@ from session_server.protocol.chat_answer import (
     usage_chunk,
 )
 from session_server.protocol.chat_completions import ChatBody, ChatCall, parse_chat, session_id_of
+from session_server.protocol.tools import tools_written
 from session_server.sessions.conversations import UnnamedConversations
-from session_server.sessions.journal import Journal
-from session_server.sessions.views import OpenRequest, TurnView
+from session_server.sessions.views import OpenRequest
 from session_server.web.completion_run import (
     ChoiceTurn,
     CompletionRun,
@@ -43,7 +44,7 @@ from session_server.web.completion_run import (
     submit_to,
 )
 from session_server.web.event_stream import until_disconnect
-from session_server.web.headers import CONVERSATION_NAMES
+from session_server.web.headers import CONVERSATION_NAMES, LEFT_OUT
 from session_server.web.openapi import answers, body_of
 from session_server.web.requests import Call, Caller, read_body
 from session_server.web.slices import encode_list
@@ -64,20 +65,25 @@ _INPUT: Final = "messages"
     ),
 )
 async def create_chat_completion(request: Request, caller: Caller) -> Response:
-    """Answer a conversation."""
-    caller.readers.check_capacity(caller.owner, None)
+    """Answer a conversation. A header says if its tools were left out."""
+    caller.connect()
     body = await read_body(request, ChatBody)
+    model = caller.services.model
     caller.services.check_model(body.model)
+    tools = tools_written(body.tools, body.tool_choice, takes_tools=model.takes_tools)
     hints = (request.headers.get(name) for name in CONVERSATION_NAMES)
     chat = parse_chat(
-        body,
-        turn_id=f"chatcmpl-{secrets.token_hex(12)}",
+        msgspec.structs.replace(body, tools=tools),
+        turn_id=f"chatcmpl-{secrets.token_hex(16)}",
         hint=next(filter(None, hints), ""),
-        defaults=caller.services.model.defaults,
+        defaults=model.defaults,
     )
     unnamed: UnnamedConversations = request.app.state.unnamed
     run = await until_disconnect(start_chat(caller, chat, unnamed), request.receive)
-    return await run.response(request.receive, chat.request.turn_id, is_streamed=chat.stream)
+    answer = await run.response(request.receive, chat.request.turn_id, is_streamed=chat.stream)
+    if body.tools and not tools:
+        answer.headers[LEFT_OUT] = "tools"
+    return answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,24 +121,18 @@ async def start_chat(call: Call, chat: ChatCall, unnamed: UnnamedConversations) 
     Raises:
         SessionServerError: refused; a session opened for it is gone.
     """
-    view, journal = await _submit(call, chat, unnamed)
+    first = await _submit(call, chat, unnamed)
     card = call.services.model
     created_s = int(call.services.wall_clock_s())
-    head = AnswerHead(card.name, view.session_id, created_s, card.token_text)
+    head = AnswerHead(card.name, first.view.session_id, created_s, card.token_text)
     usage = CallUsage()
     answers = tuple(
         ChatAnswer(chat, head, usage=usage, index=index) for index in range(chat.num_choices)
     )
-    first = ChoiceTurn.of(
-        call, chat.request, (view, journal), keep_partial=not chat.is_append, is_transient=False
-    )
     return CompletionRun([PromptRun(first, answers)], ChatForm(chat, head, usage, answers))
 
 
-async def _submit(
-    call: Call, chat: ChatCall, unnamed: UnnamedConversations
-) -> tuple[TurnView, Journal]:
-    """Submit the turn; return it with its journal, which stays readable when the session closes."""
+async def _submit(call: Call, chat: ChatCall, unnamed: UnnamedConversations) -> ChoiceTurn:
     if chat.session is None:
         return await _submit_unnamed(call, chat, unnamed)
     if not chat.is_append:
@@ -140,7 +140,7 @@ async def _submit(
     return await submit_appended(call, chat.request, chat.session, input_param=_INPUT)
 
 
-async def _submit_named(call: Call, chat: ChatCall, session_id: str) -> tuple[TurnView, Journal]:
+async def _submit_named(call: Call, chat: ChatCall, session_id: str) -> ChoiceTurn:
     is_new = False
     try:
         call.sessions.get(call.owner, session_id)
@@ -148,7 +148,9 @@ async def _submit_named(call: Call, chat: ChatCall, session_id: str) -> tuple[Tu
         call.sessions.open(call.owner, OpenRequest(session_id=session_id))
         is_new = True
     try:
-        return await submit_to(call, chat.request, session_id, input_param=_INPUT)
+        return await submit_to(
+            call, chat.request, session_id, input_param=_INPUT, keep_partial=True
+        )
     except SessionServerError:
         if is_new:
             _close_unused(call, session_id)
@@ -163,9 +165,7 @@ def _close_unused(call: Call, session_id: str) -> None:
             call.sessions.close(call.owner, session_id)
 
 
-async def _submit_unnamed(
-    call: Call, chat: ChatCall, unnamed: UnnamedConversations
-) -> tuple[TurnView, Journal]:
+async def _submit_unnamed(call: Call, chat: ChatCall, unnamed: UnnamedConversations) -> ChoiceTurn:
     claim = unnamed.claim(call.owner, chat.input, hint=chat.hint)
     is_held = True
 
@@ -176,7 +176,12 @@ async def _submit_unnamed(
 
     try:
         return await submit_to(
-            call, chat.request, claim.session_id, input_param=_INPUT, on_end=release
+            call,
+            chat.request,
+            claim.session_id,
+            input_param=_INPUT,
+            on_end=release,
+            keep_partial=True,
         )
     except Exception:  # a caller that is canceled leaves its turn, whose end releases
         if is_held:

@@ -54,8 +54,7 @@ async def compact(
     check_compactable(said)
     summing_up = replace(asked, messages=asking_summary(asked.messages))
     run = await until_disconnect(start_response(call, turns, summing_up), receive)
-    with run.scope():
-        end = await run.end(receive)
+    end = await run.end(receive)
     if isinstance(end, TurnFailedEntry):
         return failure_response(end)
     if isinstance(end, TurnCancelled):

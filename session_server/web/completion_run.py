@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol, TypeVar
 
@@ -40,7 +40,6 @@ from session_server.protocol.chat_answer import ChatAnswer
 from session_server.protocol.completions import TextAnswer
 from session_server.protocol.errors import error_body, sanitize
 from session_server.protocol.frames import failure_body
-from session_server.sessions.journal import Journal
 from session_server.sessions.views import TurnView
 from session_server.web.event_stream import (
     DONE,
@@ -92,38 +91,34 @@ class _TurnFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ChoiceTurn:
-    """Hold a submitted turn and its only reader. `keep_partial`: what a cancel keeps where the
-    client leaves; `is_transient`: the session closes with the call."""
+    """Hold a submitted turn and its only reader. `keep_partial`: whether a cancel keeps what was
+    said where the client leaves; None: the session closes with the call."""
 
     call: Call
     request: TurnRequest
-    view: TurnView
     reader: TurnReader
-    keep_partial: bool = False
-    is_transient: bool = True
+    keep_partial: bool | None = None
 
-    @classmethod
-    def of(
-        cls, call: Call, request: TurnRequest, turn: tuple[TurnView, Journal], **how: bool
-    ) -> ChoiceTurn:
-        """Return a turn that was submitted, with its journal."""
-        view, journal = turn
-        return cls(call, request, view, TurnReader(call, journal, view, keep_partial=None), **how)
+    @property
+    def view(self) -> TurnView:
+        """Return the turn as it was accepted."""
+        return self.reader.view
 
     def leave(self) -> None:
         """Cancel the turn if its end was not read, whoever else reads its session."""
         sessions, owner, session_id = self.call.sessions, self.call.owner, self.view.session_id
+        self.reader.close()
         with contextlib.suppress(SessionServerError):  # it may have ended unread
             if not self.reader.has_ended:
                 sessions.cancel(
                     owner,
                     session_id,
                     self.request.turn_id,
-                    keep_partial=self.keep_partial,
+                    keep_partial=bool(self.keep_partial),
                     reason="disconnected",
                 )
         with contextlib.suppress(SessionServerError):
-            if self.is_transient:
+            if self.keep_partial is None:
                 sessions.close(owner, session_id)
 
 
@@ -145,12 +140,13 @@ class PromptRun:
         if self.is_computed.is_set() or not isinstance(entry, TurnDelta | TurnEnd):
             return
         call, view = self.first.call, self.first.view
+        call.place.callback(self._close_forks)
         for _ in self.answers[1:]:
             fork = call.sessions.edits.fork_before(call.owner, view.session_id, view.turn_id)
             self.forks.append(fork.session_id)
         self.is_computed.set()
 
-    async def turn(self, index: int, scope: contextlib.ExitStack) -> ChoiceTurn:
+    async def turn(self, index: int, *, input_param: str) -> ChoiceTurn:
         """Return the turn of an answer when it runs. Raises SessionServerError."""
         if index == 0:
             return self.first
@@ -164,16 +160,9 @@ class PromptRun:
                 first.request.sampling, seed=None if seed is None else (seed + index) % (1 << 63)
             ),
         )
-        journal = call.sessions.journal(call.owner, session_id)
-        call.readers.check_capacity(call.owner, session_id)
-        view = await call.sessions.submit(call.owner, session_id, request)
-        turn = ChoiceTurn.of(call, request, (view, journal))
-        scope.callback(turn.leave)
-        scope.enter_context(turn.reader)
-        return turn
+        return await submit_to(call, request, session_id, input_param=input_param)
 
-    def close_forks(self) -> None:
-        """Close the sessions of the other answers."""
+    def _close_forks(self) -> None:
         call = self.first.call
         for session_id in self.forks:
             with contextlib.suppress(SessionServerError):
@@ -182,26 +171,14 @@ class PromptRun:
 
 @dataclass(slots=True)
 class CompletionRun:
-    """Hold the state of one running completion."""
+    """Hold the state of one running completion. What has not ended is canceled with the call."""
 
     prompts: Sequence[PromptRun]
     form: CompletionForm
-    _scope: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    _num_open: int = field(init=False)
 
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
-        """Cancel behind the block what has not ended.
-
-        Raises:
-            ServerBusy: too many read a session.
-        """
-        with self._scope:
-            for prompt in self.prompts:
-                self._scope.callback(prompt.close_forks)
-                self._scope.callback(prompt.first.leave)
-            for prompt in self.prompts:
-                self._scope.enter_context(prompt.first.reader)
-            yield
+    def __post_init__(self) -> None:
+        self._num_open = sum(map(_num, self.prompts))
 
     async def response(self, receive: Receive, call_id: str, *, is_streamed: bool) -> Response:
         """Return the answers: when all have ended, or as they come.
@@ -213,22 +190,21 @@ class CompletionRun:
         """
         headers = {REQUEST_ID: call_id}
         if is_streamed:
-            return EventStream(self.events(), context=self.scope(), headers=headers)
-        with self.scope():
-            works = [self._end(prompt, i) for prompt in self.prompts for i in range(_num(prompt))]
-            try:
-                ends = await until_disconnect(_all(works), receive)
-            except _TurnFailed as failure:
-                return failure_response(failure.end)
-            answers = [answer for prompt in self.prompts for answer in prompt.answers]
-            scored = []
-            for answer, end in zip(answers, ends, strict=True):
-                scored.append((end, await self.form.logprobs(answer.index, answer.scored(end))))
-                await asyncio.sleep(0)  # many short ones would hold up everybody else
-            return JsonResponse(self.form.completion(scored), headers=headers)
+            return EventStream(self.events(), headers=headers)
+        works = [self._end(prompt, i) for prompt in self.prompts for i in range(_num(prompt))]
+        try:
+            ends = await until_disconnect(_all(works), receive)
+        except _TurnFailed as failure:
+            return failure_response(failure.end)
+        answers = [answer for prompt in self.prompts for answer in prompt.answers]
+        scored = []
+        for answer, end in zip(answers, ends, strict=True):
+            scored.append((end, await self.form.logprobs(answer.index, answer.scored(end))))
+            await asyncio.sleep(0)  # many short ones would hold up everybody else
+        return JsonResponse(self.form.completion(scored), headers=headers)
 
     async def _end(self, prompt: PromptRun, index: int) -> TurnEnd:
-        turn = await prompt.turn(index, self._scope)
+        turn = await prompt.turn(index, input_param=self.form.input_param)
 
         async def note(entry: object) -> None:
             prompt.note_entry(entry)
@@ -249,6 +225,7 @@ class CompletionRun:
             if (last := self.form.usage_chunk()) is not None:
                 yield data_event(last)
         except _TurnFailed as failure:
+            self.prompts[0].first.call.place.close()
             yield error_event(failure_body(failure.end))
         except SessionServerError as error:
             yield error_event(error_body(error))
@@ -259,7 +236,7 @@ class CompletionRun:
     ) -> AsyncGenerator[msgspec.Struct | None, None]:
         """Yield the chunks of one answer; None where nothing is said for a while."""
         answer = prompt.answers[index]
-        turn = await prompt.turn(index, self._scope)
+        turn = await prompt.turn(index, input_param=self.form.input_param)
         for opening in answer.opening():
             yield opening
         async for item in turn.reader.entries():
@@ -273,9 +250,10 @@ class CompletionRun:
             elif isinstance(entry, TurnProgress):
                 answer.note_progress(entry)
             elif isinstance(entry, TurnEnd):
-                # The client may send its next call before the last chunk.
-                turn.reader.close()
                 turn.leave()
+                self._num_open -= 1
+                if not self._num_open:
+                    turn.call.place.close()  # the client may send its next call now
                 async for chunk in self._last_chunks(answer, turn.reader, entry):
                     yield chunk
             elif isinstance(entry, TurnDelta) and _is_shown(entry, turn.reader):
@@ -300,24 +278,29 @@ async def submit_to(
     *,
     input_param: str,
     on_end: Callable[[TurnEnd], None] | None = None,
-) -> tuple[TurnView, Journal]:
-    """Submit a turn; return it with its journal, which stays readable when the session closes.
-    Raises SessionServerError."""
+    keep_partial: bool | None = None,
+) -> ChoiceTurn:
+    """Submit a turn, which is canceled with the call; `keep_partial` as in `ChoiceTurn`. Raises
+    SessionServerError."""
     journal = call.sessions.journal(call.owner, session_id)
-    call.readers.check_capacity(call.owner, session_id)
+    reader = TurnReader(call, session_id, journal, keep_partial=None)
     try:
-        view = await submitted(call, request, session_id, on_end=on_end)
+        reader.follow(await submitted(call, request, session_id, on_end=on_end))
     except ContextTooLong as error:
         raise ContextLengthExceeded(error.message, param=input_param) from None
-    return view, journal
+    turn = ChoiceTurn(call, request, reader, keep_partial)
+    call.place.callback(turn.leave)
+    return turn
 
 
 async def submit_appended(
     call: Call, request: TurnRequest, session_id: str, *, input_param: str
-) -> tuple[TurnView, Journal]:
+) -> ChoiceTurn:
     """Submit a turn to the open session that `session_params` names. Raises SessionServerError."""
     try:
-        return await submit_to(call, request, session_id, input_param=input_param)
+        return await submit_to(
+            call, request, session_id, input_param=input_param, keep_partial=False
+        )
     except SessionNotFound:
         name = sanitize(session_id)
         raise InvalidRequest(

@@ -8,6 +8,7 @@ import contextlib
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -47,6 +48,8 @@ from session_server.web.slices import encode_list
 
 router = APIRouter(tags=["openai"])
 
+_INPUT: Final = "prompt"
+
 
 @router.post(
     "/v1/completions",
@@ -57,12 +60,12 @@ router = APIRouter(tags=["openai"])
 )
 async def create_completion(request: Request, caller: Caller) -> Response:
     """Continue texts."""
-    caller.readers.check_capacity(caller.owner, None)
+    caller.connect()
     body = await read_body(request, CompletionBody)
     caller.services.check_model(body.model)
     completion = parse_completion(
         body,
-        completion_id=f"cmpl-{secrets.token_hex(12)}",
+        completion_id=f"cmpl-{secrets.token_hex(16)}",
         defaults=caller.services.model.defaults,
     )
     run = await until_disconnect(_start(caller, completion), request.receive)
@@ -77,7 +80,7 @@ class TextForm:
     head: AnswerHead
     usage: CallUsage
     answers: tuple[TextAnswer, ...]
-    input_param: str = "prompt"
+    input_param: str = _INPUT
 
     async def logprobs(self, index: int, values: Sequence[TokenLogprob]) -> TextLogprobs | None:
         """Return the logprobs of a chunk or of an answer."""
@@ -107,17 +110,13 @@ class TextForm:
 
 
 async def _start(call: Call, completion: CompletionCall) -> CompletionRun:
-    """Submit a turn for each prompt. Raises SessionServerError, with nothing left running."""
+    """Submit a turn for each prompt. Raises SessionServerError."""
     turns: list[ChoiceTurn] = []
     echoes: list[str] = []
-    with contextlib.ExitStack() as undo:
-        for request in completion.requests:
-            turn = await _submit(call, request, completion.session)
-            undo.callback(turn.leave)
-            turns.append(turn)
-            echoes.append(_echo(call, request.input) if completion.echo else "")
-            await asyncio.sleep(0)  # many short ones would hold up everybody else
-        undo.pop_all()
+    for request in completion.requests:
+        turns.append(await _submit(call, request, completion.session))
+        echoes.append(_echo(call, request.input) if completion.echo else "")
+        await asyncio.sleep(0)  # many short ones would hold up everybody else
     card, usage = call.services.model, CallUsage()
     created_s = int(call.services.wall_clock_s())
     head = AnswerHead(card.name, turns[0].view.session_id, created_s, card.token_text)
@@ -135,16 +134,14 @@ async def _start(call: Call, completion: CompletionCall) -> CompletionRun:
 
 async def _submit(call: Call, request: TurnRequest, appended_to: str | None) -> ChoiceTurn:
     if appended_to is not None:
-        turn = await submit_appended(call, request, appended_to, input_param="prompt")
-        return ChoiceTurn.of(call, request, turn, is_transient=False)
+        return await submit_appended(call, request, appended_to, input_param=_INPUT)
     session_id = call.sessions.open(call.owner, OpenRequest()).session_id
     try:
-        turn = await submit_to(call, request, session_id, input_param="prompt")
+        return await submit_to(call, request, session_id, input_param=_INPUT)
     except BaseException:
         with contextlib.suppress(SessionServerError):
             call.sessions.close(call.owner, session_id)
         raise
-    return ChoiceTurn.of(call, request, turn)
 
 
 def _echo(call: Call, given: TurnInput) -> str:

@@ -74,7 +74,7 @@ class ConnectionTable:
     """Track all connections of one server."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
-        self._limits = limits
+        self.limits = limits
         self._all = _Scope(limits.connections, limits.input_bytes, limits.output_bytes)
         self._by_address: dict[str, _Scope] = {}
         self._closing: set[Connection] = set()
@@ -200,7 +200,7 @@ class ConnectionTable:
     def _scopes_of(self, connection: Connection) -> tuple[_Scope, _Scope]:
         scope = self._by_address.get(connection.address)
         if scope is None:
-            limits = self._limits
+            limits = self.limits
             scope = _Scope(
                 limits.connections_per_address,
                 limits.input_bytes_per_address,

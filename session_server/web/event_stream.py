@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from session_server.core.session_events import SessionEntry
 from session_server.protocol.errors import ErrorBody, ErrorResponse
-from session_server.protocol.frames import ServerFrame, coalesce
+from session_server.protocol.frames import coalesce
 from session_server.sessions.journal import Journal
 from session_server.web.refusals import HttpRefusal
 
@@ -25,29 +25,21 @@ DONE = b"data: [DONE]\n\n"
 
 
 class EventStream(Response):
-    """Send chunks as they come, until they or the client end.
-
-    `context` is entered before the first chunk and exited after the last, whatever happens.
-    """
+    """Send chunks as they come, until they or the client end."""
 
     def __init__(
-        self,
-        chunks: AsyncGenerator[bytes, None],
-        *,
-        context: contextlib.AbstractContextManager[object],
-        headers: Mapping[str, str] | None = None,
+        self, chunks: AsyncGenerator[bytes, None], *, headers: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(media_type="text/event-stream", headers=headers)
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-store"
         self.headers["x-accel-buffering"] = "no"
         self._chunks = chunks
-        self._context = context
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the chunks or the client end; the generator is closed in both cases."""
         # A client that disconnected is not a server error.
-        with self._context, contextlib.suppress(HttpRefusal, OSError):
+        with contextlib.suppress(HttpRefusal, OSError):
             await until_disconnect(self._send_all(send), receive)
 
     async def _send_all(self, send: Send) -> None:
@@ -96,7 +88,7 @@ def error_event(body: ErrorBody) -> bytes:
     return data_event(ErrorResponse(error=body))
 
 
-def event_chunk(frame: ServerFrame, *, seq: int | None) -> bytes:
+def event_chunk(frame: msgspec.Struct, *, seq: int | None) -> bytes:
     """Encode one event: its frame as data, its type as name, its sequence number as id."""
     payload = msgspec.json.encode(frame)
     name = str(type(frame).__struct_config__.tag)

@@ -39,7 +39,7 @@ from session_server.protocol.sglang import Generation, SessionParamsBody
 from session_server.sessions.journal import Journal
 from session_server.sessions.manager import SessionManager
 from session_server.sessions.request_tree import BranchPoint, RequestTrees
-from session_server.sessions.views import OpenRequest, TurnView
+from session_server.sessions.views import OpenRequest
 from session_server.web.event_stream import DONE, HEARTBEAT, data_event, error_event
 from session_server.web.requests import Call
 from session_server.web.shared_task import SharedTask
@@ -93,21 +93,10 @@ class GenerationRun:
     """Hold the state of one running `/generate`."""
 
     call: Call
-    state: SGLangState
     job: Generation
-    turn: tuple[str, str]
     reader: TurnReader
     answer: CumulativeAnswer
     arrived_s: float
-
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
-        """Let the turn be aborted by its rid inside the block, and when the client disconnects."""
-        try:
-            with self.reader:
-                yield
-        finally:
-            self.state.remove(self.call.owner, self.job.rid, self.turn)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the cumulative answer as events without a name, then `[DONE]`."""
@@ -116,6 +105,8 @@ class GenerationRun:
                 if item is None:
                     yield HEARTBEAT
                     continue
+                if self.reader.has_ended:
+                    self.call.place.close()  # the client may send its next request now
                 await self.add_entry(item[1])
                 if content := self._content(item[1]):
                     yield data_event(content)
@@ -157,54 +148,51 @@ class GenerationRun:
 async def start_generation(
     call: Call, state: SGLangState, job: Generation, *, arrived_s: float
 ) -> GenerationRun:
-    """Submit the turn: to its session, at its branch point, or to a session of its own.
+    """Submit the turn: to its session, at its branch point, or to a session of its own. It can be
+    aborted by its rid, and is when the client disconnects.
 
     Raises:
         SessionServerError: refused, with the text and status that SGLang's clients match.
     """
-    turn_id = job.request.turn_id
     with _sglang_errors(job.session):
         if job.session is None:
-            view, journal = await _submit_alone(call, state, job)
+            reader = await _submit_alone(call, state, job)
         else:
             session_id = job.session.id or ""
             journal = call.sessions.journal(call.owner, session_id)
             if state.is_branching(journal):
-                view, journal = await _submit_branch(call, state, job, job.session)
+                reader = await _submit_branch(call, state, job, job.session)
             else:
                 _check_session_params(job.session, job.request)
-                view = await _submit(call, state, job, session_id)
-    turn = (view.session_id, turn_id)
-    state.add(call.owner, job.rid, turn)
+                reader = await _submit(call, state, job, session_id)
     return GenerationRun(
         call=call,
-        state=state,
         job=job,
-        turn=turn,
-        reader=TurnReader(call, journal, view, keep_partial=False),
+        reader=reader,
         answer=CumulativeAnswer(job, call.services.model.token_text),
         arrived_s=arrived_s,
     )
 
 
-async def _submit(call: Call, state: SGLangState, job: Generation, session_id: str) -> TurnView:
-    """Submit the turn; its rid can be aborted even before it is accepted."""
+def _add(call: Call, state: SGLangState, job: Generation, session_id: str) -> None:
+    """Let the turn be aborted by its rid, until the call ends."""
     turn = (session_id, job.request.turn_id)
+    call.place.callback(state.remove, call.owner, job.rid, turn)
     state.add(call.owner, job.rid, turn)
-    try:
-        return await submitted(call, job.request, session_id)
-    except BaseException:
-        state.remove(call.owner, job.rid, turn)
-        raise
 
 
-async def _submit_alone(
-    call: Call, state: SGLangState, job: Generation
-) -> tuple[TurnView, Journal]:
-    session_id = call.sessions.open(call.owner, OpenRequest(single_turn=True)).session_id
+async def _submit(call: Call, state: SGLangState, job: Generation, session_id: str) -> TurnReader:
+    """Submit the turn; its rid can be aborted even before it is accepted."""
     journal = call.sessions.journal(call.owner, session_id)
+    reader = TurnReader(call, session_id, journal, keep_partial=False)
+    _add(call, state, job, session_id)
+    return reader.follow(await submitted(call, job.request, session_id))
+
+
+async def _submit_alone(call: Call, state: SGLangState, job: Generation) -> TurnReader:
+    session_id = call.sessions.open(call.owner, OpenRequest(single_turn=True)).session_id
     try:
-        return await _submit(call, state, job, session_id), journal
+        return await _submit(call, state, job, session_id)
     except BaseException:
         with contextlib.suppress(SessionServerError):
             call.sessions.close(call.owner, session_id)
@@ -213,7 +201,7 @@ async def _submit_alone(
 
 async def _submit_branch(
     call: Call, state: SGLangState, job: Generation, params: SessionParamsBody
-) -> tuple[TurnView, Journal]:
+) -> TurnReader:
     point = BranchPoint(
         rid=params.rid or None,
         replace=bool(params.replace),
@@ -223,7 +211,11 @@ async def _submit_branch(
     branch = await state.trees.submit(
         call.owner, params.id or "", rid=job.rid, point=point, request=job.request
     )
-    return branch.view, branch.journal
+    reader = TurnReader(
+        call, branch.session_id, branch.journal, keep_partial=False, is_bounded=False
+    )
+    _add(call, state, job, branch.session_id)
+    return reader.follow(branch.view)
 
 
 def _check_session_params(params: SessionParamsBody, request: TurnRequest) -> None:

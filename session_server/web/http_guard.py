@@ -25,9 +25,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from session_server.core.errors import ServerBusy
 from session_server.web.connection_table import ConnectionTable
-from session_server.web.refusals import HttpRefusal, refusal_bytes
+from session_server.web.refusals import HttpRefusal, refusal_bytes, refusal_code
 from session_server.web.request_guard import DRAIN
-from session_server.web.services import WebSettings
+from session_server.web.services import AppServices
 from session_server.web.unread_output import UnreadOutput
 
 MAX_HEADER_BYTES: Final = 16_384
@@ -38,6 +38,9 @@ MAX_FRAMING_PER_BODY_BYTE: Final = 16
 
 PARSE_BYTES: Final = 4_096
 """Bytes given to the parser at a time."""
+
+MANY_PARTS: Final = 4
+"""Parts of a body, or frames, in so many bytes; behind as many others are served."""
 
 QUEUED_REQUEST_BYTES: Final = 4_096
 """Bytes that a parsed request counts while it waits for an earlier answer."""
@@ -56,10 +59,11 @@ class GuardedConfig(uvicorn.Config):
     """Configure uvicorn with protocols that bound what a peer makes the server keep."""
 
     def __init__(
-        self, app: FastAPI, *, settings: WebSettings, table: ConnectionTable, **options: Any
+        self, app: FastAPI, *, services: AppServices, table: ConnectionTable, **options: Any
     ) -> None:
         super().__init__(app, **options)
-        self.web_settings = settings
+        self.web_settings = services.settings
+        self.metrics = services.metrics
         self.connection_table = table
 
 
@@ -112,6 +116,7 @@ class RequestSize:
     num_bytes: int = 0
     head_bytes: int = 0
     num_headers: int = 0
+    num_parts: int = 0
     body_bytes: int = 0
 
 
@@ -151,6 +156,7 @@ class GuardedHttp(Guard, HttpToolsProtocol):
         config = guarded(self.config)
         self._settings = config.web_settings
         self._table = config.connection_table
+        self._count_refusal = config.metrics.count_refusal
         self._phase = RequestPhase.HEAD
         self._size = RequestSize()
         self._held_back = b""
@@ -244,6 +250,7 @@ class GuardedHttp(Guard, HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """Limit the size of the body."""
+        self._size.num_parts += 1
         self._size.body_bytes += len(body)
         if self._size.body_bytes > self._settings.max_message_bytes:
             most = self._settings.max_message_bytes
@@ -277,12 +284,22 @@ class GuardedHttp(Guard, HttpToolsProtocol):
     # -- parsing
 
     def _parse(self) -> None:
-        held_back, start = self._held_back, 0
-        while start < len(held_back) and self._is_parsing():
-            piece = held_back[start : start + PARSE_BYTES]
+        """Parse what may be parsed, up to a piece that holds many parts of a body: the rest comes
+        next, and others are served in between."""
+        held_back, start, num_parts = self._held_back, 0, 0
+        while start < len(held_back) and self._is_parsing() and num_parts < MANY_PARTS:
+            piece, before = held_back[start : start + PARSE_BYTES], self._size.num_parts
             start += len(piece)
             self._parse_piece(piece)
+            num_parts = self._size.num_parts - before
         self._held_back = b"" if self._is_over else held_back[start:]
+        if self._held_back and self._is_parsing():
+            self.loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        if not self._is_over:
+            self._parse()
+            self._update()
 
     def _is_parsing(self) -> bool:
         """Return whether the next bytes belong to a request that may be parsed now."""
@@ -405,6 +422,7 @@ class GuardedHttp(Guard, HttpToolsProtocol):
             # The route reads nothing more of its request, and its answer is dropped.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
+        self._count_refusal(refusal_code(refusal))
         self.transport.write(refusal_bytes(refusal))
 
     def _linger(self) -> None:

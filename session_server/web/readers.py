@@ -1,17 +1,20 @@
-"""Count the readers of each session, so that a turn can end when its last reader leaves.
+"""Count connections, and the readers of each session, so that a turn can end when its last reader
+leaves.
 
-A turn does not end with its socket. A turn with `on_disconnect: cancel` is canceled when no reader
-of its session is left; every other turn runs on.
+A connection is what a client has opened, whatever runs in it. A turn does not end with its socket.
+A turn with `on_disconnect: cancel` is canceled when no reader of its session is left; every other
+turn runs on.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from session_server.core.errors import ServerBusy, SessionServerError
+from session_server.core.errors import QuotaExceeded, ServerBusy, SessionServerError
 from session_server.core.owner import Owner
 from session_server.metrics.prometheus import ReaderKind
 from session_server.web.services import AppServices
@@ -51,23 +54,41 @@ class Readers:
     def __init__(self, services: AppServices) -> None:
         self._sessions = services.sessions
         self._metrics = services.metrics
-        self._max_readers = services.settings.max_connections
+        self._max_connections = services.settings.max_connections
         num_turns = 1 + services.settings.max_queued_turns
         self._max_session_readers = MAX_SESSION_READERS + num_turns
-        self._num_readers = 0
+        self.num_connections = 0
+        self._num_of: Counter[Owner] = Counter()
         self._by_session: dict[tuple[Owner, str], SessionReaders] = {}
 
-    def check_capacity(self, owner: Owner, session_id: str | None) -> None:
-        """Refuse a reader too many, before a turn is submitted for it. `session_id` None: a
-        session that has no readers yet.
+    def num_of(self, owner: Owner) -> int:
+        """Return how many connections an owner has."""
+        return self._num_of[owner]
+
+    @contextlib.contextmanager
+    def connected(self, owner: Owner, kind: ReaderKind) -> Iterator[None]:
+        """Count a connection of an owner inside the block. Enter it before anything is done for it.
 
         Raises:
-            ServerBusy: the maximum number of readers of the server or the session is connected.
+            ServerBusy: the maximum number of connections of the server is open.
+            QuotaExceeded: that of the owner.
         """
-        if self._num_readers >= self._max_readers:
-            raise ServerBusy(f"{self._num_readers} readers are connected, the maximum.")
-        if session_id is not None:
-            self._check_session(owner, session_id)
+        most = owner.limits.max_connections
+        if most is not None and self._num_of[owner] >= most and not owner.is_exempt:
+            raise QuotaExceeded(f"you would have more than {most:,} connections")
+        if self.num_connections >= self._max_connections:
+            raise ServerBusy(f"{self.num_connections} connections are open, the maximum.")
+        self._num_of[owner] += 1
+        self.num_connections += 1
+        self._metrics.connection_opened(kind)
+        try:
+            yield
+        finally:
+            self._metrics.connection_closed(kind)
+            self.num_connections -= 1
+            self._num_of[owner] -= 1
+            if not self._num_of[owner]:
+                del self._num_of[owner]
 
     def num_readers(self, owner: Owner, session_id: str) -> int:
         """Return how many readers a session has."""
@@ -75,36 +96,29 @@ class Readers:
         return 0 if found is None else found.num_readers
 
     @contextlib.contextmanager
-    def register(
-        self, *, owner: Owner, session_id: str, kind: ReaderKind
+    def reading(
+        self, owner: Owner, session_id: str, *, is_bounded: bool = True
     ) -> Iterator[SessionReaders]:
-        """Count one reader of a session inside the block.
+        """Count one reader of a session inside the block. Enter it before the turn to read is
+        submitted.
 
-        Raises:
-            ServerBusy: the maximum number of readers of the session is connected. A WebSocket is
-                always one more: a session has only one.
+        `is_bounded` False: of such there are few, for example one WebSocket. Raises ServerBusy: the
+        maximum number of readers of the session is there.
         """
-        if kind is not ReaderKind.WEBSOCKET:
-            self._check_session(owner, session_id)
         # Two owners may choose the same session id.
-        session_readers = self._by_session.setdefault((owner, session_id), SessionReaders())
+        key = (owner, session_id)
+        session_readers = self._by_session.get(key, SessionReaders())
+        if is_bounded and session_readers.num_readers >= self._max_session_readers:
+            raise ServerBusy(f"{session_readers.num_readers} readers of this session, the maximum.")
+        self._by_session[key] = session_readers
         session_readers.num_readers += 1
-        self._num_readers += 1
-        self._metrics.connection_opened(kind)
         try:
             yield session_readers
         finally:
-            self._metrics.connection_closed(kind)
             session_readers.num_readers -= 1
-            self._num_readers -= 1
             if session_readers.num_readers == 0:
-                del self._by_session[owner, session_id]
+                del self._by_session[key]
                 self._cancel_bound(owner, session_id, session_readers)
-
-    def _check_session(self, owner: Owner, session_id: str) -> None:
-        found = self._by_session.get((owner, session_id))
-        if found is not None and found.num_readers >= self._max_session_readers:
-            raise ServerBusy(f"{found.num_readers} readers of this session, the maximum.")
 
     def _cancel_bound(self, owner: Owner, session_id: str, session_readers: SessionReaders) -> None:
         for turn_id, keep_partial in session_readers.bound_turns.items():

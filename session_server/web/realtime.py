@@ -31,9 +31,11 @@ from session_server.metrics.prometheus import ReaderKind
 from session_server.protocol.realtime import (
     CONVERSATION_PREFIX,
     REALTIME,
+    RealtimeModel,
     RealtimeNames,
     RealtimeProtocol,
 )
+from session_server.protocol.realtime_frames import RateName, RealtimeRateLimit
 from session_server.protocol.realtime_outbox import RealtimeOutbox, RealtimeQueue
 from session_server.protocol.realtime_responses import (
     CancelResponse,
@@ -42,9 +44,11 @@ from session_server.protocol.realtime_responses import (
 )
 from session_server.protocol.session_protocol import CloseCode
 from session_server.sessions.journal import Journal, OffsetLost
+from session_server.sessions.usage import rate_uses
 from session_server.sessions.views import DraftView, OpenRequest, SessionView
-from session_server.web.refusals import error_response
-from session_server.web.requests import make_call, services_of
+from session_server.web.holdings import Holdings
+from session_server.web.refusals import deny
+from session_server.web.requests import Call, make_call, services_of
 from session_server.web.slices import run_in_slices
 from session_server.web.socket_peer import SocketPeer
 from session_server.web.sockets import Sockets
@@ -101,18 +105,19 @@ async def realtime_endpoint(websocket: WebSocket) -> None:
     sockets = websocket.app.state.sockets
     assert isinstance(sockets, Sockets), "create_app set it"
     try:
-        with sockets.admit():
-            await RealtimeSocket(websocket, sockets).run()
+        with sockets.admit(), Holdings() as place:
+            await RealtimeSocket(websocket, sockets, place).run()
     except ServerBusy as error:
-        await websocket.send_denial_response(error_response(error))
+        await deny(websocket, error)
 
 
 class RealtimeSocket:
     """Serve one connection, from handshake to close."""
 
-    def __init__(self, websocket: WebSocket, sockets: Sockets) -> None:
+    def __init__(self, websocket: WebSocket, sockets: Sockets, place: Holdings) -> None:
         self._websocket = websocket
         self._sockets = sockets
+        self._place = place
         self._services = services_of(websocket)
         self._peer = SocketPeer(websocket, subprotocol=REALTIME, key_prefix=KEY_PROTOCOL)
         self._queue = RealtimeQueue()
@@ -120,12 +125,13 @@ class RealtimeSocket:
     def end(self, code: CloseCode) -> None:
         """Close soon, after sending what is already queued."""
         self._peer.end(code)
+        if code is CloseCode.SUPERSEDED:
+            self._place.close()
 
     async def run(self) -> None:
         """Serve the connection to its end."""
         try:
-            owner = self._services.settings.keys.owner_of(self._peer.offered_key())
-            self._call = make_call(self._websocket, owner)
+            self._call = make_call(self._websocket, self._peer.authenticate(), self._place)
             view = await self._open()
         except SessionServerError as error:
             outbox = RealtimeOutbox()
@@ -136,10 +142,10 @@ class RealtimeSocket:
         self._session_id = view.session_id
         try:
             await self._peer.accept()
-            readers = self._call.readers.register(
-                owner=owner, session_id=view.session_id, kind=ReaderKind.WEBSOCKET
-            )
-            with readers, self._sockets.attach(owner, view.session_id, self):
+            owner, session_id = self._call.owner, view.session_id
+            reading = self._call.readers.reading(owner, session_id, is_bounded=False)
+            hosted = self._call.door.hosting(self._call.credential, self)
+            with reading, hosted, self._sockets.attach(owner, session_id, self):
                 await self._serve()
         finally:
             self._leave()
@@ -158,16 +164,17 @@ class RealtimeSocket:
         if (conversation_id := query.get("conversation_id")) is not None:
             if not conversation_id.startswith(CONVERSATION_PREFIX):
                 raise SessionNotFound("There is no such conversation.", param="conversation_id")
-            view = sessions.get(owner, conversation_id.removeprefix(CONVERSATION_PREFIX))
-        elif name is None:
-            view = sessions.open(owner, OpenRequest())
-        else:
-            view = self._named(name)
+            name = conversation_id.removeprefix(CONVERSATION_PREFIX)
+            sessions.get(owner, name)  # it must be open
+        if name is not None:
+            self._sockets.supersede(owner, name)
+        self._call.connect(ReaderKind.WEBSOCKET)
+        view = sessions.open(owner, OpenRequest()) if name is None else self._named(name)
         self._journal = sessions.journal(owner, view.session_id)
         self._run = await self._run_of(view)
         if query.get("x_events") == "1":
             self._run.protocol.outbox.has_extensions = True
-        if name is not None or conversation_id is not None:
+        if name is not None:
             self._run.protocol.is_resumable = True
         return view
 
@@ -185,12 +192,13 @@ class RealtimeSocket:
         runs: RealtimeRuns = self._websocket.app.state.realtime
         run = runs.get(self._journal)
         if run is None:
-            call = self._call
+            call, card = self._call, self._services.model
             protocol = RealtimeProtocol(
-                RealtimeNames(view.session_id, self._services.model.name),
-                defaults=self._services.model.defaults,
+                RealtimeNames(view.session_id),
+                model=RealtimeModel(card.name, card.defaults, takes_tools=card.takes_tools),
                 max_message_bytes=self._services.settings.max_message_bytes,
                 check_room=lambda num_bytes: call.sessions.check_room(call.owner, num_bytes),
+                read_rates=partial(_rates_of, call),
             )
             snapshot = call.sessions.snapshot(call.owner, view.session_id)
             if self._websocket.app.state.sglang.is_branching(self._journal):
@@ -233,16 +241,19 @@ class RealtimeSocket:
         self._end_asides()  # those of the connection whose place this one takes
         while self._queue_entries():  # what has happened since the last connection
             await asyncio.sleep(0)
-            if self._is_superseded:
-                await self._peer.close(CloseCode.SUPERSEDED)
+            if self._is_cut:
+                await self._peer.close(self._peer.end_code or CloseCode.SUPERSEDED)
                 return
         self._queue, run.peer = run.protocol.outbox.attach(), self._peer
         reader: asyncio.Task[None] | None = None
         code: CloseCode | None = CloseCode.INTERNAL
+        if self._last_event_id is not None:
+            is_known = run.protocol.outbox.mark_of(self._last_event_id).number >= 0
+            self._services.metrics.count_resume("resumed" if is_known else "offset_lost")
         try:
             for _ in run.protocol.greet(self._last_event_id):
                 await self._peer.flush(self._queue)
-                if self._is_superseded:
+                if self._is_cut:
                     break
             reader = asyncio.create_task(self._read(), name="read socket")
             code = await self._write()
@@ -259,12 +270,16 @@ class RealtimeSocket:
     def _is_superseded(self) -> bool:
         return self._peer.end_code is CloseCode.SUPERSEDED
 
+    @property
+    def _is_cut(self) -> bool:
+        return self._is_superseded or self._peer.is_dismissed
+
     async def _read(self) -> None:
         """Handle events until the client disconnects, or the connection ends."""
         try:
             while not self._peer.is_disconnected and self._peer.end_code is None:
                 text = await self._peer.receive(self._queue)
-                if text is not None and not self._is_superseded:
+                if text is not None and not self._is_cut:
                     self._run.protocol.receive_frame(text)
                     await self._run_commands()
                     self._peer.set_behind(self._queue.outbox_bytes)
@@ -278,14 +293,14 @@ class RealtimeSocket:
         """Send what there is to tell. Return the close code; None if the peer left."""
         while True:
             self._peer.wake.clear()
-            has_more = not self._is_superseded and self._queue_entries()
-            if not self._is_superseded:
+            has_more = not self._is_cut and self._queue_entries()
+            if not self._is_cut:
                 await self._run_commands()
             await self._peer.flush(self._queue)
             if self._peer.is_disconnected:
                 return None
             code = self._run.protocol.close_code or self._peer.end_code
-            if has_more and not self._is_superseded:
+            if has_more and not self._is_cut:
                 continue
             if code is not None:
                 return code
@@ -408,6 +423,31 @@ class RealtimeSocket:
         if not held.num:
             return request
         return replace(request, input=ChatInput(chat.messages[held.num :], tools=chat.tools))
+
+
+def _rates_of(call: Call) -> tuple[RealtimeRateLimit, ...]:
+    """Return what is left of the rates of a tenant: of tokens the count with fewest left."""
+    edits = call.sessions.edits
+    uses = rate_uses(edits.parts.quotas, call.owner, now_s=edits.clock())
+    named: dict[RateName, tuple[str, ...]] = {
+        "requests": ("turns_per_min",),
+        "tokens": ("input_tokens_per_min", "output_tokens_per_min"),
+    }
+    rates = []
+    for name, quotas in named.items():
+        limited = [
+            (max(0, use.limit - use.held), use.limit, use.refilled_in_s or 0.0)
+            for use in map(uses.__getitem__, quotas)
+            if use.limit is not None
+        ]
+        if limited:
+            left, limit, reset_s = min(limited)
+            rates.append(
+                RealtimeRateLimit(
+                    name=name, limit=limit, remaining=left, reset_seconds=round(reset_s, 3)
+                )
+            )
+    return tuple(rates)
 
 
 def _tell_drafted(

@@ -11,10 +11,18 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.websockets import WebSocket
 
-from session_server.core.errors import WIRE_ERRORS, SessionServerError, wire_error
+from session_server.core.errors import (
+    INTERNAL_ERROR,
+    WIRE_ERRORS,
+    SessionServerError,
+    wire_error,
+)
+from session_server.core.origin import ORIGIN
 from session_server.core.session_events import TurnFailedEntry
 from session_server.protocol.errors import (
+    HTTP_CODES,
     ErrorBody,
     ErrorResponse,
     error_body,
@@ -24,21 +32,6 @@ from session_server.protocol.errors import (
 from session_server.protocol.frames import failure_body
 
 JSON: Final = "application/json"
-_RETRY_AFTER_S: Final = "1"
-_CODES: Final[Mapping[int, str]] = {
-    400: "bad_request",
-    403: "forbidden",
-    404: "not_found",
-    405: "method_not_allowed",
-    408: "request_timeout",
-    413: "payload_too_large",
-    415: "unsupported_media_type",
-    421: "misdirected_request",
-    426: "upgrade_not_supported",
-    499: "client_closed_request",
-    431: "headers_too_large",
-    505: "http_version_not_supported",
-}
 
 
 class HttpRefusal(Exception):
@@ -49,7 +42,7 @@ class HttpRefusal(Exception):
         self.status = status
         self.body = ErrorBody(
             type="invalid_request_error",
-            code=_CODES.get(status, "invalid_request"),
+            code=HTTP_CODES.get(status, "invalid_request"),
             message=sanitize(message),
             param=param,
         )
@@ -68,17 +61,18 @@ class JsonResponse(Response):
 def failure_response(entry: TurnFailedEntry) -> Response:
     """Return the response for a turn that failed; the status is 500 for an unknown code."""
     forms = (form.status for form in WIRE_ERRORS.values() if form.code == entry.code)
-    return JsonResponse(ErrorResponse(error=failure_body(entry)), next(forms, 500))
+    body, status = failure_body(entry), next(forms, 500)
+    return JsonResponse(ErrorResponse(error=body), status, _retry_after(body, status))
 
 
 def error_response(error: Exception) -> Response:
     """Return the response for an exception; an unexpected one shows no detail."""
     if isinstance(error, SessionServerError):
-        form = wire_error(error)
-        headers = {"retry-after": _RETRY_AFTER_S} if form.status in (429, 503) else {}
+        form, body = wire_error(error), error_body(error)
+        headers = _retry_after(body, form.status)
         if form.status == HTTPStatus.UNAUTHORIZED:
             headers["www-authenticate"] = "Bearer"
-        return _response(error_body(error), form.status, headers)
+        return _response(body, form.status, headers)
     if isinstance(error, HttpRefusal):
         return _response(error.body, error.status, {})
     if isinstance(error, RequestValidationError):
@@ -92,6 +86,19 @@ def error_response(error: Exception) -> Response:
     return _response(internal_error_body(), 500, {})
 
 
+async def deny(websocket: WebSocket, error: Exception) -> None:
+    """Refuse a handshake with the response for an exception."""
+    websocket.app.state.services.metrics.count_refusal(refusal_code(error))
+    await websocket.send_denial_response(error_response(error))
+
+
+def refusal_code(error: Exception) -> str:
+    """Return the code that an exception is told by."""
+    if isinstance(error, SessionServerError):
+        return wire_error(error).code
+    return error.body.code if isinstance(error, HttpRefusal) else INTERNAL_ERROR.code
+
+
 def refusal_bytes(error: Exception) -> bytes:
     """Return the raw response of a request that no route sees; the connection then closes."""
     response = error_response(error)
@@ -101,12 +108,19 @@ def refusal_bytes(error: Exception) -> bytes:
     return b"\r\n".join([*head, b"", bytes(response.body)])
 
 
+def _retry_after(body: ErrorBody, status: int) -> dict[str, str]:
+    """Return the header that says when the same can succeed; none where it cannot."""
+    return {"retry-after": str(body.retry_after_s or 1)} if status in (429, 503) else {}
+
+
 async def answer_error(_: Request, error: Exception) -> Response:
     """Handle an exception with `error_response`."""
     return error_response(error)
 
 
 def _response(body: ErrorBody, status: int, headers: Mapping[str, str]) -> Response:
+    if (origin := ORIGIN.get()) is not None:
+        origin.refusal = body.code
     return JsonResponse(ErrorResponse(error=body), status, dict(headers))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -72,20 +72,30 @@ class RequestGuard:
         # Such a page has no key, so a server with keys may accept unlisted names.
         self._is_any_host = not self._is_local and not settings.hosts and not settings.keys.is_open
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check the request, then pass it on."""
-        if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
-            return
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        """Check the request, then pass it on; an idle socket keeps no frame for that."""
+        match scope["type"]:
+            case "http":
+                return self._serve(scope, receive, send)
+            case "websocket" if (refusal := self._refusal(scope)) is not None:
+                scope["app"].state.services.metrics.count_refusal(refusal.body.code)
+                return error_response(refusal)(scope, receive, send)
+            case _:
+                return self._app(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         if drain := scope.get("state", {}).get(DRAIN):
             # Or the peer could let an answer wait behind one that it does not read.
             await drain()
+        refusal = self._refusal(scope)
+        await (self._app if refusal is None else error_response(refusal))(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> HttpRefusal | None:
         try:
             self._check(scope, Headers(scope=scope))
         except HttpRefusal as refusal:
-            await error_response(refusal)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+            return refusal
+        return None
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         host = self._check_host(headers.getlist("host"))

@@ -13,17 +13,33 @@ from fastapi import Depends
 from starlette.requests import ClientDisconnect, HTTPConnection, Request
 
 from session_server.core.owner import Owner
+from session_server.metrics.prometheus import ReaderKind
 from session_server.protocol.messages import decode
 from session_server.sessions.manager import SessionManager
+from session_server.web.door import Door
 from session_server.web.headers import AUTHORIZATION, CONTENT_TYPE
+from session_server.web.holdings import Holdings
+from session_server.web.keys import Credential
 from session_server.web.readers import Readers
 from session_server.web.refusals import JSON, HttpRefusal
 from session_server.web.services import AppServices
+from session_server.web.visits import visit_of
 
 PUBLIC_ROUTES: Final = frozenset(
-    {"index", "health", "ready", "docs", "openapi", "asyncapi", "schema"}
+    (
+        "index",
+        "dashboard",
+        "asset",
+        "health",
+        "ready",
+        "docs",
+        "openapi",
+        "asyncapi",
+        "schema",
+    )
 )
 BEARER_PROTOCOL: Final = "bearer."
+TICKET_PROTOCOL: Final = "ticket."
 
 BodyT = TypeVar("BodyT")
 
@@ -36,13 +52,22 @@ def services_of(connection: HTTPConnection) -> AppServices:
 
 
 def header_key(connection: HTTPConnection) -> str | None:
-    """Return the key of the Authorization header; None without one."""
-    scheme, _, key = connection.headers.get(AUTHORIZATION, "").partition(" ")
+    """Return the key of the Authorization header; None without one, or with several, of which a
+    proxy may have checked another."""
+    headers = connection.headers.getlist(AUTHORIZATION)
+    scheme, _, key = headers[0].partition(" ") if len(headers) == 1 else ("", "", "")
     return key.strip() if scheme.lower() == "bearer" and key.strip() else None
 
 
-async def authorize(connection: HTTPConnection) -> Owner | None:
-    """Return the owner who calls; None on the few public routes.
+def door_of(connection: HTTPConnection) -> Door:
+    """Return what decides who gets in."""
+    door = connection.app.state.door
+    assert isinstance(door, Door), "create_app set it"
+    return door
+
+
+async def authorize(connection: HTTPConnection) -> Credential | None:
+    """Return who calls; None on the few public routes.
 
     Raises:
         Unauthorized: the key is missing or wrong.
@@ -50,41 +75,72 @@ async def authorize(connection: HTTPConnection) -> Owner | None:
     route = connection.scope.get("route")
     if getattr(route, "name", None) in PUBLIC_ROUTES:
         return None
-    return services_of(connection).settings.keys.owner_of(header_key(connection))
+    door = door_of(connection)
+    credential = door.admit(header_key(connection))
+    visit_of(connection).begin(door, credential)
+    return credential
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Hold the owner of one request and the services it may use."""
+    """Hold who sent one request, and the services it may use.
 
-    owner: Owner
+    `place`: what it holds while it waits for turns: it counts as a connection and as readers of
+    sessions, and turns may be bound to it. All of that is taken before a turn is submitted, and
+    given back once: with the request at the latest, and before the last event of a stream, because
+    the client may send its next request then.
+    """
+
+    credential: Credential
     services: AppServices
     readers: Readers
+    door: Door
+    place: Holdings
+
+    @property
+    def owner(self) -> Owner:
+        """Return whose sessions and responses the request is about."""
+        return self.credential.owner
 
     @property
     def sessions(self) -> SessionManager:
         """Return the session manager."""
         return self.services.sessions
 
+    def connect(self, kind: ReaderKind = ReaderKind.HTTP) -> None:
+        """Count the request as a connection. Raises QuotaExceeded, ServerBusy."""
+        self.place.enter_context(self.readers.connected(self.owner, kind))
+
     def require_admin(self) -> None:
         """Raise HttpRefusal if routes about the sessions of every key are not for this one."""
         if not self.owner.is_admin:
             raise HttpRefusal(403, "This key has no admin=1 in the key file.")
 
+    def require_metrics(self) -> None:
+        """Raise HttpRefusal if this key may not read the totals of all."""
+        if not self.owner.sees_metrics:
+            raise HttpRefusal(403, "This key has neither metrics=1 nor admin=1 in the key file.")
+
 
 async def call_of(
-    connection: HTTPConnection, owner: Annotated[Owner | None, Depends(authorize)]
+    connection: HTTPConnection, credential: Annotated[Credential | None, Depends(authorize)]
 ) -> Call:
     """Return the call of a connection that `authorize` admitted."""
-    assert owner is not None, "only public routes have no owner"
-    return make_call(connection, owner)
+    assert credential is not None, "only public routes have none"
+    return make_call(connection, credential, visit_of(connection).place)
 
 
-def make_call(connection: HTTPConnection, owner: Owner) -> Call:
-    """Return the call of an owner who was authorized in another way."""
+def make_call(connection: HTTPConnection, credential: Credential, place: Holdings) -> Call:
+    """Return the call of somebody who was authorized in another way."""
     readers = connection.app.state.readers
     assert isinstance(readers, Readers), "create_app set it"
-    return Call(owner=owner, services=services_of(connection), readers=readers)
+    return Call(
+        credential=credential,
+        services=services_of(connection),
+        readers=readers,
+        door=door_of(connection),
+        place=place,
+    )
 
 
 Caller = Annotated[Call, Depends(call_of)]

@@ -19,6 +19,7 @@ from session_server.core.errors import (
     ContextTooLong,
     ConversationNotFound,
     ResponseNotFound,
+    ServerBusy,
     ServerDraining,
     SessionBusy,
     SessionClosing,
@@ -45,6 +46,8 @@ from session_server.protocol.response_items import (
     parts_of,
 )
 from session_server.protocol.responses import ResponseCall, ResponseFields, parse_response
+from session_server.protocol.tools import tools_written
+from session_server.sessions.journal import Journal
 from session_server.sessions.kept_conversations import ConversationEntry, KeptConversation
 from session_server.sessions.response_turns import Place, ResponseTurns
 from session_server.sessions.responses import Asked, StoredResponse
@@ -69,16 +72,12 @@ class ResponseRun:
     events: ResponseEvents
     is_bound: bool
 
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
-        """Read inside the block; a turn that is bound to its reader is canceled behind it if it has
-        not ended, and leaves nothing. Raises ServerBusy: too many read the session."""
-        try:
-            with self.reader:
-                yield
-        finally:
-            if self.is_bound and not self.reader.has_ended:
-                self.cancel(keep_partial=False)
+    def leave(self) -> None:
+        """Stop to read; a turn that is bound to its reader is canceled if it has not ended, and
+        leaves nothing."""
+        self.reader.close()
+        if self.is_bound and not self.reader.has_ended:
+            self.cancel(keep_partial=False)
 
     def cancel(self, *, keep_partial: bool) -> None:
         """Cancel the turn unless it has ended, maybe unread."""
@@ -139,7 +138,7 @@ class ResponseRun:
             if entry is None:
                 yield None
             elif isinstance(entry, TurnEnd):
-                self.reader.close()  # the client may send its next call before the last event
+                self.call.place.close()  # the client may send its next call now
                 async for event in self._closing(entry):
                     yield event
             elif isinstance(entry, TurnDelta) and not self.reader.has_gap:
@@ -175,8 +174,10 @@ def parse(
     raises."""
     services = call.services
     services.check_model(fields.model)
+    takes_tools = services.model.takes_tools
+    tools = tools_written(fields.tools, fields.tool_choice, takes_tools=takes_tools)
     return parse_response(
-        fields,
+        msgspec.structs.replace(fields, tools=tools),
         response_id=f"resp_{secrets.token_hex(16)}",
         model=services.model.name,
         created_s=int(services.wall_clock_s()),
@@ -304,7 +305,7 @@ async def start_response(
     scope: object | None = None,
     stream_id: str | None = None,
 ) -> ResponseRun:
-    """Submit the turn of a response.
+    """Submit the turn of a response, which ends with the call unless it runs in the background.
 
     `scope`: the connection that asks; one that is not stored is known to it alone.
 
@@ -316,11 +317,12 @@ async def start_response(
     conversation = _conversation_of(turns, call, body)
     said, place = _place(turns, call, asked, conversation, scope=scope)
     body = msgspec.structs.replace(body, session_id=place.session_id)
+    journal = call.sessions.journal(owner, place.session_id)
     stored = StoredResponse(
         response_id=asked.response_id,
         owner=owner,
         session_id=place.session_id,
-        epoch=call.sessions.journal(owner, place.session_id).epoch,
+        epoch=journal.epoch,
         asked=said,
         previous=body.previous_response_id if conversation is None else conversation.key,
         scope=None if body.store else scope,
@@ -336,22 +338,38 @@ async def start_response(
             _go_on(turns, conversation, response)
 
     is_stored = body.store or scope is not None
+    reader = _reader_at(call, turns, place, journal)
     with _begun(conversation, asked.response_id):
-        view, journal = await turns.submit(
+        view = await turns.submit(
             place, asked.turn(place.input), stored, on_end, is_stored=is_stored
         )
-    return ResponseRun(
+    run = ResponseRun(
         call=call,
         body=body,
         stored=stored,
-        reader=TurnReader(call, journal, view, keep_partial=None, merge=each_entry),
+        reader=reader.follow(view),
         events=ResponseEvents(body, stream_id=stream_id),
         is_bound=not body.background,
     )
+    call.place.callback(run.leave)
+    return run
 
 
-def resume_response(call: Call, stored: StoredResponse) -> ResponseRun | None:
-    """Return a run that reads a response again; None if its session is gone."""
+def _reader_at(call: Call, turns: ResponseTurns, place: Place, journal: Journal) -> TurnReader:
+    """Return the reader of a response that is to run at a place. Raises ServerBusy, with the place
+    given back."""
+    try:
+        return TurnReader(call, place.session_id, journal, keep_partial=None, merge=each_entry)
+    except ServerBusy:
+        turns.give_back(place)
+        raise
+
+
+def resume_response(
+    call: Call, stored: StoredResponse, *, is_bounded: bool = True
+) -> ResponseRun | None:
+    """Return a run that reads a response again; None if its session is gone. `is_bounded`: as in
+    `Readers.reading`. Raises ServerBusy."""
     owner, session_id = call.owner, stored.session_id
     try:
         journal = call.sessions.journal(owner, session_id)
@@ -361,11 +379,14 @@ def resume_response(call: Call, stored: StoredResponse) -> ResponseRun | None:
     if journal.epoch != stored.epoch:
         return None
     body = msgspec.json.decode(stored.body, type=ResponseBody).begun()
+    reader = TurnReader(
+        call, session_id, journal, keep_partial=None, merge=each_entry, is_bounded=is_bounded
+    )
     return ResponseRun(
         call=call,
         body=body,
         stored=stored,
-        reader=TurnReader(call, journal, view, keep_partial=None, merge=each_entry),
+        reader=reader.follow(view),
         events=ResponseEvents(body),
         is_bound=False,
     )

@@ -87,7 +87,7 @@ def _find(request: Request, call: Call, response_id: str) -> StoredResponse:
 )
 async def create_response(request: Request, caller: Caller) -> Response:
     """Answer an input."""
-    caller.readers.check_capacity(caller.owner, None)
+    caller.connect()
     body = await read_body(request, ResponseCreateBody)
     turns = turns_of(request)
     asked = parse(turns, caller, body)
@@ -95,11 +95,10 @@ async def create_response(request: Request, caller: Caller) -> Response:
     run = await (work if body.background else until_disconnect(work, request.receive))
     headers = {REQUEST_ID: asked.response_id}
     if body.stream:
-        return EventStream(run.stream(), context=run.scope(), headers=headers)
+        return EventStream(run.stream(), headers=headers)
     if asked.body.background:
         return JsonResponse(msgspec.Raw(run.stored.body), headers=headers)
-    with run.scope():
-        answer = await run.response(request.receive)
+    answer = await run.response(request.receive)
     answer.headers.update(headers)
     return answer
 
@@ -124,7 +123,7 @@ async def count_input_tokens(request: Request, caller: Caller) -> Response:
 )
 async def compact_response(request: Request, caller: Caller) -> Response:
     """Let the model sum a conversation up."""
-    caller.readers.check_capacity(caller.owner, None)
+    caller.connect()
     body = await read_body(request, CompactBody)
     return await compact(turns_of(request), caller, body, request.receive)
 
@@ -149,9 +148,10 @@ async def get_response(
     stored = _find(request, caller, response_id)
     if not stream:
         return JsonResponse(msgspec.Raw(stored.body))
+    caller.connect()
     run = resume_response(caller, stored)
     if run is not None:
-        return EventStream(run.stream(after=starting_after), context=run.scope())
+        return EventStream(run.stream(after=starting_after))
     body = msgspec.json.decode(stored.body, type=ResponseBody)
     events = ResponseEvents(body.begun())
     kept = list(events.replay(body)) if starting_after < 0 else []
@@ -175,11 +175,11 @@ async def delete_response(response_id: str, request: Request, caller: Caller) ->
 async def cancel_response(response_id: str, request: Request, caller: Caller) -> Response:
     """Cancel a response that runs; what it has said stays. One that has ended is shown."""
     stored = _find(request, caller, response_id)
-    run = resume_response(caller, stored) if stored.state == "running" else None
+    is_running = stored.state == "running"
+    run = resume_response(caller, stored, is_bounded=False) if is_running else None
     if run is not None:
         run.cancel(keep_partial=True)
-        with run.scope():
-            await run.reader.end(request.receive)
+        await run.reader.end(request.receive)
     return JsonResponse(msgspec.Raw(stored.body))
 
 

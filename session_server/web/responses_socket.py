@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from dataclasses import replace
 from itertools import chain
 from typing import Final, assert_never
 
@@ -23,6 +24,7 @@ from session_server.core.errors import (
     TurnNotActive,
     wire_error,
 )
+from session_server.metrics.prometheus import ReaderKind
 from session_server.protocol.response_body import ResponseBody
 from session_server.protocol.response_events import ResponseEvent
 from session_server.protocol.responses_socket import (
@@ -34,7 +36,8 @@ from session_server.protocol.responses_socket import (
 from session_server.protocol.session_protocol import CloseCode
 from session_server.sessions.response_turns import ResponseTurns
 from session_server.sessions.responses import StoredResponse
-from session_server.web.refusals import HttpRefusal, error_response
+from session_server.web.holdings import Holdings
+from session_server.web.refusals import HttpRefusal, deny
 from session_server.web.requests import BEARER_PROTOCOL, Call, make_call, services_of
 from session_server.web.response_run import ResponseRun, parse, start_response
 from session_server.web.socket_peer import SocketPeer
@@ -58,13 +61,13 @@ async def responses_endpoint(websocket: WebSocket) -> None:
     assert isinstance(turns, ResponseTurns), "create_app set it"
     if not services_of(websocket).settings.responses_ws:
         text = "This server has no WebSocket mode: use POST /v1/responses."
-        await websocket.send_denial_response(error_response(HttpRefusal(426, text)))
+        await deny(websocket, HttpRefusal(426, text))
         return
     try:
         with sockets.admit():
             await ResponsesSocket(websocket, sockets, turns).run()
     except ServerBusy as error:
-        await websocket.send_denial_response(error_response(error))
+        await deny(websocket, error)
 
 
 class ResponsesSocket:
@@ -94,18 +97,19 @@ class ResponsesSocket:
 
     async def run(self) -> None:
         """Serve the connection to its end."""
-        try:
-            owner = self._settings.keys.owner_of(self._peer.offered_key())
-            call = make_call(self._websocket, owner)
-            if call.sessions.is_draining:
-                raise ServerDraining("The server is shutting down.")
-        except SessionServerError as error:
-            self._protocol.send_error(error)
-            await self._peer.refuse(error, self._protocol)
-            return
-        await self._peer.accept()
-        with self._sockets.join(self):
-            await self._serve(call)
+        with Holdings() as place:
+            try:
+                call = make_call(self._websocket, self._peer.authenticate(), place)
+                if call.sessions.is_draining:
+                    raise ServerDraining("The server is shutting down.")
+                call.connect(ReaderKind.WEBSOCKET)
+            except SessionServerError as error:
+                self._protocol.send_error(error)
+                await self._peer.refuse(error, self._protocol)
+                return
+            await self._peer.accept()
+            with call.door.hosting(call.credential, self), self._sockets.join(self):
+                await self._serve(call)
 
     async def _serve(self, call: Call) -> None:
         self._peer.start()
@@ -132,7 +136,7 @@ class ResponsesSocket:
             self._room.set()
             if self._peer.is_disconnected:
                 return None
-            if self._protocol.outbox_bytes:
+            if self._protocol.outbox_bytes and not self._peer.is_dismissed:
                 continue
             if self._peer.end_code is not None:
                 return self._peer.end_code
@@ -213,13 +217,14 @@ class ResponsesSocket:
         self._peer.wake.set()
 
     async def _run(self, call: Call, message: ResponseCreate, name: str | None) -> None:
-        call.readers.check_capacity(call.owner, None)
         asked = parse(self._turns, call, message, scope=self)
         self._runs[name] = asked.response_id
         try:
-            run = await start_response(call, self._turns, asked, scope=self, stream_id=name)
-            self._runs[name] = run
-            await self._tell(run, message, name)
+            with Holdings() as place:
+                lane = replace(call, place=place)
+                run = await start_response(lane, self._turns, asked, scope=self, stream_id=name)
+                self._runs[name] = run
+                await self._tell(run, message, name)
         finally:
             del self._runs[name]
 
@@ -227,7 +232,7 @@ class ResponsesSocket:
         """Send the events of a response, and keep what the next one of its lane goes on from."""
         is_canceled = has_failed = is_said = False
         try:
-            with run.scope():
+            with run.call.place:
                 async for event in run.read():
                     if event is not None:
                         if isinstance(event.response, ResponseBody):

@@ -205,26 +205,21 @@ async def create_turn(session_id: str, request: Request, caller: Caller) -> Resp
     A client that leaves cancels the turn, and keeps its partial answer in the history, unless
     `on_disconnect` is `detach`.
     """
-    caller.readers.check_capacity(caller.owner, session_id)
+    caller.connect()
     body = await read_body(request, TurnBody)
     turn = turn_request(body, defaults=caller.services.model.defaults, on_disconnect="cancel")
     journal = caller.sessions.journal(caller.owner, session_id)
     keep_partial = True if turn.on_disconnect == "cancel" else None
-    with caller.readers.register(
-        owner=caller.owner, session_id=session_id, kind=ReaderKind.HTTP
-    ) as readers:
-        work = caller.sessions.submit(caller.owner, session_id, turn)
-        try:
-            view = await until_disconnect(work, request.receive)
-        except HttpRefusal:
-            if keep_partial is not None:
-                readers.bind_turn(turn.turn_id, keep_partial=keep_partial)
-            raise
-    reader = TurnReader(caller, journal, view, keep_partial=keep_partial)
+    reader = TurnReader(caller, session_id, journal, keep_partial=keep_partial)
+    work = caller.sessions.submit(caller.owner, session_id, turn)
+    try:
+        reader.follow(await until_disconnect(work, request.receive))
+    except HttpRefusal:
+        reader.bind(turn.turn_id)
+        raise
     if "text/event-stream" in request.headers.get(ACCEPT, ""):
-        return EventStream(reader.events(), context=reader)
-    with reader:
-        end = await reader.end(request.receive)
+        return EventStream(reader.events())
+    end = await reader.end(request.receive)
     if isinstance(end, TurnFailedEntry):
         return failure_response(end)
     return JsonResponse(await turn_result(session_id, end))
@@ -293,17 +288,17 @@ async def read_events(
     after: AfterSeq = None,
 ) -> Response:
     """Follow a session. `Last-Event-ID` wins over `after`; without both it starts now."""
-    caller.readers.check_capacity(caller.owner, session_id)
+    caller.connect(ReaderKind.SSE)
     journal = caller.sessions.journal(caller.owner, session_id)
+    caller.place.enter_context(caller.readers.reading(caller.owner, session_id))
     start = _last_event_id(request)
     if start is None:
-        start = journal.last_seq if after is None else after
-    return EventStream(
-        session_events(caller, session_id, after=start),
-        context=caller.readers.register(
-            owner=caller.owner, session_id=session_id, kind=ReaderKind.SSE
-        ),
-    )
+        start = after
+    if start is None:
+        start = journal.last_seq
+    elif journal.first_seq - 1 <= start <= journal.last_seq:
+        caller.services.metrics.count_resume("resumed")
+    return EventStream(session_events(caller, session_id, after=start))
 
 
 def _last_event_id(request: Request) -> int | None:

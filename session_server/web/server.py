@@ -10,28 +10,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any, Final, TextIO
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, Literal, TextIO, cast
 
 import uvicorn
 from fastapi import FastAPI
 
-from session_server.protocol.session_protocol import CloseCode
+from session_server.web.app import create_admin_app
+from session_server.web.certificate import Certificate
+from session_server.web.drain import drain
 from session_server.web.http_guard import GuardedConfig, GuardedHttp
-from session_server.web.listener import ACCEPTS_AT_ONCE, EXHAUSTED, bind
+from session_server.web.listener import ACCEPTS_AT_ONCE, EXHAUSTED
 from session_server.web.services import AppServices
-from session_server.web.sockets import Sockets
+from session_server.web.tls import TlsConnection
 from session_server.web.websocket_guard import GuardedWebSocket
 
 _logger: Final = logging.getLogger("session_server.web")
 
 SHUTDOWN_S: Final = 5
 KEEP_ALIVE_S: Final = 60
-CLOSE_WAIT_S: Final = 2.0
+LOOK_S: Final = 1.0
+"""Seconds between two looks at the certificate's files."""
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -58,41 +62,49 @@ async def serve(
     app: FastAPI,
     services: AppServices,
     *,
-    listener: socket.socket | None = None,
+    listeners: Sequence[socket.socket],
     ready: TextIO = sys.stdout,
 ) -> None:
     """Listen until a signal, then drain and return.
 
-    `listener` is a bound socket of the caller's; None binds the address of the settings. Once the
-    server listens, `announce` prints its URL with the real port to `ready`.
-
-    Raises:
-        OSError: the address cannot be bound.
+    `listeners` are bound sockets: that of everybody, then that of operators if the settings have a
+    bind of their own for them. Once the server listens, `announce` prints its URL with the real
+    port to `ready`.
     """
-    if listener is None:
-        listener = bind(services.settings.host, services.settings.port)
-    url = _url_of(listener)
+    is_encrypted = services.settings.certificate is not None
+    url, *admin_urls = (_url_of(listener, is_encrypted=is_encrypted) for listener in listeners)
+    servers: list[DrainingServer] = []
 
     def announce_ready() -> None:
-        announce(url, ready, needs_key=not services.settings.keys.is_open)
+        if all(server.started for server in servers):
+            for admin_url in admin_urls:
+                print(f"for operators: {admin_url}", file=ready)
+            announce(url, ready, needs_key=not services.settings.keys.is_open)
 
     asyncio.get_running_loop().set_exception_handler(_log_unhandled)
-    server = DrainingServer(config_for(app, services), announce_ready)
+    servers.append(DrainingServer(config_for(app, services), announce_ready))
+    if admin_urls:
+        config = config_for(create_admin_app(app), services, lifespan="off")
+        servers.append(DrainingServer(config, announce_ready))
     stop, second_signal = asyncio.Event(), asyncio.Event()
-    with _signals(stop, second_signal, server):
+    with _signals(stop, second_signal, servers):
         drainers = (
-            asyncio.create_task(drain_on_signal(stop, app, services, server), name="drain"),
+            asyncio.create_task(drain_on_signal(stop, app, services, servers), name="drain"),
             asyncio.create_task(cut_drain_short(second_signal, services), name="hasten"),
+            asyncio.create_task(_watch_certificate(services.settings.certificate), name="watch"),
         )
         try:
-            await server.serve(sockets=[listener])
-            if server.force_exit:  # else its lifespan is canceled with the loop: a logged error
-                await server.lifespan.shutdown()
+            async with asyncio.TaskGroup() as serving:
+                for server, listener in zip(servers, listeners, strict=True):
+                    serving.create_task(server.serve(sockets=[listener]))
+            if servers[0].force_exit:  # else the lifespan is canceled with the loop: a logged error
+                await servers[0].lifespan.shutdown()
         finally:
             for drainer in drainers:
                 drainer.cancel()
             await asyncio.gather(*drainers, return_exceptions=True)
-            listener.close()
+            for listener in listeners:
+                listener.close()
 
 
 def announce(url: str, ready: TextIO, *, needs_key: bool) -> None:
@@ -115,14 +127,16 @@ def announce(url: str, ready: TextIO, *, needs_key: bool) -> None:
     print("\n".join(lines), file=ready, flush=True)
 
 
-def config_for(app: FastAPI, services: AppServices) -> GuardedConfig:
+def config_for(
+    app: FastAPI, services: AppServices, *, lifespan: Literal["on", "off"] = "on"
+) -> GuardedConfig:
     """Return uvicorn's configuration of the application."""
     settings = services.settings
     return GuardedConfig(
         app,
-        settings=settings,
+        services=services,
         table=app.state.connections,
-        http=GuardedHttp,
+        http=_protocol_of(app, services),
         ws=GuardedWebSocket,
         ws_max_size=settings.max_message_bytes,
         ws_ping_interval=settings.heartbeat_s,
@@ -136,34 +150,37 @@ def config_for(app: FastAPI, services: AppServices) -> GuardedConfig:
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=SHUTDOWN_S,
-        lifespan="on",
+        lifespan=lifespan,
     )
+
+
+def _protocol_of(app: FastAPI, services: AppServices) -> type[asyncio.Protocol]:
+    """Return what makes the protocol of a connection: HTTP, behind TLS with a certificate."""
+    certificate = services.settings.certificate
+    if certificate is None:
+        return GuardedHttp
+
+    def make(**how: Any) -> TlsConnection:
+        return TlsConnection(
+            functools.partial(GuardedHttp, **how),
+            certificate=certificate,
+            table=app.state.connections,
+            connections=how["server_state"].connections,
+        )
+
+    return cast(type[asyncio.Protocol], make)
 
 
 async def drain_on_signal(
-    stop: asyncio.Event, app: FastAPI, services: AppServices, server: uvicorn.Server
+    stop: asyncio.Event, app: FastAPI, services: AppServices, servers: Sequence[uvicorn.Server]
 ) -> None:
-    """Wait for `stop`, finish running turns, close the sockets, and stop the server."""
+    """Wait for `stop`, finish running turns, close the sockets, and stop the servers."""
     await stop.wait()
-    sockets = app.state.sockets
-    assert isinstance(sockets, Sockets), "create_app set it"
-    stats = services.sessions.stats()
-    _logger.info(
-        "draining sessions=%d turns=%d deadline_s=%g",
-        stats.sessions,
-        stats.live_turns,
-        services.settings.drain_s,
-    )
     try:
-        await services.sessions.drain(services.settings.drain_s)
-        _logger.info("drained, closing %d sockets", sockets.num_attached)
-        sockets.end_all(CloseCode.RESTART)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_WAIT_S):
-                while sockets.num_attached:
-                    await asyncio.sleep(0.02)
+        await drain(services, app.state.sockets)
     finally:
-        server.should_exit = True
+        for server in servers:
+            server.should_exit = True
 
 
 async def cut_drain_short(second_signal: asyncio.Event, services: AppServices) -> None:
@@ -175,13 +192,14 @@ async def cut_drain_short(second_signal: asyncio.Event, services: AppServices) -
 
 @contextlib.contextmanager
 def _signals(
-    stop: asyncio.Event, second_signal: asyncio.Event, server: uvicorn.Server
+    stop: asyncio.Event, second_signal: asyncio.Event, servers: Sequence[uvicorn.Server]
 ) -> Iterator[None]:
     loop = asyncio.get_running_loop()
 
     def on_signal() -> None:
         if second_signal.is_set():
-            server.should_exit = server.force_exit = True
+            for server in servers:
+                server.should_exit = server.force_exit = True
         elif stop.is_set():
             second_signal.set()
         stop.set()
@@ -204,6 +222,13 @@ def _log_unhandled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> 
         loop.default_exception_handler(context)
 
 
-def _url_of(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+async def _watch_certificate(certificate: Certificate | None) -> None:
+    """Take over a certificate that is replaced on disk; connections keep the one they have."""
+    while certificate is not None:
+        await asyncio.sleep(LOOK_S)
+        await asyncio.to_thread(certificate.refresh)  # the disk may be slow
+
+
+def _url_of(listener: socket.socket, *, is_encrypted: bool) -> str:
+    scheme, (host, port) = "https" if is_encrypted else "http", listener.getsockname()[:2]
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -10,6 +10,7 @@ from session_server.core.errors import UnknownModel
 from session_server.core.sampling import SamplingParams
 from session_server.metrics.prometheus import ServerMetrics
 from session_server.sessions.manager import SessionManager
+from session_server.web.certificate import Certificate
 from session_server.web.connection_table import ConnectionLimits
 from session_server.web.keys import KeyRing
 
@@ -20,7 +21,8 @@ class WebSettings:
 
     `send_timeout_s`: a socket whose peer reads nothing for this long is dropped and may resume.
     `idle_s`: a socket without traffic for this long is closed. `hosts`: names that the server
-    answers to, besides the one it is bound to and loopback.
+    answers to, besides the one it is bound to and loopback. `certificate`: with one it speaks TLS.
+    `admin_port`: where routes for operators answer instead; None: beside the others.
     """
 
     host: str = "127.0.0.1"
@@ -41,6 +43,9 @@ class WebSettings:
     idle_s: float = 3600.0
     drain_s: float = 10.0
     responses_ws: bool = True
+    certificate: Certificate | None = None
+    admin_host: str = "127.0.0.1"
+    admin_port: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,7 @@ class ModelCard:
 
     `max_context`: tokens that a context may have when the engine first started; prefer
     `AppServices.max_context`. `token_text` returns the text of one token id, for logprobs.
+    `takes_tools`: its chat template writes tools.
     """
 
     name: str
@@ -58,6 +64,7 @@ class ModelCard:
     created_s: int
     token_text: Callable[[int], str]
     defaults: SamplingParams = field(default_factory=SamplingParams)
+    takes_tools: bool = False
 
 
 @dataclass(frozen=True, slots=True)

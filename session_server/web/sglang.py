@@ -49,12 +49,16 @@ from session_server.sessions.views import OpenRequest
 from session_server.web.admin import is_healthy
 from session_server.web.event_stream import EventStream, until_disconnect
 from session_server.web.generation_run import SGLangState, start_generation
+from session_server.web.holdings import Holdings
+from session_server.web.keys import Credential
 from session_server.web.openapi import answer, answers, body_of
 from session_server.web.refusals import HttpRefusal, JsonResponse, failure_response
 from session_server.web.request_guard import is_browser
 from session_server.web.requests import Call, Caller, read_body
 
 router = APIRouter(tags=["sglang"])
+operators = APIRouter(tags=["operations"])
+"""Routes about everybody's sessions, for the admin bind if there is one."""
 
 HEALTH_TIMEOUT_S: Final = 20.0
 ABORTED_AT_ONCE: Final = 64
@@ -117,7 +121,7 @@ async def close_session(request: Request, caller: Caller) -> Response:
 )
 async def generate(request: Request, caller: Caller) -> Response:
     """Run one turn, in a session or alone."""
-    caller.readers.check_capacity(caller.owner, None)
+    caller.connect()
     arrived_s = caller.services.now_s()
     body = await read_body(request, GenerateBody, media_type=None)
     rid = body.rid if isinstance(body.rid, str) and body.rid else secrets.token_hex(16)
@@ -125,9 +129,8 @@ async def generate(request: Request, caller: Caller) -> Response:
     work = start_generation(caller, _state_of(request), job, arrived_s=arrived_s)
     run = await until_disconnect(work, request.receive)
     if job.stream:
-        return EventStream(run.events(), context=run.scope())
-    with run.scope():
-        answer = await run.body(request.receive)
+        return EventStream(run.events())
+    answer = await run.body(request.receive)
     if isinstance(answer, TurnFailedEntry):
         return failure_response(answer)
     return JsonResponse(answer)
@@ -150,8 +153,12 @@ async def abort_request(request: Request, caller: Caller) -> Response:
     return Response()
 
 
-@router.get("/flush_cache", responses=answers(str, "Flushed; 400 when busy.", media="text/plain"))
-@router.post("/flush_cache", responses=answers(str, "Flushed; 400 when busy.", media="text/plain"))
+@operators.get(
+    "/flush_cache", responses=answers(str, "Flushed; 400 when busy.", media="text/plain")
+)
+@operators.post(
+    "/flush_cache", responses=answers(str, "Flushed; 400 when busy.", media="text/plain")
+)
 async def flush_cache(request: Request, caller: Caller) -> Response:
     """Empty the radix tree and the KV of all sessions, of every key; histories stay."""
     caller.require_admin()
@@ -168,8 +175,8 @@ async def flush_cache(request: Request, caller: Caller) -> Response:
 )
 async def health_generate(request: Request, caller: Caller) -> Response:
     """Generate one token in a session of its own; 503 if that fails or times out."""
-    state, probing = _state_of(request), replace(caller, owner=PROBER)
-    is_good = await state.probe.run(partial(_generate_one, probing, state))
+    state = _state_of(request)
+    is_good = await state.probe.run(partial(_generate_one, caller, state))
     return Response(status_code=200 if is_good else 503)
 
 
@@ -190,8 +197,11 @@ async def _generate_one(caller: Call, state: SGLangState) -> bool:
     )
     try:
         async with asyncio.timeout(HEALTH_TIMEOUT_S):
-            run = await start_generation(caller, state, job, arrived_s=caller.services.now_s())
-            with run.scope():
+            with Holdings() as place:  # other callers wait for the same probe
+                probing = replace(caller, credential=Credential(PROBER, None), place=place)
+                run = await start_generation(
+                    probing, state, job, arrived_s=probing.services.now_s()
+                )
                 end = await run.reader.wait()
     except (TimeoutError, SessionServerError):
         return False
@@ -222,17 +232,8 @@ async def model_info(caller: Caller) -> Response:
 )
 @router.get("/server_info", responses=answers(dict[str, Any], "The server's settings and state."))
 async def server_info(caller: Caller) -> Response:
-    """Return the server's settings and current state."""
-    stats = caller.sessions.stats()
-    sample = stats.engine
-    internal = {
-        "sessions": stats.sessions,
-        "live_turns": stats.live_turns,
-        "queued_turns": stats.queued_turns,
-        "running": 0 if sample is None else sample.running,
-        "waiting": 0 if sample is None else sample.waiting,
-    }
-    ready = stats.ready  # the first page of a pool is padding
+    """Return the server's settings and current state; without `admin=1`, of your own sessions."""
+    ready = caller.sessions.engine_ready  # the first page of a pool is padding
     return JsonResponse(
         {
             **caller.services.server_args,
@@ -243,9 +244,28 @@ async def server_info(caller: Caller) -> Response:
             else (ready.num_pages - 1) * ready.page_size,
             "served_model_name": caller.services.model.name,
             "version": metadata.version("session-server"),
-            "internal_states": [internal],
+            "internal_states": [_counts_for(caller)],
         }
     )
+
+
+def _counts_for(caller: Call) -> dict[str, int]:
+    """Return the counts of all owners, or the caller's own where others' are not its business."""
+    if not caller.owner.is_admin:
+        quotas = caller.sessions.edits.parts.quotas
+        return {
+            "sessions": quotas.sessions.held_by(caller.owner),
+            "unfinished_turns": quotas.turns.held_by(caller.owner),
+        }
+    stats = caller.sessions.stats()
+    sample = stats.engine
+    return {
+        "sessions": stats.sessions,
+        "live_turns": stats.live_turns,
+        "queued_turns": stats.queued_turns,
+        "running": 0 if sample is None else sample.running,
+        "waiting": 0 if sample is None else sample.waiting,
+    }
 
 
 def _state_of(request: Request) -> SGLangState:

@@ -1,4 +1,4 @@
-"""Replace asyncio's `Event` and `Queue` with smaller ones, for the two of every socket.
+"""Replace asyncio's `Event` and `Queue` with smaller ones, for those of every socket.
 
 Each deque in asyncio's classes takes 760 bytes, and a `Queue` has four.
 """
@@ -23,6 +23,10 @@ class Signal:
         self._is_set = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def is_set(self) -> bool:
+        """Return whether `wait` returns at once."""
+        return self._is_set
 
     def clear(self) -> None:
         """Reset the signal."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+from typing import Final
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
@@ -19,18 +21,23 @@ from session_server.core.errors import (
     Unauthorized,
     wire_error,
 )
+from session_server.core.origin import ORIGIN
 from session_server.protocol.frame_queue import FrameQueue
 from session_server.protocol.session_protocol import CloseCode
-from session_server.web.refusals import error_response
-from session_server.web.requests import header_key, services_of
+from session_server.web.keys import Credential
+from session_server.web.refusals import deny
+from session_server.web.requests import TICKET_PROTOCOL, door_of, header_key, services_of
 from session_server.web.signal import Signal
 from session_server.web.websocket_guard import CONNECTION, GuardedWebSocket
+
+_logger: Final = logging.getLogger("session_server.web")
 
 
 class SocketPeer:
     """Hold the state of one connection that all protocols share.
 
-    `subprotocol` is the one that is echoed, never one that holds a key; `key_prefix` begins those.
+    `subprotocol` is the one that is echoed, never one that holds a ticket, or a key, which follows
+    `key_prefix`.
     """
 
     def __init__(self, websocket: WebSocket, *, subprotocol: str, key_prefix: str) -> None:
@@ -38,7 +45,8 @@ class SocketPeer:
         self._subprotocol = subprotocol
         self._key_prefix = key_prefix
         self._connection: GuardedWebSocket = websocket.scope["state"][CONNECTION]
-        self._settings = services_of(websocket).settings
+        self._services = services_of(websocket)
+        self._origin = ORIGIN.get()
         self._has_room = Signal()
         self._last_received_s = 0.0
         self.wake = Signal()
@@ -50,14 +58,36 @@ class SocketPeer:
         """Close soon, after sending what is already queued."""
         if self.end_code is None:
             self.end_code = code
+        if self.is_dismissed:
+            self._connection.writable.set()  # `flush` does not wait for a peer that reads nothing
         self.wake.set()
 
-    def offered_key(self) -> str | None:
-        """Return the key of the Authorization header, else of a subprotocol."""
-        for offered in self._websocket.scope["subprotocols"]:
-            if offered.startswith(self._key_prefix):
-                return header_key(self._websocket) or offered.removeprefix(self._key_prefix)
-        return header_key(self._websocket)
+    @property
+    def is_dismissed(self) -> bool:
+        """Return whether the key was taken back: nothing more is said or heard."""
+        return self.end_code is CloseCode.UNAUTHORIZED
+
+    @property
+    def offers_credential(self) -> bool:
+        """Return whether the handshake holds a key or a ticket."""
+        key, ticket = self._offered_key(), self._offered(TICKET_PROTOCOL)
+        return key is not None or ticket is not None
+
+    def authenticate(self) -> Credential:
+        """Return who connects: by the Authorization header, else a ticket or a key among the
+        subprotocols. Raises Unauthorized."""
+        door, ticket = door_of(self._websocket), self._offered(TICKET_PROTOCOL)
+        if ticket is not None and header_key(self._websocket) is None:
+            return door.admit_ticket(ticket)
+        return door.admit(self._offered_key())
+
+    def _offered_key(self) -> str | None:
+        return header_key(self._websocket) or self._offered(self._key_prefix)
+
+    def _offered(self, prefix: str) -> str | None:
+        """Return what follows the prefix in the first subprotocol that has it."""
+        offers: list[str] = self._websocket.scope["subprotocols"]
+        return next((each.removeprefix(prefix) for each in offers if each.startswith(prefix)), None)
 
     async def accept(self) -> None:
         """Accept the connection unless that was done."""
@@ -74,7 +104,7 @@ class SocketPeer:
         theirs is accepted, sent what is `told`, and closed; `code`: unless it follows from `error`.
         """
         if not self.is_accepted and "origin" not in self._websocket.headers:
-            await self._websocket.send_denial_response(error_response(error))
+            await deny(self._websocket, error)
             return
         await self.accept()
         with contextlib.suppress(WebSocketDisconnect):
@@ -96,9 +126,13 @@ class SocketPeer:
         self._last_received_s = asyncio.get_running_loop().time()
         if message["type"] == "websocket.disconnect":
             self.is_disconnected = True
+        elif self.is_dismissed:
+            pass
         elif message.get("text") is None:
             self.end(CloseCode.UNSUPPORTED_DATA)
         else:
+            if self._origin is not None:
+                self._origin.received_s = self._services.now_s()
             text: str = message["text"]
             return text
         return None
@@ -109,16 +143,22 @@ class SocketPeer:
 
     async def flush(self, waiting: FrameQueue) -> None:
         """Send every frame that waits. Raises WebSocketDisconnect."""
-        while num_bytes := waiting.outbox_bytes:
+        # What has ended by now is in those frames.
+        ended = () if self._origin is None else self._origin.take_undelivered()
+        while not self.is_dismissed and (num_bytes := waiting.outbox_bytes):
             self._connection.set_behind(num_bytes)
             await self._connection.drain()
+            if self.is_dismissed:
+                return
             await self._websocket.send_text(waiting.take_frame() or "")
             self._has_room.set()
+        for delivered in ended:
+            delivered(self._services.now_s())
 
     async def wait(self) -> bool:
         """Wait until there is something to do; return False if nothing was received for too
         long."""
-        idle_s = self._settings.idle_s
+        idle_s = self._services.settings.idle_s
         try:
             async with asyncio.timeout(idle_s):
                 await self.wake.wait()
@@ -128,6 +168,9 @@ class SocketPeer:
 
     async def close(self, code: CloseCode) -> None:
         """Close the connection."""
+        self._services.metrics.connection_ended(code.name.lower())
+        if self._origin is not None:
+            _logger.debug("socket closed code=%d request=%s", code, self._origin.request_id)
         # A stalled peer may still read the code; if it does not, GuardedWebSocket aborts.
         with contextlib.suppress(WebSocketDisconnect, TimeoutError, RuntimeError):
             async with asyncio.timeout(1.0):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
@@ -14,6 +15,9 @@ from session_server.protocol.session_protocol import CloseCode
 UNAUTHENTICATED_SHARE: Final = 10
 """Of so many connections one may be unauthenticated, so that clients without a key cannot keep
 others out."""
+
+ENDED_AT_ONCE: Final = 32
+"""Sockets ended before others are served: each wakes a task that says goodbye."""
 
 
 class AttachedSocket(Protocol):
@@ -51,15 +55,20 @@ class Sockets:
         finally:
             self._num_open[what] -= 1
 
+    def supersede(self, owner: Owner, session_id: str) -> None:
+        """Close the session's connection with 4409, if there is one. It gives its place back at
+        once, so that a client may come back before the server knows that it has gone."""
+        before = self._by_session.get((owner, session_id))
+        if before is not None:
+            before.end(CloseCode.SUPERSEDED)
+
     @contextlib.contextmanager
     def attach(self, owner: Owner, session_id: str, socket: AttachedSocket) -> Iterator[None]:
         """Be the session's connection inside the block; close the previous one with 4409."""
         # Two owners may choose the same session id.
         key = (owner, session_id)
-        before = self._by_session.get(key)
+        self.supersede(owner, session_id)
         self._by_session[key] = socket
-        if before is not None:
-            before.end(CloseCode.SUPERSEDED)
         try:
             yield
         finally:
@@ -75,10 +84,13 @@ class Sockets:
         finally:
             self._joined.remove(socket)
 
-    def end_all(self, code: CloseCode) -> None:
-        """Close every connection with this code."""
-        for socket in [*self._by_session.values(), *self._joined]:
+    async def end_all(self, code: CloseCode) -> None:
+        """Close every connection with this code, in slices."""
+        sockets = [*self._by_session.values(), *self._joined]
+        for number, socket in enumerate(sockets, start=1):
             socket.end(code)
+            if number % ENDED_AT_ONCE == 0:
+                await asyncio.sleep(0)
 
     @property
     def num_attached(self) -> int:

@@ -20,7 +20,6 @@ from session_server.core.session_events import (
     TurnEnd,
     TurnRequest,
 )
-from session_server.metrics.prometheus import ReaderKind
 from session_server.protocol.errors import error_body
 from session_server.protocol.frames import (
     ErrorFrame,
@@ -37,7 +36,7 @@ from session_server.web.event_stream import (
     read_batches,
     until_disconnect,
 )
-from session_server.web.readers import SessionReaders
+from session_server.web.holdings import Holdings
 from session_server.web.requests import Call
 from session_server.web.slices import encode_scores
 from session_server.web.views import snapshot_frame
@@ -46,24 +45,27 @@ OnEntry = Callable[[SessionEntry], Awaitable[object]]
 
 
 class TurnReader:
-    """Read one turn, as a context manager; iterate or wait inside it, once.
+    """Read one turn: `follow` it once it is submitted, then iterate or wait, once.
 
+    It is a reader of the session from the beginning, and until it or the call's place is closed.
     `keep_partial` None lets the turn run on when the last reader of the session disconnects.
-    Otherwise the turn is canceled then, and keeps its partial answer or not.
+    Otherwise the turn is canceled then, and keeps its partial answer or not. `is_bounded`: as in
+    `Readers.reading`. Raises ServerBusy: too many read the session.
     """
 
     def __init__(
         self,
         call: Call,
+        session_id: str,
         journal: Journal,
-        view: TurnView,
         *,
         keep_partial: bool | None,
         merge: Merge = coalesce,
+        is_bounded: bool = True,
     ) -> None:
         self._call = call
         self._journal = journal
-        self._view = view
+        self.view: TurnView
         self._keep_partial = keep_partial
         self._merge = merge
         self.has_gap = False
@@ -72,21 +74,21 @@ class TurnReader:
         self.has_ended = False
         """Whether the turn's end was read."""
 
-        self._scope = contextlib.ExitStack()
-        self._session_readers = SessionReaders()
+        self._scope = call.place.enter_context(Holdings())
+        reading = call.readers.reading(call.owner, session_id, is_bounded=is_bounded)
+        self._session_readers = self._scope.enter_context(reading)
 
-    def __enter__(self) -> Self:
-        call, view = self._call, self._view
-        registration = call.readers.register(
-            owner=call.owner, session_id=view.session_id, kind=ReaderKind.HTTP
-        )
-        self._session_readers = self._scope.enter_context(registration)
-        if self._keep_partial is not None and view.end is None:
-            self._session_readers.bind_turn(view.turn_id, keep_partial=self._keep_partial)
+    def follow(self, view: TurnView) -> Self:
+        """Read this turn."""
+        self.view = view
+        if view.end is None:
+            self.bind(view.turn_id)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def bind(self, turn_id: str) -> None:
+        """Let a turn end with its readers, unless it was asked to run on."""
+        if self._keep_partial is not None:
+            self._session_readers.bind_turn(turn_id, keep_partial=self._keep_partial)
 
     def close(self) -> None:
         """Stop to count as a reader."""
@@ -123,8 +125,8 @@ class TurnReader:
         Raises:
             SessionClosing: the end was among the lost entries, and the session is gone.
         """
-        position = self._view.created_seq - 1
-        turn_id = self._view.turn_id
+        position = self.view.created_seq - 1
+        turn_id = self.view.turn_id
         heartbeat_s = self._call.services.settings.heartbeat_s
         while True:
             try:
@@ -156,18 +158,20 @@ class TurnReader:
         """Yield the turn as server-sent events; the last one is its end or an `error`."""
         try:
             async for item in self.entries():
+                if self.has_ended:
+                    self._call.place.close()  # the client may send its next turn now
                 yield HEARTBEAT if item is None else await _event(*item)
         except SessionClosing as error:
-            body = error_body(error, turn_id=self._view.turn_id)
+            body = error_body(error, turn_id=self.view.turn_id)
             yield event_chunk(ErrorFrame(error=body), seq=None)
 
     def _note_end(self) -> None:
         self.has_ended = True
-        self._session_readers.unbind_turn(self._view.turn_id)
+        self._session_readers.unbind_turn(self.view.turn_id)
 
     def _current_end(self) -> TurnEnd | None:
         """Return the turn's end if it has ended. Raises TurnNotFound if what it said is gone."""
-        call, view = self._call, self._view
+        call, view = self._call, self.view
         try:
             found = call.sessions.turn(call.owner, view.session_id, view.turn_id)
         except (SessionNotFound, TurnNotFound):
@@ -211,6 +215,7 @@ async def session_events(call: Call, session_id: str, *, after: int) -> AsyncGen
                     yield await _event(seq, entry)
             return
         except OffsetLost as lost:
+            call.services.metrics.count_resume("offset_lost")
             yield event_chunk(ResumeFailedFrame(reason="offset_lost"), seq=None)
             try:
                 snapshot = await snapshot_frame(call.sessions.snapshot(call.owner, session_id))

@@ -24,7 +24,6 @@ from session_server.core.errors import (
     Unauthorized,
     wire_error,
 )
-from session_server.core.owner import Owner
 from session_server.core.session_events import TurnEnd, TurnRequest
 from session_server.metrics.prometheus import ReaderKind
 from session_server.protocol.frames import ResumeFailedFrame
@@ -50,9 +49,11 @@ from session_server.protocol.session_protocol import (
 )
 from session_server.sessions.journal import OffsetLost
 from session_server.sessions.views import DraftView, OpenRequest, SessionView, TurnView
+from session_server.web.holdings import Holdings
+from session_server.web.keys import Credential
 from session_server.web.readers import SessionReaders
-from session_server.web.refusals import error_response
-from session_server.web.requests import BEARER_PROTOCOL, Call, make_call, services_of
+from session_server.web.refusals import deny
+from session_server.web.requests import BEARER_PROTOCOL, Call, door_of, make_call, services_of
 from session_server.web.slices import encode_scores
 from session_server.web.socket_peer import SocketPeer
 from session_server.web.sockets import Sockets
@@ -64,6 +65,9 @@ MAX_SUBMISSIONS: Final = 8
 MAX_EPOCH_CHARS: Final = 64
 NEW_SESSION: Final = "new"
 
+_AT_ONCE: Final = (CloseCode.SUPERSEDED, CloseCode.UNAUTHORIZED)
+"""Codes with which a socket closes though there is more to tell."""
+
 _logger: Final = logging.getLogger("session_server.web")
 
 
@@ -72,18 +76,19 @@ async def session_endpoint(websocket: WebSocket) -> None:
     sockets = websocket.app.state.sockets
     assert isinstance(sockets, Sockets), "create_app set it"
     try:
-        with sockets.admit():
-            await SessionSocket(websocket, sockets).run()
+        with sockets.admit(), Holdings() as place:
+            await SessionSocket(websocket, sockets, place).run()
     except ServerBusy as error:
-        await websocket.send_denial_response(error_response(error))
+        await deny(websocket, error)
 
 
 class SessionSocket:
     """Serve one connection, from handshake to close."""
 
-    def __init__(self, websocket: WebSocket, sockets: Sockets) -> None:
+    def __init__(self, websocket: WebSocket, sockets: Sockets, place: Holdings) -> None:
         self._websocket = websocket
         self._sockets = sockets
+        self._place = place
         self._services = services_of(websocket)
         self._peer = SocketPeer(websocket, subprotocol=SUBPROTOCOL, key_prefix=BEARER_PROTOCOL)
         self._position = 0
@@ -92,24 +97,26 @@ class SessionSocket:
     def end(self, code: CloseCode) -> None:
         """Close soon, after sending what is already queued."""
         self._peer.end(code)
+        if code is CloseCode.SUPERSEDED:
+            self._place.close()
 
     async def run(self) -> None:
         """Serve the connection to its end."""
         try:
-            key = self._peer.offered_key()
-            keys = self._services.settings.keys
-            needs_auth = not keys.is_open and key is None
+            door = door_of(self._websocket)
+            needs_auth = not door.is_open and not self._peer.offers_credential
             self._protocol = SessionProtocol(
                 defaults=self._services.model.defaults,
                 needs_auth=needs_auth,
                 max_message_bytes=self._services.settings.max_message_bytes,
             )
-            owner = None if needs_auth else keys.owner_of(key)
-            if owner is None:
+            if needs_auth:
                 with self._sockets.admit_unauthenticated():
                     await self._peer.accept()
-                    owner = await self._first_message_owner()
-            call = make_call(self._websocket, owner)
+                    credential = await self._first_message_credential()
+            else:
+                credential = self._peer.authenticate()
+            call = make_call(self._websocket, credential, self._place)
             view = self._open(call)
         except SessionServerError as error:
             self._protocol.send_error(error)
@@ -119,15 +126,14 @@ class SessionSocket:
             return
         await self._peer.accept()
         with (
-            call.readers.register(
-                owner=owner, session_id=view.session_id, kind=ReaderKind.WEBSOCKET
-            ) as readers,
-            self._sockets.attach(owner, view.session_id, self),
+            call.readers.reading(call.owner, view.session_id, is_bounded=False) as readers,
+            call.door.hosting(call.credential, self),
+            self._sockets.attach(call.owner, view.session_id, self),
         ):
             await self._serve(call, view, readers)
 
-    async def _first_message_owner(self) -> Owner:
-        """Return the owner whose key a first message `session.auth` holds.
+    async def _first_message_credential(self) -> Credential:
+        """Return whose key a first message `session.auth` holds.
 
         Raises:
             Unauthorized: it did not come in time, was another message, or holds a wrong key.
@@ -146,9 +152,9 @@ class SessionSocket:
         if not isinstance(command, SessionAuth):
             self._protocol.take_frame()
             raise Unauthorized("The first message must be session.auth.", param="type")
-        owner = self._services.settings.keys.owner_of(command.token)
+        credential = door_of(self._websocket).admit(command.token)
         self._protocol.on_authenticated()
-        return owner
+        return credential
 
     def _open(self, call: Call) -> SessionView:
         """Return the session this connection is for; the id `new` opens one."""
@@ -156,6 +162,8 @@ class SessionSocket:
             raise ServerDraining("The server is shutting down.")
         self._after, self._epoch = self._resume_point()
         session_id = str(self._websocket.path_params["session_id"])
+        self._sockets.supersede(call.owner, session_id)
+        call.connect(ReaderKind.WEBSOCKET)
         if session_id == NEW_SESSION:
             view = call.sessions.open(call.owner, OpenRequest())
         else:
@@ -203,6 +211,8 @@ class SessionSocket:
         elif wanted is not None and not journal.first_seq - 1 <= wanted <= journal.last_seq:
             lost = ResumeFailedFrame(reason="offset_lost")
         is_resumed = wanted is not None and lost is None
+        if wanted is not None:
+            self._services.metrics.count_resume("resumed" if lost is None else lost.reason)
         self._position = wanted if wanted is not None and lost is None else journal.last_seq
         hello = hello_frame(view, self._services, seq=self._position, resumed=is_resumed)
         self._protocol.on_opened(hello)
@@ -347,7 +357,7 @@ class SessionSocket:
             if self._peer.is_disconnected:
                 return None
             code = self._protocol.close_code or self._peer.end_code
-            if self._position < self._journal.last_seq and code is not CloseCode.SUPERSEDED:
+            if self._position < self._journal.last_seq and code not in _AT_ONCE:
                 continue
             if code is not None:
                 return code

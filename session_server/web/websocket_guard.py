@@ -17,16 +17,16 @@ from websockets.frames import Frame
 from websockets.protocol import State
 
 from session_server.protocol.session_protocol import CloseCode
-from session_server.web.http_guard import Guard, guarded
+from session_server.web.http_guard import MANY_PARTS, Guard, guarded
 from session_server.web.refusals import HttpRefusal, refusal_bytes
-from session_server.web.signal import MessageQueue
+from session_server.web.signal import MessageQueue, Signal
 from session_server.web.unread_output import UnreadOutput
 
 CONNECTION: Final = "session_server.connection"
 MAX_FRAGMENTS: Final = 1_024
 """Maximum fragments of one message."""
 
-PARSE_BYTES: Final = 4_096
+PARSE_BYTES: Final = 1_024
 """Bytes given to the parser at a time."""
 
 LINGER_S: Final = 5.0
@@ -43,6 +43,8 @@ class GuardedWebSocket(Guard, WebSocketsSansIOProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.queue = MessageQueue()  # type: ignore[assignment]
+        self.writable = Signal()  # type: ignore[assignment]
+        self.writable.set()
         config = guarded(self.config)
         self._table = config.connection_table
         self._settings = config.web_settings
@@ -91,8 +93,6 @@ class GuardedWebSocket(Guard, WebSocketsSansIOProtocol):
             self.read_paused = False
             self._queued_bytes = 0
             self._parse()
-            if not self.read_paused:
-                self.transport.resume_reading()
         return message
 
     def evict(self) -> None:
@@ -147,13 +147,34 @@ class GuardedWebSocket(Guard, WebSocketsSansIOProtocol):
         super().send_receive_event_to_app()
 
     def _parse(self) -> None:
-        held_back, start = self._held_back, 0
-        while start < len(held_back) and not self.read_paused:
+        """Parse up to a message, or to a piece that holds many frames: the rest comes next, and
+        others are served in between."""
+        held_back, start, num_frames = self._held_back, 0, 0
+        while start < len(held_back) and not self.read_paused and num_frames < MANY_PARTS:
             piece = held_back[start : start + PARSE_BYTES]
             start += len(piece)
-            super().data_received(piece)
+            num_frames = self._parse_piece(piece)
         self._held_back = held_back[start:]
+        if self._held_back and not self.read_paused:
+            self.transport.pause_reading()
+            self.loop.call_soon(self._go_on)
+        elif not self.read_paused:
+            self.transport.resume_reading()
         self._update()
+
+    def _parse_piece(self, piece: bytes) -> int:
+        """Do what uvicorn does with what it receives; return how many frames there were."""
+        self.conn.receive_data(piece)
+        num_frames = len(self.conn.events)
+        if self.conn.parser_exc is None:
+            self.handle_events()
+        else:
+            self.handle_parser_exception()
+        return num_frames
+
+    def _go_on(self) -> None:
+        if self._held_back and not self.read_paused:
+            self._parse()
 
     def _update(self) -> None:
         """Update the connection table and the deadline: is the peer in the middle of a message, or

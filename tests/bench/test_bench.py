@@ -12,7 +12,7 @@ from session_server.bench.growth import GrowthWorkload, measure_growth, plot_gro
 from session_server.bench.host import measure_admission, measure_idle_sessions
 from session_server.runner.capacity import MemoryLimits
 from session_server.runner.loader import RunnerOptions, load_runner
-from tests.bench import kv_dtype, mla
+from tests.bench import kv_dtype, mla, not_found
 
 
 def test_the_random_checkpoint_loads_through_the_real_path(tmp_path: Path) -> None:
@@ -126,3 +126,13 @@ def test_kv_in_halves_is_measured_beside_kv_in_fp32() -> None:
     for by_dtype in figures["histories"].values():
         assert by_dtype["float32"]["speed"] == by_dtype["float32"]["speed_at_best"] == 1.0
         assert all(figure["min_ms"] > 0 for figure in by_dtype.values())
+
+
+def test_the_time_of_what_another_key_owns_is_measured_beside_that_of_nothing() -> None:
+    figures = not_found.measure(not_found.NotFoundWorkload(num_requests=4))
+    assert set(figures) == set(not_found.PATHS)
+    for of_path in figures.values():
+        assert all(0.0 <= each <= 1.0 for each in of_path["order"].values())
+        assert all(each > 0 for each in of_path["median_us"].values())
+    assert [not_found.order_of(*times) for times in ([[1], [2]], [[2], [1]])] == [0.0, 1.0]
+    assert not_found.order_of([1, 2], [1.5]) == 0.5

@@ -268,5 +268,5 @@ def test_stale_entries_do_not_pile_up_in_the_order_of_eviction(tree: Tree) -> No
     tree.radix.unlock(tree.publish("abcd"))
     for _ in range(5000):
         tree.radix.unlock(tree.lock("abcd"))
-    assert len(tree.radix._leaves._offers) < 2000
+    assert len(tree.radix.tenants[""].leaves._offers) < 2000
     assert tree.evict(2) == [1, 2]

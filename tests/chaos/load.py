@@ -124,7 +124,9 @@ async def holdings(server: LocalServer, http: httpx.AsyncClient) -> Holdings:
     """What the server holds now; `http` has one connection open."""
     report = (await http.get("/v1/admin/memory", params={"full": 1})).json()
     metrics = dict(
-        line.split() for line in (await http.get("/metrics")).text.splitlines() if line[0] != "#"
+        line.rsplit(maxsplit=1)
+        for line in (await http.get("/metrics")).text.splitlines()
+        if line[0] != "#"
     )
     return Holdings(
         sessions=int(float(metrics["session_server_sessions"])),

@@ -1,4 +1,4 @@
-"""A real WebSocket server on a real port that plays one script per connection."""
+"""A real WebSocket server on a real port that plays one script per connection, or refuses it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from websockets.asyncio.server import ServerConnection, serve
+from websockets.datastructures import Headers
+from websockets.http11 import Request, Response
 from websockets.typing import Subprotocol
 
 
@@ -68,7 +70,14 @@ class Peer:
         self.socket.transport.abort()
 
 
-Script = Callable[[Peer], Awaitable[None]]
+def denial(status: int, error: dict[str, Any] | None = None, **headers: str) -> Response:
+    """What a server says that refuses a handshake; without `error` it is not one of ours."""
+    body = b"busy" if error is None else json.dumps({"error": error}).encode()
+    told = {name.replace("_", "-"): value for name, value in headers.items()}
+    return Response(status, "", Headers({"Content-Length": str(len(body))} | told), body)
+
+
+Script = Callable[[Peer], Awaitable[None]] | Response
 
 
 @dataclass
@@ -82,18 +91,27 @@ class Played:
 
 @asynccontextmanager
 async def playing(*scripts: Script) -> AsyncIterator[Played]:
-    """Serve: connection k is handled by script k. Failures inside scripts fail the test."""
+    """Serve: connection k is handled by script k, or refused with it. Failures inside scripts fail
+    the test."""
     waiting = list(scripts)
     played = Played("")
 
-    async def handle(socket: ServerConnection) -> None:
+    def refuse(socket: ServerConnection, request: Request) -> Response | None:
         played.num_connections += 1
+        return waiting.pop(0) if waiting and isinstance(waiting[0], Response) else None
+
+    async def handle(socket: ServerConnection) -> None:
         try:
-            await waiting.pop(0)(Peer(socket))
+            script = waiting.pop(0)
+            assert not isinstance(script, Response)
+            await script(Peer(socket))
         except (AssertionError, IndexError, KeyError) as failure:
             played.failures.append(failure)
 
-    async with serve(handle, "127.0.0.1", 0, subprotocols=[Subprotocol("kvsession.v1")]) as server:
+    protocols = [Subprotocol("kvsession.v1")]
+    async with serve(
+        handle, "127.0.0.1", 0, subprotocols=protocols, process_request=refuse
+    ) as server:
         played.url = f"http://127.0.0.1:{next(iter(server.sockets)).getsockname()[1]}"
         async with asyncio.timeout(20):
             yield played

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import pytest
+from websockets.http11 import Response
 
 from session_server.client import (
     BadAddress,
@@ -27,9 +29,10 @@ from session_server.core.session_events import (
     TokenInput,
     ToolCall,
 )
-from tests.client.scripted_server import Peer, playing
+from tests.client.scripted_server import Peer, denial, playing
 
 QUICK = ClientOptions(first_delay_s=0.001, longest_delay_s=0.01, max_attempts=5)
+QUICK_TO_LEAVE = replace(QUICK, longest_wait_s=1)
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -241,16 +244,38 @@ def test_a_refused_turn_raises_its_code_and_the_session_goes_on() -> None:
     async def script(peer: Peer) -> None:
         await peer.hello()
         turn = (await peer.receive())["turn_id"]
-        error = {"type": "x", "code": "session_busy", "message": "wait", "turn_id": turn}
-        await peer.send("error", error=error)
+        error = {"type": "x", "code": "quota_exceeded", "message": "wait", "turn_id": turn}
+        await peer.send("error", error=error | {"retry_after_s": 7})
         await peer.complete(1, (await peer.receive())["turn_id"], "now")
         await peer.closed(2)
 
     async def test() -> None:
         async with playing(script) as server, await connect(server.url) as session:
-            with pytest.raises(Refused, match="session_busy"):
+            with pytest.raises(Refused, match="quota_exceeded: wait") as refused:
                 await session.ask("first")
+            assert refused.value.retry_after_s == 7
             assert (await session.ask("second")).text == "now"
+
+    run(test)
+
+
+def test_a_refused_draft_raises_its_code_for_whoever_waits_for_it() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.hello()
+        for answer in ("error", "turn.drafted"):
+            draft_id = (await peer.receive())["draft_id"]
+            error = {"code": "quota_exceeded", "turn_id": draft_id, "retry_after_s": 9}
+            counts = {"processed": 3, "kept": 0, "total": 3}
+            await peer.send(answer, error=error, draft_id=draft_id, **counts)
+        await peer.closed(1)
+
+    async def test() -> None:
+        async with playing(script) as server, await connect(server.url) as session:
+            draft_id = await session.draft("Where is")
+            with pytest.raises(Refused, match="quota_exceeded") as refused:
+                await asyncio.wait_for(session.drafted(draft_id), 2)
+            assert refused.value.retry_after_s == 9
+            assert (await session.drafted(await session.draft("Where is my"))).processed == 3
 
     run(test)
 
@@ -259,7 +284,7 @@ def test_a_failed_turn_is_a_result_with_an_error() -> None:
     async def script(peer: Peer) -> None:
         await peer.hello()
         turn = (await peer.receive())["turn_id"]
-        error = {"code": "engine_restarting", "message": "again, please"}
+        error = {"code": "quota_exceeded", "message": "again, please", "retry_after_s": 30}
         await peer.send("turn.failed", seq=1, turn_id=turn, error=error, usage={}, retryable=True)
         await peer.closed(2)
 
@@ -268,7 +293,7 @@ def test_a_failed_turn_is_a_result_with_an_error() -> None:
             result = await session.ask("hello")
             assert result.status == "failed"
             assert result.error is not None
-            assert result.error.code == "engine_restarting"
+            assert (result.error.code, result.error.retry_after_s) == ("quota_exceeded", 30)
 
     run(test)
 
@@ -344,6 +369,49 @@ def test_a_message_to_a_session_that_its_server_forgot_fails_with_the_servers_wo
                     await session.ask("hello")
             assert session.is_over
             await session.close()  # there is nothing left to close
+
+    run(test)
+
+
+OVER = {"code": "quota_exceeded", "message": "you would hold 2 sessions", "retry_after_s": 1}
+
+
+@pytest.mark.parametrize(
+    "first", [denial(429, OVER, Retry_After="1"), denial(503, Retry_After="1")]
+)
+def test_a_server_that_says_when_is_tried_again_then(first: Response) -> None:
+    async def second(peer: Peer) -> None:
+        await peer.hello()
+        await peer.closed(1)
+
+    async def test() -> None:
+        now_s = asyncio.get_running_loop().time
+        async with playing(first, second) as server:
+            began_s = now_s()
+            async with await connect(server.url, options=QUICK_TO_LEAVE):
+                assert now_s() - began_s >= 1
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "options", "told", "retry_after_s"),
+    [
+        (denial(429, OVER, Retry_After="2"), QUICK_TO_LEAVE, "quota_exceeded: you would", 1),
+        (denial(503, {"code": "server_busy"}, Retry_After="2"), QUICK_TO_LEAVE, "server_busy", 2),
+        (denial(503, {"code": "server_busy"}), replace(QUICK, first_attempts=1), "server_b", None),
+        (denial(401, {"code": "unauthorized"}, Retry_After="x"), QUICK, "unauthorized", None),
+    ],
+)
+def test_a_server_that_refuses_for_long_or_for_good_is_left_with_what_it_said(
+    refusal: Response, options: ClientOptions, told: str, retry_after_s: int | None
+) -> None:
+    async def test() -> None:
+        async with playing(refusal) as server:
+            with pytest.raises(Refused, match=told) as refused:
+                await connect(server.url, options=options)
+            assert refused.value.retry_after_s == retry_after_s
+            assert server.num_connections == 1
 
     run(test)
 

@@ -11,6 +11,7 @@ _431 = "431 `headers_too_large`, and the connection is closed"
 _CLOSED = "the connection is closed"
 _UNUSABLE = "the model is refused: exit status 2"
 _DIES = "the engine is ended and started again; running turns fail: `engine_restarting`"
+_KEYS_STAY = "the server does not start; one that runs keeps the keys it has"
 _STALLS = "`/ready` answers 503, `engine_stalled`, until the next step is completed"
 
 CONNECTIONS = (
@@ -19,6 +20,14 @@ CONNECTIONS = (
     _constant("web.http_guard:MAX_HEADERS", "headers of a request", "headers", _431),
     _constant(
         "web.http_guard:HEADER_TIMEOUT_S", "time for the head of a request", "s", f"408; {_CLOSED}"
+    ),
+    _constant("web.tls:HANDSHAKE_TIMEOUT_S", "time for the handshake of TLS", "s", _CLOSED),
+    _constant("web.tls:MAX_HANDSHAKE_BYTES", "a peer's part of that handshake", "bytes", _CLOSED),
+    _constant(
+        "web.tls_records:MAX_SILENT_RECORDS",
+        "records of TLS that say nothing, behind that handshake",
+        "records",
+        _CLOSED,
     ),
     _constant(
         "web.services:WebSettings.message_timeout_s",
@@ -66,7 +75,28 @@ CONNECTIONS = (
         "connections",
         "further ones are refused: 503 `server_busy`",
     ),
-    _constant("web.keys:MAX_KEYS", "keys of a file", "keys", "the server does not start"),
+    _constant("web.key_file:MAX_KEYS", "keys of a file", "keys", _KEYS_STAY),
+    _constant(
+        "web.key_store:KEY_RANDOM_BYTES",
+        "randomness of a key that `session-server keys` makes",
+        "bytes",
+        "there is no more",
+    ),
+    _constant(
+        "web.key_store:MIN_PREFIX_CHARS",
+        "a digest's beginning that names a key to revoke",
+        "characters",
+        "fewer name none",
+    ),
+    _constant("web.key_file:MAX_FILE_BYTES", "a file of keys", "bytes", _KEYS_STAY),
+    _constant("sources:MAX_CONFIG_BYTES", "a file of settings", "bytes", "exit status 2"),
+    _constant("config:MAX_URL_CHARS", "the URL of a collector", "characters", "exit status 2"),
+    _constant(
+        "web.key_file:MAX_LIMIT",
+        "a limit of a tenant, in a line or `--tenant-limits`",
+        "",
+        _KEYS_STAY,
+    ),
     _constant(
         "web.keys:SHARE_OF_MANY",
         "part of all sessions, turns and bytes that one of several owners may hold",
@@ -74,12 +104,34 @@ CONNECTIONS = (
         "refused: `quota_exceeded`",
     ),
     _constant(
-        "web.keys:SHORT_KEY_CHARS",
+        "web.key_file:SHORT_KEY_CHARS",
         "an API key of a file that is long enough",
         "characters",
         "a shorter one is warned of",
     ),
-    _constant("web.keys:MAX_KEY_CHARS", "an API key", "characters", "`unauthorized`"),
+    _constant(
+        "web.tickets:TICKET_TTL_S",
+        "time to use a ticket for a socket",
+        "s",
+        "refused: `unauthorized`; ask for another",
+    ),
+    _constant(
+        "web.tickets:TICKET_RANDOM_BYTES", "randomness of a ticket", "bytes", "there is no more"
+    ),
+    _constant("web.tickets:TICKET_BYTES", "what an unused ticket counts", "bytes", "it is counted"),
+    _constant(
+        "web.tickets:MAX_OWNER_TICKET_BYTES",
+        "unused tickets of one owner",
+        "bytes",
+        "refused: `quota_exceeded` until some are used or expire",
+    ),
+    _constant(
+        "web.tickets:MAX_TICKET_BYTES",
+        "unused tickets of all owners",
+        "bytes",
+        "refused: `server_busy`, or `quota_exceeded` for an owner that holds much",
+    ),
+    _constant("web.key_file:MAX_KEY_CHARS", "an API key", "characters", "`unauthorized`"),
     _constant("web.http_guard:STALL_S", "time in which an HTTP reader takes nothing", "s", _CLOSED),
     _constant(
         "web.services:WebSettings.send_timeout_s",
@@ -128,7 +180,7 @@ CONNECTIONS = (
         "the kernel drops further ones",
     ),
     _constant(
-        "web.server:CLOSE_WAIT_S", "time for sockets to close in a drain", "s", "they are cut"
+        "web.drain:CLOSE_WAIT_S", "time for sockets to close in a drain", "s", "they are cut"
     ),
     _constant(
         "web.server:SHUTDOWN_S", "time for requests to end after a drain", "s", "they are cut"
@@ -174,6 +226,42 @@ LOGS = (
         "they are lost",
     ),
     _constant("metrics.logging:MAX_LINE_CHARS", "a log line", "characters", "the rest is cut off"),
+    _constant(
+        "metrics.tracing:MAX_WAITING_TURNS",
+        "ended turns and deliveries that wait for their spans",
+        "",
+        "further ones are not traced",
+    ),
+    _constant(
+        "core.origin:MAX_UNDELIVERED",
+        "ended turns of a request or connection whose delivery is awaited",
+        "turns",
+        "the trace of the oldest has no span `deliver`",
+    ),
+    _constant(
+        "metrics.tracing:CLOSE_TIMEOUT_S",
+        "time for the last traces at the end of the process",
+        "s",
+        "those left are not exported",
+    ),
+    _constant(
+        "metrics.collector:MAX_ANSWER_BYTES",
+        "an answer of a collector of traces",
+        "bytes",
+        "the rest is not read, and the connection is closed",
+    ),
+    _constant(
+        "web.request_log:MAX_TRACE_CHARS",
+        "`traceparent`, `tracestate`",
+        "characters",
+        "the header is ignored",
+    ),
+    _constant(
+        "metrics.prometheus:MAX_TIMED_TURNS",
+        "turns whose tokens are timed for the metrics",
+        "turns",
+        "those of further ones are not timed",
+    ),
 )
 
 REQUESTS = (
@@ -704,9 +792,45 @@ ENGINE = (
     ),
     _constant(
         "engine.plan_admission:MAX_BYPASSES",
-        "shorter turns that bypass one that waits for pages",
+        "shorter turns, and turns of others, that bypass one that waits for pages",
         "turns",
         "none bypasses it any more",
+    ),
+    _constant(
+        "engine.plan_admission:KEPT_PLACES",
+        "places of turns kept for owners that have few, where there are several: one of",
+        "places",
+        "further turns of an owner that has many wait",
+    ),
+    _constant(
+        "engine.tenant_lines:CREDIT_TOKENS",
+        "how far an owner that asks for little may be behind others, and comes first",
+        "tokens",
+        "what it was away for longer does not count",
+    ),
+    _constant(
+        "engine.tenant_lines:PRIORITY_TOKENS",
+        "a level of priority between owners",
+        "tokens",
+        "an owner that was served so much more comes after others",
+    ),
+    _constant(
+        "engine.scheduler_view:FLOOD_FORWARDS",
+        "forwards that owners fill beyond a share before they are a flood, where there are several",
+        "forwards",
+        "all owners that are not behind have two shares of a forward together",
+    ),
+    _constant(
+        "engine.shares:FLOOD_SHARES",
+        "shares of a forward in a flood, while no owner is behind",
+        "shares",
+        "nobody waits longer than for such a forward",
+    ),
+    _constant(
+        "engine.plan_tokens:LAG_FORWARDS",
+        "full forwards by which an owner is behind to have all of the next in a flood",
+        "forwards",
+        "an owner that is less behind is one of the flood",
     ),
     _constant(
         "engine.shares:MAX_SHARES",
@@ -747,6 +871,48 @@ ENGINE = (
         "sessions that a memory report lists",
         "sessions",
         "the rest is counted",
+    ),
+    _constant(
+        "core.commands:MAX_REPORTED_STEPS",
+        "engine steps that a memory report tells of",
+        "steps",
+        "older ones are left out",
+    ),
+    _constant(
+        "core.commands:MAX_REPORTED_ROWS",
+        "rows of those steps",
+        "rows",
+        "older steps are left out",
+    ),
+    _constant(
+        "web.server_watch:MAX_LISTENERS",
+        "readers of `GET /v1/admin/events`",
+        "readers",
+        "refused: `server_busy`",
+    ),
+    _constant(
+        "web.server_watch:SAMPLE_TIMEOUT_S",
+        "time for the accounts of a sample",
+        "s",
+        "`memory` is null in that sample",
+    ),
+    _constant(
+        "web.admin_sessions:MAX_ADMIN_PAGE",
+        "sessions in a page of `GET /v1/admin/sessions`",
+        "sessions",
+        _400,
+    ),
+    _constant(
+        "web.admin_sessions:MAX_MATCH_CHARS",
+        "`match` of `GET /v1/admin/sessions`",
+        "characters",
+        _400,
+    ),
+    _constant(
+        "web.admin_sessions:REPORT_TIMEOUT_S",
+        "time for what the engine says of such a page",
+        "s",
+        "`pages` and `kv_bytes` are null",
     ),
     Constant(
         "cache.content:MAX_SKIPPED",

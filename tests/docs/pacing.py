@@ -13,8 +13,24 @@ SLICES = (
     _constant("web.listener:ACCEPTS_AT_ONCE", "connections accepted", "connections", _NEXT),
     _constant("web.http_guard:PARSE_BYTES", "bytes of a request parsed", "bytes", _NEXT),
     _constant("web.websocket_guard:PARSE_BYTES", "bytes of a frame parsed", "bytes", _NEXT),
+    _constant(
+        "engine_host.event_slices:EVENTS_AT_ONCE",
+        "events of the engine handed on; outputs of one turn that wait are one",
+        "events",
+        _NEXT,
+    ),
     _constant("sessions.journal:READ_BYTES", "journal entries that a reader takes", "bytes", _NEXT),
     _constant("web.connection_table:EVICTED_AT_ONCE", "connections evicted", "connections", _NEXT),
+    _constant("web.sockets:ENDED_AT_ONCE", "sockets ended by a shutdown", "sockets", _NEXT),
+    _constant("sessions.rates:PAID_AT_ONCE", "owners whose rates may be paid", "owners", _NEXT),
+    _constant("web.door:SEEN_OUT_AT_ONCE", "sockets and requests of revoked keys ended", "", _NEXT),
+    _constant(
+        "web.departures:CLOSED_AT_ONCE",
+        "sessions, responses and conversations closed of a tenant whose last key was revoked",
+        "of each",
+        _NEXT,
+    ),
+    _constant("web.tickets:DROPPED_AT_ONCE", "expired tickets dropped", "tickets", _NEXT),
     _constant("web.sglang:ABORTED_AT_ONCE", "requests that abort_all ends", "requests", _NEXT),
     _constant(
         "protocol.growing_json:SLICE_LENGTH",
@@ -118,6 +134,30 @@ SLICES = (
 )
 
 RECORDS = (
+    _constant(
+        "sessions.turn_names:MAX_NAMED_TURNS",
+        "names of turns and drafts that were sent",
+        "names",
+        _OLDEST,
+    ),
+    _constant(
+        "sessions.overview:MEASURED_TURNS",
+        "turns of a session that `/v1/admin/sessions` measures",
+        "turns",
+        "earlier ones are left out",
+    ),
+    _constant(
+        "metrics.recent:MAX_RECENT_TURNS",
+        "times to the first token between two samples",
+        "turns",
+        "further ones are left out",
+    ),
+    _constant(
+        "web.timeline:MAX_UNSETTLED",
+        "forwards of the timeline that wait for their results",
+        "forwards",
+        _OLDEST,
+    ),
     _constant("engine.trace:NUM_STEPS", "engine steps in the trace", "steps", _OLDEST),
     _constant("engine.trace:MAX_TRACED", "rows and decisions in them", "entries", _OLDEST),
     _constant(
@@ -164,14 +204,28 @@ HARMLESS_BEGINNINGS = ("EXIT_", "MIN_", "NULL_", "M_")
 
 BOUND_NOTHING = frozenset(
     {
+        # In what weights are counted, and places in an order.
+        "cache.tenants:WHOLE_WEIGHT",
+        "session_server.sessions.quotas:_ANY",
+        "session_server.sessions.rates:_MINUTE_S",
+        "cache.tenants:_LAST",
+        "cache.tenants:_RESOLUTION",
+        # How much of a digest is shown.
+        "session_server.web.key_store:SHORT_DIGEST_CHARS",
         # How often something happens.
         "session_server.engine.reporting:STATS_INTERVAL_S",
+        "session_server.web.server_watch:SAMPLE_INTERVAL_S",
         "session_server.engine_host.watchdog:PULSE_INTERVAL_S",
         "session_server.metrics.throughput:REST_S",
+        "session_server.web.request_log:_CLIENT_GONE",
         "session_server.engine_wiring:_PROGRESS_INTERVAL_S",
         "session_server.progress:LINE_INTERVAL_S",
         "session_server.web.app:LAG_PROBE_S",
         "session_server.web.app:TICK_S",
+        "session_server.web.drain:TELL_INTERVAL_S",
+        "session_server.web.server:LOOK_S",
+        "session_server.web.tls:_RECORD_BYTES",
+        "session_server.web.tls_records:_HEAD_BYTES",
         "session_server.web.listener:_QUIET_S",
         "session_server.engine_host.audit_pace:AUDIT_PAUSE_RATIO",
         "session_server.engine_host.audit_pace:BUSY_PAUSE_RATIO",
@@ -194,7 +248,6 @@ BOUND_NOTHING = frozenset(
         "session_server.sessions.answer_grammar:_TAIL_TOKENS",
         "session_server.protocol.frames:SCORE_CHARS",
         "session_server.sessions.prompt:NUM_TAIL",
-        "session_server.sessions.quotas:_MINUTE_S",
         "session_server.sessions.request_tree:NODE_BYTES",
         "session_server.sessions.agreement:DIGEST_BYTES",
         "session_server.sessions.kept_conversations:CONVERSATION_BYTES",
@@ -206,6 +259,7 @@ BOUND_NOTHING = frozenset(
         "session_server.text.template_values:_INT_END",
         "session_server.text.template_worker:_UTF8_BYTES",
         "session_server.web.http_guard:QUEUED_REQUEST_BYTES",
+        "session_server.web.http_guard:MANY_PARTS",
         "session_server.web.websocket_guard:FRAGMENT_BYTES",
         # From where on another way of doing the same is cheaper.
         "cache.components:_FIRST_BLOCK",

@@ -7,18 +7,22 @@ from collections.abc import Callable, Iterator
 
 from session_server.config import Settings
 from session_server.core.errors import INTERNAL_ERROR, WIRE_ERRORS
-from session_server.flags import FLAGS, IGNORED_SWITCHES, IGNORED_VALUES
+from session_server.flags import FLAGS, IGNORED_SWITCHES, IGNORED_VALUES, range_text
 from session_server.foreign_flags import RENAMED_FLAGS, UNSUPPORTED_FLAGS
 from session_server.metrics.prometheus import ServerMetrics
+from session_server.sources import variable_of
 from tests.docs import import_graph, limits, protocol_tables, published
 from tests.faults.programme import EXPECTED, FEWER, NOT_YET, injections
+from tests.mutants.at_door import CAUGHT
 from tests.mutants.registry import MUTANTS, SURVIVORS
 from tests.mutants.search import recorded
+from tests.observe import dashboard
 from tests.oracle import record
 from tests.scenarios.catalogue import CATALOGUE, NOT_APPLICABLE
 from tests.scenarios.registry import Scenario, scenarios
 
 DOCS = published.DOCS
+DASHBOARD = DOCS.parent / "examples/deploy/grafana-dashboard.json"
 
 
 def error_table() -> str:
@@ -38,20 +42,27 @@ def error_table() -> str:
 
 
 def flag_table() -> str:
-    """Every flag of `session-server serve`, with its default and bounds."""
+    """Every setting of `session-server serve`, under its three names."""
 
     def rows() -> Iterator[str]:
-        yield "| flag | default | meaning |"
-        yield "|---|---|---|"
+        yield "| flag | key | variable | default | range | meaning |"
+        yield "|---|---|---|---|---|---|"
         for flag in FLAGS:
             part = Settings.model_fields[flag.part].default
             field = type(part).model_fields[flag.field]
             names = ", ".join(f"`{name}`" for name in flag.names)
             default = getattr(part, flag.field)
             default = getattr(default, "value", default)
-            shown = "" if flag.constant is not None or default in (None, ()) else f"`{default}`"
-            prefix = "do not " if flag.constant is False else ""
-            yield f"| {names} | {shown} | {prefix}{field.description} |"
+            default = str(default).lower() if isinstance(default, bool) else default
+            shown = "" if default in (None, ()) else f"`{default}`"
+            description = field.description
+            if flag.constant is not None:
+                does = "do not " if flag.constant is False else ""
+                description = f"the flag: {does}{description}"
+            yield (
+                f"| {names} | `{flag.part}.{flag.field}` | `{variable_of((flag.part, flag.field))}`"
+                f" | {shown} | {range_text(field)} | {description} |"
+            )
         ignored = ", ".join(f"`{name}`" for name in (*IGNORED_SWITCHES, *IGNORED_VALUES))
         yield ""
         yield f"Accepted and ignored: {ignored}."
@@ -83,6 +94,8 @@ def metric_table() -> str:
         yield "| metric | kind | meaning |"
         yield "|---|---|---|"
         for metric in ServerMetrics(now_s=lambda: 0.0).registry.collect():
+            if not metric.name.startswith("session_server_"):
+                continue  # of the process: what the library tells of it depends on the system
             name = metric.name + ("_total" if metric.type == "counter" else "")
             yield f"| `{name}` | {metric.type} | {metric.documentation} |"
 
@@ -148,6 +161,19 @@ def mutant_table() -> str:
     return "\n".join(rows())
 
 
+def door_mutant_table() -> str:
+    """Every seeded bug of keys and quotas, and the test that finds it."""
+
+    def rows() -> Iterator[str]:
+        yield "| bug | found by |"
+        yield "|---|---|"
+        for caught in CAUGHT:
+            module, _, test = caught.by.partition(":")
+            yield f"| {caught.mutant.bug} | `{module.replace('.', '/')}.py`: `{test}` |"
+
+    return "\n".join(rows())
+
+
 def error_of_families_table() -> str:
     """Every family, and its largest difference from `transformers`."""
 
@@ -171,7 +197,8 @@ def evidence_list() -> str:
         yield (
             f"* **{len(MUTANTS)} seeded bugs**, those that other servers have had among them, are "
             f"put in one at a time: the\n  simulator finds {len(steps)}, half of them within "
-            f"{steps[len(steps) // 2]:,} steps."
+            f"{steps[len(steps) // 2]:,} steps.\n  {len(CAUGHT)} more, of keys and quotas, are "
+            "found by tests that they name."
         )
         yield (
             f"* **[{len(CATALOGUE)} scenarios](docs/scenarios.md)** from this field's history: "
@@ -212,6 +239,7 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("scenarios.md", "scenarios"): scenario_table,
     ("testing.md", "faults"): fault_table,
     ("testing.md", "mutants"): mutant_table,
+    ("testing.md", "door mutants"): door_mutant_table,
 }
 
 
@@ -227,6 +255,7 @@ def main() -> None:
     for (page, name), table in TABLES.items():
         path = DOCS / page
         path.write_text(with_table(path.read_text("utf-8"), name, table()), "utf-8")
+    DASHBOARD.write_text(dashboard.text(), "utf-8")
     for path, text in published.files().items():
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, "utf-8")

@@ -9,7 +9,7 @@ import pytest
 from fastapi.routing import APIRoute
 
 from session_server.cli import COMMANDS
-from session_server.client.session import RETRYABLE_CLOSE_CODES
+from session_server.client.refusals import RETRYABLE_CLOSE_CODES
 from session_server.protocol.session_protocol import CloseCode
 from session_server.web.app import ROUTERS
 from tests.docs.tables import DOCS, TABLES, metric_table, with_table

@@ -70,3 +70,20 @@ def test_every_message_of_a_socket_has_its_schema() -> None:
             for each in document["operations"][f"{action}:{channel.name}"]["messages"]
         ]
         assert sorted(told) == sorted(messages)
+
+
+def test_the_ways_to_say_who_connects_are_those_that_the_sockets_take() -> None:
+    document = json.loads(FILES[DOCS / "asyncapi.json"])
+    ways = document["components"]["securitySchemes"]
+    offered = f"{ways['offeredKey']['description']} {ways['ticket']['description']}"
+    told = set(re.findall(r"[a-z-]+\.(?=KEY|TICKET)", offered))
+    web = DOCS.parent / "session_server" / "web"
+    taken = re.findall(
+        r'_PROTOCOL: Final = "([a-z-]+\.)"',
+        "".join((web / file).read_text("utf-8") for file in ("requests.py", "realtime.py")),
+    )
+    assert told == set(taken)
+    assert "POST /v1/ws-ticket" in ways["ticket"]["description"]
+    for operation in document["operations"].values():
+        named = [each["$ref"].rpartition("/")[2] for each in operation["security"]]
+        assert named == list(ways)

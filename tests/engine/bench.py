@@ -64,10 +64,13 @@ class Bench:
 
     # Commands
 
-    def open(self, name: str, *, salt: str = "a", tokens: tuple[int, ...] = ()) -> SessionId:
+    def open(
+        self, name: str, *, salt: str = "a", tokens: tuple[int, ...] = (), tenant: str = ""
+    ) -> SessionId:
         """Open a session and step."""
         session_id = SessionId(name)
-        self.step(OpenSession(session_id=session_id, tenant_salt=salt, tokens=tokens))
+        opening = OpenSession(session_id=session_id, tenant_salt=salt, tokens=tokens, tenant=tenant)
+        self.step(opening)
         return session_id
 
     def submit_command(
@@ -78,6 +81,7 @@ class Bench:
         *,
         base_len: int = 0,
         priority: int = 0,
+        tenant: str = "",
         **sampling: object,
     ) -> SubmitTurn:
         """A submit as the server would send it; greedy defaults that never hit EOS."""
@@ -89,6 +93,7 @@ class Bench:
             tokens=tokens,
             sampling=SamplingParams(**options),  # type: ignore[arg-type]
             priority=priority,
+            tenant=tenant,
         )
 
     # Steps

@@ -15,11 +15,12 @@ from tests.sim.hand_engine import Sizes
 
 @dataclass(frozen=True, slots=True)
 class Coming:
-    """A turn to come: lengths of its prompt and its answer, and its priority."""
+    """A turn to come: lengths of its prompt and its answer, its priority, and whose it is."""
 
     prompt_len: int
     max_new: int = 1
     priority: int = 0
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +66,19 @@ class Crowd:
         """Send turns in one step, each in a session of its own."""
         commands = []
         for name, turn in coming.items():
-            session_id = self.bench.open(f"of {name}", salt=name)
+            session_id = self.bench.open(f"of {name}", salt=name, tenant=turn.tenant)
             self._note_launches()
             prompt = distinct(len(self.guests) + len(commands), turn.prompt_len)
-            options = {"max_tokens": turn.max_new, "priority": turn.priority}
-            commands.append(self.bench.submit_command(session_id, name, prompt, **options))
+            commands.append(
+                self.bench.submit_command(
+                    session_id,
+                    name,
+                    prompt,
+                    priority=turn.priority,
+                    tenant=turn.tenant,
+                    max_tokens=turn.max_new,
+                )
+            )
         ahead = frozenset(self.live())
         for name, turn in coming.items():
             self.guests[name] = Guest(turn.prompt_len, turn.max_new, ahead, len(self.forwards))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from cache.types import SessionId, TurnId, pages_for
 from session_server.engine.plan import StepPlan
-from session_server.engine.scheduler_view import AdmissionQuote, BlockReason, Limits
+from session_server.engine.scheduler_view import AdmissionQuote, BlockReason, Limits, Load
 from session_server.engine.shortage import PoolPages, ReclaimableTotal, add_pages
 
 
@@ -19,6 +19,7 @@ class FakeRunning:
     held_pages: PoolPages = (0,)
     promised_pages: PoolPages = (0,)
     num_drafts: int = 0
+    tenant: str = ""
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class FakeWaiting:
     session_id: SessionId
     price: AdmissionQuote
     times_bypassed: int = 0
+    tenant: str = ""
+    reserved_pages: PoolPages = (0,)
 
     def quote(self) -> AdmissionQuote:
         return self.price
@@ -47,6 +50,15 @@ class FakeView:
     num_free_rows: int = 8
     is_in_flight: bool = False
     known_denial: tuple[TurnId, BlockReason] | None = None
+    is_shared: bool = False
+    load: Load = field(default_factory=Load)
+    served_tokens: Mapping[str, int] = field(default_factory=dict)
+
+    def served(self, tenant: str) -> int:
+        return self.served_tokens.get(tenant, 0)
+
+    def lag(self, tenant: str) -> int:
+        return max(self.served_tokens.values(), default=0) - self.served(tenant)
 
     @property
     def idle_total(self) -> ReclaimableTotal:

@@ -16,6 +16,7 @@ from session_server.engine.config import MemoryCheck
 from session_server.engine.plan import plan_step
 from session_server.engine.plan_budget import MAX_COOLED
 from session_server.engine.scheduler_view import BlockReason
+from session_server.engine.shortage import ReclaimableTotal
 from tests.cache.work import count_calls
 from tests.engine.bench import Bench
 from tests.engine.plan_views import (
@@ -31,9 +32,15 @@ from tests.sim.hand_engine import Sizes
 
 @dataclass(frozen=True)
 class AskedView(FakeView):
-    """Counts the idle sessions that a plan asks."""
+    """Counts the idle sessions that a plan asks, and how often it sums them up."""
 
     asked: list[SessionId] = field(default_factory=list)
+    sums: list[ReclaimableTotal] = field(default_factory=list)
+
+    @property
+    def idle_total(self) -> ReclaimableTotal:
+        self.sums.append(super().idle_total)
+        return self.sums[-1]
 
     @property
     def idle(self) -> Iterator[FakeIdle]:
@@ -67,6 +74,19 @@ def test_a_running_turn_that_nobody_can_help_asks_nobody() -> None:
     plan = plan_step(view, LIMITS)
     assert plan.retract == ()
     assert view.asked == []
+
+
+def test_however_many_turns_lack_pages_a_plan_sums_up_once_what_is_idle() -> None:
+    """A sum costs O(tenants with idle sessions)."""
+    short = tuple(FakeRunning(TurnId(f"short{number}"), 400) for number in range(6))
+    first = running("oldest", 1, spare=1)
+    view = AskedView(running=(first, *short), idle_sessions=IDLE[:1])
+    plan_step(view, LIMITS)
+    assert len(view.sums) == 1
+    view = AskedView(running=(first, *(running(f"r{n}", 4, held=9) for n in range(6))))
+    plan = plan_step(replace(view, idle_sessions=IDLE[:3]), LIMITS)
+    assert len(view.sums) == 1
+    assert plan.cool == ("idle0", "idle1", "idle2")
 
 
 def test_who_can_be_helped_asks_as_many_as_it_takes() -> None:

@@ -9,7 +9,8 @@ from session_server.core.commands import SubmitTurn
 from session_server.core.sampling import SamplingParams
 from session_server.engine.scheduler_view import BlockReason
 from session_server.engine.turn import Turn, TurnClock
-from session_server.engine.turn_queue import Supply, TurnQueue, WaitingQueue
+from session_server.engine.turn_line import TurnQueue
+from session_server.engine.turn_queue import Supply, WaitingQueue
 from tests.cache.kv_world import NAMESPACES, make_cache
 from tests.cache.plain_turns import run_turn
 from tests.cache.work import count_calls

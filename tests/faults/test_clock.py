@@ -25,9 +25,11 @@ CLOCKS = {
 }
 MAY_SHOW_THE_TIME = {
     ("session_server/wiring.py", "make_services"): "when the model was loaded, for /v1/models",
+    ("session_server/metrics/tracing.py", "__init__"): "when the spans of a trace began",
     ("session_server/sessions/opening.py", "new_session"): "created_at, and the template's date",
     ("session_server/sessions/response_turns.py", "_measure"): "the template's date, in a count",
-    ("session_server/web/websocket.py", "_first_message_owner"): "server_time of a pong",
+    ("session_server/key_command.py", "run"): "the date in the comment of a key",
+    ("session_server/web/websocket.py", "_first_message_credential"): "server_time of a pong",
     ("session_server/web/websocket.py", "_read"): "server_time of a pong",
 }
 """Functions of the server that read the wall clock, and what they show it for."""
@@ -55,7 +57,7 @@ def readings(function: ast.AST) -> Iterator[ast.Attribute]:
                 yield node
 
 
-@injects("clock jump", "every reading of the wall clock in the server", points=5)
+@injects("clock jump", "every reading of the wall clock in the server", points=6)
 def test_the_wall_clock_is_shown_and_decides_nothing(points: Points) -> None:
     found = set(wall_clocks())
     assert found == MAY_SHOW_THE_TIME.keys()

@@ -27,7 +27,8 @@ from session_server.core.session_events import (
 )
 from session_server.sessions.quotas import QuotaLimits, SessionLimits
 from session_server.sessions.views import OpenRequest
-from session_server.web.keys import KeyRing, digest_of
+from session_server.web.key_file import digest_of
+from session_server.web.keys import KeyRing
 from session_server.web.sockets import UNAUTHENTICATED_SHARE
 from tests.faults.points import Points, injects
 from tests.rig.moments import OWNER, Rig, turn

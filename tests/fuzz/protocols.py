@@ -15,7 +15,12 @@ from session_server.protocol.chat_completions import ChatBody, parse_chat
 from session_server.protocol.completions import CompletionBody, parse_completion
 from session_server.protocol.frames import LimitsBody, OpenedFrame
 from session_server.protocol.messages import OpenBody, TurnBody, chat_messages, decode, turn_request
-from session_server.protocol.realtime import REALTIME, RealtimeNames, RealtimeProtocol
+from session_server.protocol.realtime import (
+    REALTIME,
+    RealtimeModel,
+    RealtimeNames,
+    RealtimeProtocol,
+)
 from session_server.protocol.realtime_outbox import RealtimeQueue
 from session_server.protocol.realtime_responses import StartResponse
 from session_server.protocol.responses import CompactBody, ResponseFields, parse_response
@@ -111,8 +116,8 @@ def feed_realtime(random: Random) -> Feed:
     def feed(payload: bytes) -> None:
         if not made or made[0][0].close_code is not None or random.random() < 0.01:
             protocol = RealtimeProtocol(
-                RealtimeNames("s_1", "m"),
-                defaults=_DEFAULTS,
+                RealtimeNames("s_1"),
+                model=RealtimeModel("m", _DEFAULTS),
                 max_message_bytes=2048,
                 check_room=lambda _: None,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import io
 import json
@@ -64,7 +65,7 @@ def test_lines_beyond_the_bound_are_dropped_and_counted() -> None:
         "123456789",
         "123456789",
         "12345678",
-        "2 log lines were dropped: they were not read in time",
+        "2 log lines were dropped: they could not be written in time",
         "later",
     ]
 
@@ -102,6 +103,32 @@ def test_a_stream_that_is_closed_ends_the_writer_and_nothing_else() -> None:
     handler = NonBlockingHandler(stream, max_bytes=100)
     for _ in range(50):
         handler.emit(record("nobody hears this"))
+
+
+class Disk(io.StringIO):
+    """A stream that takes nothing while it is full."""
+
+    is_full = True
+
+    def write(self, text: str) -> int:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(text)
+
+
+def test_a_log_on_a_full_disk_goes_on_when_there_is_room_again() -> None:
+    stream = Disk()
+    handler = NonBlockingHandler(stream, max_bytes=100)
+    for _ in range(50):
+        handler.emit(record("nobody reads this"))
+        handler.flush()
+    stream.is_full = False
+    handler.emit(record("later"))
+    handler.flush()
+    assert stream.getvalue().splitlines() == [
+        "later",
+        "50 log lines were dropped: they could not be written in time",
+    ]
 
 
 @pytest.fixture

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, get_args
 
 import pytest
 from msgspec.structs import replace
@@ -18,14 +25,27 @@ from session_server.core.events import (
     MemoryReported,
     PoolReport,
     SessionCooled,
+    SizeCounts,
     TokensProduced,
     TurnFailed,
     TurnFinished,
     TurnTimings,
 )
 from session_server.core.ids import SessionId, TurnId
-from session_server.metrics.logging import LOGGERS, EventLog, OneLineFormatter, configure_logging
-from session_server.metrics.prometheus import ReaderKind, ServerMetrics
+from session_server.core.origin import Origin
+from session_server.core.session_events import CloseReason, TokenUsage
+from session_server.core.turn_report import TurnReport
+from session_server.metrics.live import LiveState
+from session_server.metrics.logging import (
+    LOGGERS,
+    EventLog,
+    JsonFormatter,
+    OneLineFormatter,
+    TerminalFormatter,
+    TurnLog,
+    configure_logging,
+)
+from session_server.metrics.prometheus import MAX_TIMED_TURNS, ReaderKind, ServerMetrics
 
 TIMINGS = TurnTimings(
     queue_ms=1.0, prefill_ms=2.0, ttft_ms=30.0, decode_ms=40.0, forward_ms=5.0, num_steps=6
@@ -96,6 +116,36 @@ STATS = EngineStats(
     sessions=1,
     check_runs=5,
     check_violations=0,
+)
+READY = EngineReady(
+    epoch=1,
+    max_turn_len=1,
+    vocab_size=1,
+    eos_token_ids=(),
+    page_size=1,
+    num_pages=1,
+    device="cpu",
+    dtype="float32",
+    backend="torch",
+)
+CLOSES = get_args(CloseReason)
+ENDED = TurnReport(
+    session_id="s",
+    turn_id="t",
+    status="completed",
+    reason="stop",
+    is_chat=True,
+    max_tokens=16,
+    usage=TokenUsage(10, 7, 2),
+    num_retractions=3,
+    timings=TIMINGS,
+    origin=Origin(0.5, "r"),
+    received_s=0.5,
+    asked_s=1.0,
+    checked_s=None,
+    begun_s=1.25,
+    sent_s=1.5,
+    ended_s=2.0,
 )
 
 
@@ -184,9 +234,11 @@ def test_the_accounts_of_a_pool_are_shown_and_add_up() -> None:
     lines = metrics.exposition().decode().splitlines()
     pages = [line for line in lines if line.startswith("session_server_pages{")]
     assert sum(float(line.split()[-1]) for line in pages) == 10
-    assert value(metrics, "session_server_engine_total", what="coolings") == 3
-    assert value(metrics, "session_server_engine_total", what="check_runs") == 5
-    assert value(metrics, "session_server_engine_total", what="reprefill_tokens") == 70
+    assert value(metrics, "session_server_retractions_total") == 1
+    assert value(metrics, "session_server_memory_checks_total") == 5
+    assert value(metrics, "session_server_reprefill_tokens_total") == 70
+    assert value(metrics, "session_server_kv_usage_ratio", pool="full") == pytest.approx(0.8)
+    assert value(metrics, "session_server_page_tokens", pool="full") == 16
     assert value(metrics, "session_server_memory_check_cost_ratio") == 0.01
     assert value(metrics, "session_server_engine_turns", state="waiting") == 2
 
@@ -201,7 +253,6 @@ def test_nothing_runs_in_an_engine_that_died() -> None:
 
 def test_readers_refusals_sessions_and_lag_are_counted() -> None:
     metrics = ServerMetrics(now_s=Clock())
-    metrics.set_live_gauges(sessions=lambda: 3, tasks=lambda: 7)
     metrics.connection_opened(ReaderKind.WEBSOCKET)
     metrics.connection_opened(ReaderKind.WEBSOCKET)
     metrics.connection_closed(ReaderKind.WEBSOCKET)
@@ -209,13 +260,93 @@ def test_readers_refusals_sessions_and_lag_are_counted() -> None:
     metrics.count_refusal("whatever a client made up")
     metrics.observe_loop_lag(0.5)
     metrics.on_event(EngineDied(message="killed", will_restart=True))
-    assert value(metrics, "session_server_sessions") == 3
-    assert value(metrics, "session_server_event_loop_tasks") == 7
     assert value(metrics, "session_server_connections", kind="websocket") == 1
     assert value(metrics, "session_server_connections_opened_total", kind="websocket") == 2
     assert value(metrics, "session_server_refusals_total", code="other") == 1
     assert value(metrics, "session_server_event_loop_lag_seconds_sum") == 0.5
     assert value(metrics, "session_server_engine_deaths_total") == 1
+
+
+def test_what_a_lost_engine_has_done_stays_counted() -> None:
+    metrics = ServerMetrics(now_s=Clock())
+    sizes = SizeCounts(counts=(1, 2, *(0,) * 13), total=5)
+    metrics.on_event(replace(STATS, batch_rows=sizes))
+    metrics.on_event(replace(STATS, batch_rows=sizes))
+    assert value(metrics, "session_server_forwards_total") == 9
+    assert value(metrics, "session_server_forward_seconds_total") == pytest.approx(0.09)
+    metrics.on_event(EngineDied(message="killed", will_restart=True))
+    metrics.on_event(replace(READY, epoch=2, device="cuda"))
+    metrics.on_event(replace(STATS, steps=4, forward_ms=10.0, batch_rows=sizes))
+    assert value(metrics, "session_server_forwards_total") == 13
+    assert value(metrics, "session_server_forward_seconds_total") == pytest.approx(0.1)
+    assert value(metrics, "session_server_engine_tokens_total", kind="cached") == 14
+    assert value(metrics, "session_server_engine_restarts_total") == 1
+    name = "session_server_forward_turns"
+    assert [value(metrics, f"{name}_bucket", le=le) for le in ("1", "2", "+Inf")] == [2, 6, 6]
+    assert [value(metrics, f"{name}_{what}") for what in ("count", "sum")] == [6, 10]
+    labels = {"device": "cuda", "dtype": "float32", "backend": "torch"}
+    assert value(metrics, "session_server_engine_info", **labels) == 1
+
+
+@pytest.mark.parametrize("num_turns", [MAX_TIMED_TURNS - 1, MAX_TIMED_TURNS, MAX_TIMED_TURNS + 1])
+def test_turns_whose_tokens_are_timed_are_bounded_and_forgotten(num_turns: int) -> None:
+    metrics = ServerMetrics(now_s=Clock())
+    events = [TokensProduced(turn_id=TurnId(f"t{n}"), token_ids=(5,)) for n in range(num_turns)]
+    for event in events * 2:
+        metrics.on_event(event)
+    count = "session_server_inter_token_seconds_count"
+    assert value(metrics, count) == min(num_turns, MAX_TIMED_TURNS)
+    for event in events:
+        metrics.on_event(replace(FAILED, turn_id=event.turn_id))
+    for event in events[:1] * 2:
+        metrics.on_event(event)
+    assert value(metrics, count) == min(num_turns, MAX_TIMED_TURNS) + 1
+
+
+def test_a_scrape_shows_what_is_held_then() -> None:
+    metrics = ServerMetrics(now_s=Clock())
+    assert value(metrics, "session_server_sessions") is None
+    state = LiveState(
+        sessions=3,
+        resident_sessions=2,
+        opened_sessions=9,
+        closed_sessions={"expired": 6},
+        evictions={"pressure": 4},
+        turns={"live": 1, "queued": 0},
+        grammar_checks={"passed": 8},
+        budgets={"turns": (1, 16)},
+        tasks=7,
+        is_engine_up=True,
+        stalled_s=0.0,
+    )
+    metrics.live.read = lambda: state
+    assert value(metrics, "session_server_sessions") == 3
+    assert value(metrics, "session_server_resident_sessions") == 2
+    assert value(metrics, "session_server_event_loop_tasks") == 7
+    closed = {r: value(metrics, "session_server_sessions_closed_total", reason=r) for r in CLOSES}
+    assert closed == {"client": 0, "expired": 6, "draining": 0}
+    assert value(metrics, "session_server_session_evictions_total", reason="pressure") == 4
+    assert value(metrics, "session_server_session_evictions_total", reason="flush") == 0
+    assert value(metrics, "session_server_budget_limit", budget="turns") == 16
+    assert value(metrics, "session_server_engine_up") == 1
+
+
+def test_every_metric_says_what_it_counts_and_none_has_a_label_without_bound() -> None:
+    metrics = ServerMetrics(now_s=Clock())
+    metrics.on_event(READY)
+    metrics.on_event(REPORT)
+    named = {
+        label
+        for family in metrics.registry.collect()
+        for sample in family.samples
+        if family.name.startswith("session_server_")
+        for label in sample.labels
+    }
+    assert all(family.documentation.endswith(".") for family in metrics.registry.collect())
+    assert named <= {
+        *("account", "backend", "code", "device", "dtype", "kind", "le", "outcome", "pool"),
+        *("reason", "state", "version"),
+    }
 
 
 def test_two_servers_in_one_process_count_apart() -> None:
@@ -245,45 +376,95 @@ def test_events_worth_a_line_get_one(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("test.events")
     log = EventLog(logger)
     with caplog.at_level(logging.DEBUG, logger="test.events"):
-        log.on_event(FINISHED)
-        log.on_event(FAILED)
         log.on_event(SessionCooled(session_id=SessionId("s")))
         log.on_event(EngineDied(message="killed", will_restart=False))
         log.on_event(STATS)
         log.on_event(EngineStalled(stalled_s=1.6))
         log.on_event(EngineResumed())
-        log.on_event(
-            EngineReady(
-                epoch=1,
-                max_turn_len=1,
-                vocab_size=1,
-                eos_token_ids=(),
-                page_size=1,
-                num_pages=1,
-                device="cpu",
-                dtype="float32",
-                backend="torch",
-            )
-        )
+        log.on_event(READY)
     lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 7
-    assert "prompt=10 cached=7 output=2" in lines[0]
-    assert lines[0].endswith("retractions=3")
-    assert "seconds=1.6" in lines[4]
-    assert "code=numerical_error" in lines[1]
+    assert len(lines) == 5
+    assert "seconds=1.6" in lines[2]
+
+
+def test_a_turn_gets_one_line_with_the_ids_that_its_client_knows(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log = TurnLog(logging.getLogger("t"))
+    with caplog.at_level(logging.INFO, logger="t"):
+        log.on_turn(ENDED)
+        log.on_turn(dataclasses.replace(ENDED, timings=None, sent_s=None, reason="draining"))
+        log.on_turn(dataclasses.replace(ENDED, status="failed", reason="numerical_error"))
+    who = "session=s turn=t request=r"
+    counts = "prompt=10 cached=7 output=2"
+    assert caplog.messages == [
+        f"turn finished {who} status=completed reason=stop {counts} submit_ms=500.0 "
+        "queue_ms=1.0 ttft_ms=30.0 decode_ms=40.0 retractions=3",
+        f"turn finished {who} status=completed reason=draining {counts} submit_ms=1000.0 "
+        "queue_ms=0.0 ttft_ms=0.0 decode_ms=0.0 retractions=3",
+        f"turn failed {who} code=numerical_error",
+    ]
+
+
+def test_on_a_terminal_lines_have_columns_and_only_our_colors() -> None:
+    said = logging.LogRecord("x", logging.WARNING, "", 0, "a\x1b[31m turn=%s", ("b\nc=d",), None)
+    plain = TerminalFormatter(is_colored=False).format(said)
+    assert plain[8:] == " WARNING  a  turn=b c=d"
+    assert plain.isprintable()
+    colored = TerminalFormatter(is_colored=True).format(said)
+    assert re.sub(r"\x1b\[\d+m", "", colored) == plain
+    assert "\x1b[33mWARNING" in colored
+    assert "\x1b[2mturn=\x1b[0mb" in colored
+    assert "\x1b[31m" not in colored
+
+
+@pytest.mark.parametrize(
+    ("log_format", "is_terminal", "allows_color", "kind"),
+    [
+        ("text", True, True, TerminalFormatter),
+        ("text", True, False, TerminalFormatter),
+        ("text", False, True, OneLineFormatter),
+        ("json", True, True, JsonFormatter),
+    ],
+)
+def test_lines_are_laid_out_for_whoever_reads_them(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    log_format: Literal["text", "json"],
+    is_terminal: bool,
+    allows_color: bool,
+    kind: type[logging.Formatter],
+) -> None:
+    ours, theirs = os.openpty() if is_terminal else os.pipe()
+    with configured(), open(ours, "rb"), open(theirs, "w", encoding="utf-8") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        logger = configure_logging("info", log_format, allows_color=allows_color)
+        (handler,) = logger.handlers
+        assert type(handler.formatter) is kind
+        logger.info("said turn=%s", "t")
+        handler.flush()
+        shown = os.read(ours, 4096)
+    assert (b"\x1b[" in shown) is (kind is TerminalFormatter and allows_color)
+
+
+@contextmanager
+def configured() -> Iterator[None]:
+    """Put the loggers back behind the block."""
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    before = [(each.handlers[:], each.level, each.propagate) for each in loggers]
+    try:
+        yield
+    finally:
+        for each, (handlers, level, propagate) in zip(loggers, before, strict=True):
+            each.handlers[:] = handlers
+            each.setLevel(level)
+            each.propagate = propagate
 
 
 def test_uvicorn_and_asyncio_speak_up_only_to_warn() -> None:
-    before = {
-        n: (logging.getLogger(n).handlers[:], logging.getLogger(n).propagate) for n in LOGGERS
-    }
-    try:
+    with configured():
         logger = configure_logging("info")
         assert logger.isEnabledFor(logging.INFO)
         for name in ("uvicorn.error", "asyncio"):
             assert not logging.getLogger(name).isEnabledFor(logging.INFO)
             assert logging.getLogger(name).isEnabledFor(logging.WARNING)
-    finally:
-        for name, (handlers, propagate) in before.items():
-            logging.getLogger(name).handlers[:] = handlers
-            logging.getLogger(name).propagate = propagate

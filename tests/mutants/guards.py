@@ -216,8 +216,8 @@ FIRST_COME_TAKES_ALL = Mutant(
     "sglang#34623, ATOM#1835 (X7)",
     Edit(
         "session_server.engine.plan_tokens:_split",
-        "first=(0, len(prefilling)))",
-        "first=())\n    left = limits.num_tokens\n    for i, need in enumerate(needs):\n"
+        "first=(0, len(prefilling)), share=share)",
+        "first=())\n    left = num_tokens\n    for i, need in enumerate(needs):\n"
         "        shares[i] = min(need, left)\n        left -= shares[i]",
     ),
 )
@@ -391,8 +391,8 @@ HITS_GO_FIRST = Mutant(
     "arXiv 2409.20002 (C5)",
     Edit(
         "session_server.engine.view:LiveView.waiting",
-        "return (LiveWaiting(self.queue, turn) for turn in self.queue)",
-        "queue = [LiveWaiting(self.queue, turn) for turn in self.queue]\n"
+        "return (LiveWaiting(self, turn) for turn in self.queue)",
+        "queue = [LiveWaiting(self, turn) for turn in self.queue]\n"
         "        return sorted(queue, key=lambda one: one.quote().num_uncomputed)",
     ),
 )

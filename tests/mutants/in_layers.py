@@ -105,7 +105,7 @@ WINDOW_LOCK_IS_NOT_BOOKED = Mutant(
     "systematic",
     Edit(
         "cache.page_locks:PageLocks._lock_pages",
-        "self._ledgers[pool].protect(num_evictable)",
+        "self._tenants.protect(node.tenant, pool, num_evictable)",
         "pass",
     ),
 )
@@ -115,7 +115,7 @@ WINDOW_UNLOCK_IS_NOT_BOOKED = Mutant(
     "systematic",
     Edit(
         "cache.page_locks:PageLocks._unlock_pages",
-        "self._ledgers[pool].unprotect(num_evictable)",
+        "self._tenants.protect(node.tenant, pool, -num_evictable)",
         "pass",
     ),
 )
@@ -125,8 +125,8 @@ SHARED_WINDOW_IS_UNLOCKED = Mutant(
     "systematic",
     Edit(
         "cache.page_locks:PageLocks._unlock_pages",
-        "unprotect(num_evictable)",
-        "unprotect(np.count_nonzero(node.page_locks[pool].view(start, end) <= 1))",
+        "tenant, pool, -num_evictable)",
+        "tenant, pool, -np.count_nonzero(node.page_locks[pool].view(start, end) <= 1))",
     ),
 )
 
@@ -181,7 +181,7 @@ TOMBSTONES_ARE_PUBLISHED_AS_PAGES = Mutant(
     "systematic",
     Edit(
         "cache.radix:RadixCache.insert",
-        "ledger.transfer(int(np.count_nonzero(fresh[pool])), Holder.ACTIVE, Holder.TREE)",
+        "ledger.transfer(num_pages, Holder.ACTIVE, Holder.TREE)",
         "ledger.transfer(len(fresh[pool]), Holder.ACTIVE, Holder.TREE)",
     ),
 )
@@ -191,7 +191,7 @@ TOMBSTONES_ARE_TAKEN_BACK_AS_PAGES = Mutant(
     "systematic",
     Edit(
         "cache.radix:RadixCache.unpublish",
-        "self._ledgers[pool].transfer(int(np.count_nonzero(ids)), Holder.TREE, holder)",
+        "self._ledgers[pool].transfer(num_taken, Holder.TREE, holder)",
         "self._ledgers[pool].transfer(len(ids), Holder.TREE, holder)",
     ),
 )
@@ -220,9 +220,9 @@ ONE_POOL_IS_COUNTED = Mutant(
     "The plan takes what is free in the first pool for what is free in each.",
     "systematic",
     Edit(
-        "cache.session_cache:SessionAwareCache.headroom",
-        "for pool, each in ledgers]",
-        "for pool, each in [next(iter(ledgers))] * len(ledgers)]",
+        "cache.views:Headroom.of",
+        "for pool, each in ledgers\n",
+        "for pool, each in [next(iter(ledgers))] * len(ledgers)\n",
     ),
 )
 

@@ -178,7 +178,7 @@ PUBLISHED_PAGES_STAY_PRIVATE = Mutant(
     "sglang#35470 (D6)",
     Edit(
         "cache.radix:RadixCache.insert",
-        "ledger.transfer(int(np.count_nonzero(fresh[pool])), Holder.ACTIVE, Holder.TREE)",
+        "ledger.transfer(num_pages, Holder.ACTIVE, Holder.TREE)",
         "ledger._accounts[Holder.TREE] += num_new",
     ),
 )

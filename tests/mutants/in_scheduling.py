@@ -9,8 +9,8 @@ SALT_IS_MISSING = Mutant(
     "CVE-2025-46570 (C5)",
     Edit(
         "session_server.engine.command_handler:CommandHandler._open",
-        "Namespace(command.tenant_salt,",
-        'Namespace("",',
+        "command.tenant_salt, config",
+        '"", config',
     ),
 )
 
@@ -144,7 +144,9 @@ RETRACTED_GOES_LAST = Mutant(
     Edit(
         "session_server.engine.scheduler:Scheduler.requeue",
         "self.waiting.insert(turn)",
-        "self.waiting._turns.append(turn)",
+        "self.waiting.insert(turn)\n"
+        "        line = self.waiting._lines[turn.request.tenant]._turns\n"
+        "        line.append(line.pop(line.index(turn)))",
     ),
 )
 
@@ -232,8 +234,8 @@ MATCH_IS_PRICED_AS_FREE = Mutant(
     "systematic",
     Edit(
         "session_server.engine.turn_queue:Quotes._quote",
-        "match.evictable_pages[p] for p in",
-        "0 for p in",
+        "cache.shares(tenant).lock_cost(match.evictable_pages)",
+        "(0,) * len(cache.paged_pools)",
     ),
 )
 
@@ -276,4 +278,14 @@ CANCELLED_TURN_IS_FOUND = Mutant(
         "pass",
     ),
     Edit("session_server.engine.turn:Turn.finish", "self.admission = None", "pass"),
+)
+
+LEFT_OUT_AGAIN_AND_AGAIN = Mutant(
+    "In a flood those who are not behind are left out of every forward, as long as others are.",
+    "systematic",
+    Edit(
+        "session_server.engine.plan_tokens:_split_by_tenant",
+        "may_postpone = not view.load.has_postponed",
+        "may_postpone = True",
+    ),
 )

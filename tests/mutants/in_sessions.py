@@ -16,7 +16,7 @@ LAST_TURN_GOES_FIRST = Mutant(
     Edit(
         "session_server.sessions.turn_flow:TurnFlow.enqueue",
         "session.queue.append(turn)",
-        "session.queue.appendleft(turn)",
+        "session.queue.insert(0, turn)",
     ),
 )
 
@@ -25,7 +25,7 @@ UNSENT_TURN_GOES_LAST = Mutant(
     "systematic",
     Edit(
         "session_server.sessions.turn_flow:TurnFlow._submit_to_engine",
-        "session.queue.appendleft(turn)",
+        "session.queue.insert(0, turn)",
         "session.queue.append(turn)",
     ),
 )

@@ -78,6 +78,8 @@ def _function(where: str) -> FunctionType:
             found = getter
         case staticmethod() | classmethod():
             found = found.__func__
+        case FunctionType():
+            found = inspect.unwrap(found)  # of a context manager, the generator
         case _:
             pass
     assert isinstance(found, FunctionType), f"{where} is not a function of ours"

@@ -17,6 +17,7 @@ from tests.mutants import (
     in_sessions,
     in_settling,
     in_states,
+    in_tenants,
 )
 from tests.mutants.mutant import Mutant
 
@@ -42,6 +43,7 @@ MUTANTS: Final[Mapping[str, Mutant]] = MappingProxyType(
         in_sessions,
         in_rewrites,
         in_drafts,
+        in_tenants,
     )
 )
 

@@ -18,7 +18,7 @@ from typing import Final
 
 import pytest
 
-REPORT: Final = "SESSION_SERVER_MUTATION_REPORT"
+REPORT: Final = "MUTATION_REPORT"
 """The environment variable that names the file to report to."""
 
 _MAX_ADDRESS_SPACE: Final = 16 << 30

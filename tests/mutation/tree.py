@@ -20,7 +20,7 @@ import psutil
 
 from tests.mutation.child import REPORT
 
-_MARK: Final = "SESSION_SERVER_MUTATION_TREE"
+_MARK: Final = "MUTATION_TREE"
 """The environment variable by which processes of a tree are found, whoever started them."""
 
 

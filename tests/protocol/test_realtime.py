@@ -30,7 +30,12 @@ from session_server.core.session_events import (
     TurnRequest,
 )
 from session_server.protocol import realtime_conversation
-from session_server.protocol.realtime import ITEMS_AT_ONCE, RealtimeNames, RealtimeProtocol
+from session_server.protocol.realtime import (
+    ITEMS_AT_ONCE,
+    RealtimeModel,
+    RealtimeNames,
+    RealtimeProtocol,
+)
 from session_server.protocol.realtime_conversation import messages_of
 from session_server.protocol.realtime_frames import (
     RealtimeAnyItem,
@@ -58,8 +63,8 @@ class Conversation:
     def __init__(self, *, room: int = 1 << 30) -> None:
         self.room = room
         self.protocol = RealtimeProtocol(
-            RealtimeNames("s_1", "tiny"),
-            defaults=SamplingParams(),
+            RealtimeNames("s_1"),
+            model=RealtimeModel("tiny", SamplingParams()),
             max_message_bytes=1 << 20,
             check_room=self.check_room,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +35,7 @@ class Scene:
         return Decisions(self.seed, "client", number)
 
 
-class Client:
+class Client(ABC):
     """A client by its number: it says and hears things, and writes them down.
 
     `saw` counts in `scene`; `log` is what it asked and was told.
@@ -46,9 +47,9 @@ class Client:
         self.chance = scene.chance(number)
         self.log = SessionLog()
 
+    @abstractmethod
     async def run(self) -> None:
         """Its whole life."""
-        raise NotImplementedError
 
     def new_ask(self, body: dict[str, Any]) -> Ask:
         """A turn of these words under a name of its own."""

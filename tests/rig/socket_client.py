@@ -54,9 +54,10 @@ class SocketClient(Client):
     # What it does
 
     async def talk(self) -> None:
-        """A turn, and its answer."""
+        """A turn, its answer, and a cancel that comes too late."""
         ask = await self.ask(some_turn(self.chance))
         await self.until_end(ask)
+        await self.say("turn.cancel", turn_id=ask.turn_id)
 
     async def cancel(self) -> None:
         """A turn that is cancelled somewhere, perhaps twice."""

@@ -145,7 +145,7 @@ class Wired:
     async def until_alone(self) -> None:
         """Wait until the server knows of no connection that serves a session."""
         async with asyncio.timeout(60):
-            while self.this.sockets.num_attached or self.this.app.state.readers._num_readers:
+            while self.this.sockets.num_attached or self.this.app.state.readers.num_connections:
                 await asyncio.sleep(0)
 
 

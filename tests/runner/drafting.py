@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -55,6 +56,20 @@ class Said:
         assert result.finite
         self.tokens += result.token_ids
         self.logprobs += result.logprobs
+
+
+def guesses(plain: Mapping[int, Sequence[int]], quality: str, vocab_size: int) -> Guess:
+    """Drafts of what rows are known to say: all "right", all "wrong", or "mixed"."""
+    rng = Random(quality)
+
+    def guess(row: int, num_said: int) -> list[int]:
+        drafts = list(plain[row][num_said : num_said + 4])
+        for index in range(len(drafts)):
+            if quality == "wrong" or (quality == "mixed" and rng.random() < 0.3):
+                drafts[index] = rng.randrange(vocab_size)
+        return drafts
+
+    return guess
 
 
 def load(directory: Path) -> Decoder:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from random import Random
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from session_server.core.grammar import CompiledMatcher, GrammarCompiler
 from session_server.core.sampling import Grammar, SamplingParams
 from session_server.models.decoder import Decoder
 from tests.oracle.checkpoints import write_checkpoint
-from tests.runner.drafting import Request, Said, load, new_rows, random_prompt, run_turns
+from tests.runner.drafting import Request, Said, guesses, load, new_rows, random_prompt, run_turns
 from tests.runner.rows import NO_TOKENS, Rows
 from tests.text.embedded import EOS_TOKEN_IDS, TOKENIZER
 
@@ -126,15 +125,7 @@ def test_a_neighbor_without_a_grammar_says_what_it_says_alone(
 def test_drafts_change_no_answer(
     decoder: Decoder, compiler: GrammarCompiler, plain: dict[int, list[int]], quality: str
 ) -> None:
-    rng = Random(quality)
-
-    def guess(row: int, num_said: int) -> list[int]:
-        drafts = plain[row][num_said : num_said + 4]
-        for index in range(len(drafts)):
-            if quality == "wrong" or (quality == "mixed" and rng.random() < 0.3):
-                drafts[index] = rng.randrange(VOCAB_SIZE)
-        return drafts
-
+    guess = guesses(plain, quality, VOCAB_SIZE)
     said = run_turns(rows_of(decoder), everyone(compiler), num=NUM, guess=guess)
     assert answers(said) == plain
     num_accepted = sum(sum(one.accepted) for one in said.values())

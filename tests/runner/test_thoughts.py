@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from random import Random
 
 import jsonschema
 import numpy as np
@@ -17,7 +16,7 @@ from session_server.text.answer_format import Thinking
 from session_server.text.model_text import ModelText
 from session_server.text.thought_grammar import thought_rules
 from tests.oracle.checkpoints import write_checkpoint
-from tests.runner.drafting import Request, load, new_rows, random_prompt, run_turns
+from tests.runner.drafting import Request, guesses, load, new_rows, random_prompt, run_turns
 from tests.runner.rows import Rows
 from tests.text.local_text import load_local_text
 from tests.text.tiny_models import write_model
@@ -110,15 +109,7 @@ def test_drafts_change_nothing(
     *,
     quality: str,
 ) -> None:
-    rng = Random(quality)
-
-    def guess(row: int, num_said: int) -> list[int]:
-        drafts = plain[row][num_said : num_said + 4]
-        for index in range(len(drafts)):
-            if quality == "wrong" or (quality == "mixed" and rng.random() < 0.3):
-                drafts[index] = rng.randrange(VOCAB_SIZE)
-        return drafts
-
+    guess = guesses(plain, quality, VOCAB_SIZE)
     said = run_turns(rows_of(decoder, model), requests, num=NUM, guess=guess)
     assert {row: until_end(model, one.tokens) for row, one in said.items()} == plain
     num_accepted = sum(sum(one.accepted) for one in said.values())

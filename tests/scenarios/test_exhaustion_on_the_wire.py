@@ -21,7 +21,6 @@ from session_server.core.events import EngineReady
 from session_server.core.session_events import TurnCancelled
 from session_server.sessions.views import OpenRequest
 from session_server.web import http_guard
-from session_server.web.keys import KeyRing
 from tests.mutants.guards import (
     DEAD_ENGINE_IS_UP,
     DISCONNECT_STOPS_NOBODY,
@@ -189,7 +188,9 @@ def test_e7_a_server_whose_engine_is_given_up_leaves_with_status_one() -> None:
     ):
         settings = Settings(http=HttpOptions(port=0))
         logger = logging.getLogger("session_server")
-        status = asyncio.run(asyncio.wait_for(wiring._serve(settings, KeyRing(), logger), SOON_S))
+        status = asyncio.run(
+            asyncio.wait_for(wiring._serve(settings, wiring.Entrance(), logger), SOON_S)
+        )
     assert raised == [signal.SIGTERM]
     assert status == 1
 

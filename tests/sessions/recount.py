@@ -19,11 +19,13 @@ def recount(manager: SessionManager) -> None:
     sessions: Counter[Owner] = Counter()
     turns: Counter[Owner] = Counter()
     history_bytes: Counter[Owner] = Counter()
+    kv_tokens: Counter[Owner] = Counter()
     turn_bytes: Counter[Owner] = Counter()
     for session in (*manager._sessions, *quotas.openings):
         sessions[session.owner] += 1
         assert session.counted_bytes == session.num_bytes, session.session_id
         history_bytes[session.owner] += session.num_bytes
+        kv_tokens[session.owner] += session.copy.counted_tokens
         for turn in session.turns():
             turns[session.owner] += 1
             history_bytes[session.owner] += turn.reserved_bytes
@@ -43,6 +45,7 @@ def recount(manager: SessionManager) -> None:
         (quotas.turns, turns, len(leaving)),
         (quotas.history_bytes, history_bytes, sum(turn.reserved_bytes for turn in leaving)),
         (quotas.turn_bytes, turn_bytes, sum(turn.held_bytes for turn in leaving)),
+        (quotas.kv_tokens, kv_tokens, 0),
     ):
         counted = Counter({owner: budget.held_by(owner) for owner in budget.owners})
         assert budget.total == counted.total()

@@ -46,7 +46,7 @@ from session_server.sessions.kept_conversations import (
 from session_server.sessions.prompt import Prompt
 from session_server.sessions.quotas import QuotaLimits, Quotas
 from session_server.sessions.transcript import Transcript
-from session_server.sessions.turn import SessionTurn
+from session_server.sessions.turn import SessionTurn, TurnCourse
 from session_server.sessions.views import HistoryModes
 from tests.sessions.world import OWNER, World, turn
 
@@ -227,7 +227,12 @@ def test_a_record_of_an_ended_turn_takes_no_more_than_is_counted(
     for index in range(num_turns):
         accepted = world.loop.create_future()
         live = SessionTurn(
-            turn(f"{index}".rjust(64, "t")), bytes(16), "i_7", accepted, created_seq=seq
+            turn(f"{index}".rjust(64, "t")),
+            bytes(16),
+            "i_7",
+            accepted,
+            TurnCourse(0.0),
+            created_seq=seq,
         )
         end = TurnCompleted("t", "stop", None, outcome(3))
         ended.add(live, end, end_seq=seq + 5, num_items=1 << 20)

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from session_server.core.errors import QuotaExceeded, ServerBusy, SessionServerError
-from session_server.core.owner import Owner
+from session_server.core.owner import Owner, TenantLimits
 from session_server.core.session_events import ChatInput, Message, TextInput, TurnEnd
 from session_server.sessions.ended_turns import RECORD_BYTES
 from session_server.sessions.footprint import (
@@ -21,7 +21,8 @@ from session_server.sessions.footprint import (
     logprob_bytes,
     request_bytes,
 )
-from session_server.sessions.quotas import InputRate, QuotaLimits, SessionLimits
+from session_server.sessions.quotas import QuotaLimits, SessionLimits
+from session_server.sessions.rates import PAID_AT_ONCE, OwnerRate
 from session_server.sessions.views import OpenRequest
 from tests.sessions.recount import recount
 from tests.sessions.world import OWNER, World, completed, failed, turn
@@ -44,7 +45,7 @@ def opening(world: World) -> Callable[[], object]:
 
 
 def test_a_rate_refills_steadily_and_one_large_turn_is_slow_not_impossible() -> None:
-    rate = InputRate(60)
+    rate = OwnerRate("input tokens", 60)
     rate.charge(A, 600, now_s=0.0)
     for now_s in (0.0, 300.0, 540.0):
         with pytest.raises(QuotaExceeded):
@@ -54,13 +55,13 @@ def test_a_rate_refills_steadily_and_one_large_turn_is_slow_not_impossible() -> 
 
 
 def test_a_clock_that_steps_back_charges_nobody() -> None:
-    rate = InputRate(60)
+    rate = OwnerRate("input tokens", 60)
     rate.charge(A, 30, now_s=1000.0)
     rate.charge(A, 30, now_s=0.0)
 
 
 def test_an_owner_whose_bucket_is_full_again_costs_nothing() -> None:
-    rate = InputRate(60)
+    rate = OwnerRate("input tokens", 60)
     for index in range(100):
         rate.charge(Owner(str(index)), 30, now_s=0.0)
     rate.charge(Owner("0"), 10, now_s=20.0)
@@ -70,6 +71,33 @@ def test_an_owner_whose_bucket_is_full_again_costs_nothing() -> None:
     rate.drop_paid(31.0)
     assert rate.owners == {Owner("0")}
     rate.drop_paid(41.0)
+    assert not rate.owners
+
+
+@pytest.mark.parametrize("num_owners", [PAID_AT_ONCE + step for step in (-1, 0, 1)])
+def test_owners_whose_buckets_are_full_again_together_are_dropped_in_slices(
+    num_owners: int,
+) -> None:
+    rate = OwnerRate("input tokens", 60)
+    for index in range(num_owners):
+        rate.charge(Owner(str(index)), 30, now_s=0.0)
+    assert rate.drop_paid(31.0) == (num_owners >= PAID_AT_ONCE)
+    assert len(rate.owners) == max(0, num_owners - PAID_AT_ONCE)
+    with World(quotas=QuotaLimits(owner_input_tokens_per_min=60)) as world:
+        of_world = world.manager._quotas.input_rate
+        for index in range(num_owners):
+            of_world.charge(Owner(str(index)), 30, now_s=world.now_s)
+        world.now_s += 31.0
+        world.manager.tick()
+        assert len(of_world.owners) == max(0, num_owners - PAID_AT_ONCE)
+        world.spin()
+        assert not of_world.owners
+
+
+def test_a_debt_smaller_than_the_clock_can_tell_is_paid() -> None:
+    rate, now_s = OwnerRate("input tokens", 7), float(1 << 50)
+    rate.charge(A, 1, now_s=now_s)
+    assert not rate.drop_paid(now_s + 8.5)
     assert not rate.owners
 
 
@@ -297,3 +325,139 @@ def test_a_record_of_an_ended_turn_counts_and_stays(world: World) -> None:
     world.manager.cancel(OWNER, session, "live", keep_partial=False)
     world.engine.run()
     assert world.manager._quotas.history_bytes.total == before + 11 * RECORD_BYTES
+
+
+# What an owner is granted itself
+
+
+def limited(**limits: int) -> Owner:
+    return Owner("limited", limits=TenantLimits(**limits))
+
+
+def wait_of(action: Callable[[], object]) -> float:
+    """After how many seconds a refusal says that the same can succeed."""
+    with pytest.raises(QuotaExceeded) as refusal:
+        action()
+    assert refusal.value.retry_after_s is not None
+    return refusal.value.retry_after_s
+
+
+def test_an_owner_has_as_many_sessions_as_it_is_granted_and_others_have_more() -> None:
+    owner = limited(max_sessions=2)
+    with World() as world:
+        first = world.open(owner=owner)
+        world.open(owner=owner)
+        assert refused(lambda: world.open(owner=owner)) == "QuotaExceeded"
+        world.open(owner="b")
+        world.manager.close(owner, first)
+        world.open(owner=owner)
+
+
+def test_turns_per_minute_refill_and_the_refusal_says_when() -> None:
+    owner = limited(turns_per_min=3)
+    with World() as world:
+        session_id = world.open(owner=owner)
+        number = iter(range(100))
+
+        def another() -> None:
+            world.submit(session_id, turn(f"t{next(number)}", (5,), max_tokens=1), owner=owner)
+            world.spin(20)
+
+        for _ in range(3):
+            another()
+        wait_s = wait_of(another)
+        assert wait_s == pytest.approx(20.0)
+        world.now_s += wait_s - 0.01
+        assert wait_of(another) == pytest.approx(0.01)
+        world.now_s += 0.011
+        another()
+
+
+@pytest.mark.parametrize("num_before", [5, 6, 7])
+def test_output_tokens_per_minute_hold_back_the_next_turn(num_before: int) -> None:
+    owner = limited(output_tokens_per_min=6)
+    with World() as world:
+        rate = world.manager._quotas.output_rate
+        rate.add(owner, num_before, now_s=world.now_s)
+        session_id = world.open(owner=owner)
+
+        def another() -> None:
+            world.submit(session_id, turn("t", (5,), max_tokens=1), owner=owner)
+
+        if num_before >= 6:
+            world.now_s += wait_of(another)
+        another()
+
+
+def test_input_tokens_per_minute_are_those_that_the_owner_is_granted() -> None:
+    owner = limited(input_tokens_per_min=60)
+    with World(quotas=QuotaLimits(owner_input_tokens_per_min=1)) as world:
+        rate = world.manager._quotas.input_rate
+        rate.charge(owner, 59, now_s=0.0)
+        rate.charge(owner, 1, now_s=0.0)
+        assert wait_of(lambda: rate.charge(owner, 1, now_s=0.0)) == pytest.approx(1.0)
+        rate.charge(owner, 1, now_s=1.0)
+        assert rate.used(owner, now_s=1.0) == 60
+
+
+@pytest.mark.parametrize("spare", [-1, 0, 1])
+def test_tokens_of_kv_are_bounded_with_the_answer_to_come(spare: int) -> None:
+    with World() as world:
+        session_id = world.open()
+        world.run(session_id, turn("first", (5, 6, 7), max_tokens=4))
+        held = world.manager._quotas.kv_tokens.held_by(OWNER)
+        assert held == len(world.history(session_id)) > 0
+        request = turn("next", (5, 6, 7), max_tokens=9)
+        other = world.open()
+        OWNER.follow(Owner(OWNER.owner_id, limits=TenantLimits(max_kv_tokens=held + 12 + spare)))
+        try:
+            outcome = refused(lambda: world.submit(other, request))
+        finally:
+            OWNER.follow(Owner(OWNER.owner_id))
+        assert outcome == (None if spare >= 0 else "QuotaExceeded")
+        world.manager.close(OWNER, session_id)
+        world.spin(50)
+
+
+def test_kv_of_a_session_counts_while_its_next_turn_waits_for_the_engine() -> None:
+    with World() as world:
+        session_id = world.open()
+        world.run(session_id, turn("first", (5, 6, 7)))
+        held = world.manager._quotas.kv_tokens
+        world.engine.is_full = True
+        world.submit(session_id, turn("next", max_tokens=500))
+        assert held.total == len(world.history(session_id)) > 0
+        world.manager.cancel(OWNER, session_id)
+        assert held.total == len(world.history(session_id))
+        recount(world.manager)
+
+
+def test_bytes_of_an_owner_are_those_of_its_conversations_and_turns_together() -> None:
+    with World() as world:
+        world.open(messages=(Message("system", "x" * 1000),))
+        held = world.manager._quotas.history_bytes.held_by(OWNER)
+    for limit, outcome in ((held - 1, "QuotaExceeded"), (held, None), (held + 1, None)):
+        owner = limited(max_bytes=limit)
+        with World() as world:
+            found = refused(
+                lambda w=world, o=owner: w.open(owner=o, messages=(Message("system", "x" * 1000),))
+            )
+            assert found == outcome
+
+
+def test_a_turn_that_begins_keeps_its_owner_within_its_bytes() -> None:
+    """What a prompt holds and what it adds to the conversation are one sum."""
+    request = turn("t", (5, 6, 7) * 150, max_tokens=1)
+    with World() as world:
+        owner = Owner("o", limits=TenantLimits(max_bytes=1 << 30))
+        session_id = world.open(owner=owner)
+        world.submit(session_id, request, owner=owner)
+        quotas = world.manager._quotas
+        wanted = quotas.history_bytes.held_by(owner) + quotas.turn_bytes.held_by(owner)
+    for limit, is_taken in ((wanted - 1, False), (wanted, True), (wanted + 1, True)):
+        owner = Owner("o", limits=TenantLimits(max_bytes=limit))
+        with World() as world:
+            session_id = world.open(owner=owner)
+            found = refused(lambda w=world, s=session_id, o=owner: w.submit(s, request, owner=o))
+            assert (found is None) == is_taken, (found, limit)
+            recount(world.manager)

@@ -194,7 +194,7 @@ def test_a_sweep_looks_at_a_few_elements_with_each_entry_and_keeps_their_order(
     assert max(elements) < 2 * 4001 + 1100
     assert min(elements[1000:]) < 5500, "swept"
     assert journals.kept == [0, 4000, 0, 1]
-    journals.replay._max_bytes = 10 * SIZE
+    journals.replay.max_bytes = 10 * SIZE
     journals.write(2)
     while journals.replay.drop_old(0.0):
         pass  # the rest of so many goes by the slice

@@ -25,8 +25,11 @@ from session_server.core.session_events import (
     TurnCancelled,
     TurnDelta,
     TurnEnd,
+    TurnFailedEntry,
 )
+from session_server.protocol.frames import failure_body
 from session_server.sessions import registry
+from session_server.sessions.journal import JournalLimits
 from session_server.sessions.quotas import QuotaLimits, SessionLimits
 from session_server.sessions.session import Session
 from session_server.text.chat_template import RenderFrame
@@ -324,6 +327,24 @@ class TestLife:
                 world.submit(session, turn("2", (60,) * 20))
             world.now_s += 7
             completed(world.run(session, turn("2", (60,) * 20)))
+
+    def test_a_turn_that_a_rate_refused_says_as_long_as_it_is_known_when_to_come_again(
+        self,
+    ) -> None:
+        limits = SessionLimits(journal=JournalLimits(max_entries=4))
+        with World(limits=limits, quotas=QuotaLimits(owner_input_tokens_per_min=100)) as world:
+            session = world.open()
+            world.submit(session, turn("1", (60,) * 90))
+            world.submit(session, turn("2", (60,) * 45))
+            world.engine.run()
+            end = world.manager.turn(OWNER, session, "2").end
+            assert isinstance(end, TurnFailedEntry)
+            for index in range(9):
+                world.manager.update(OWNER, session, metadata={"n": str(index)})
+            late = world.manager.turn(OWNER, session, "2").end
+            assert isinstance(late, TurnFailedEntry)
+            assert late.message != end.message, "the journal still has it"
+            assert failure_body(late).retry_after_s == failure_body(end).retry_after_s == 21
 
 
 @pytest.mark.parametrize("how", ["ends", "is canceled", "waits", "fails", "drains"])

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
+from session_server.core.errors import ContextTooLong
 from session_server.core.session_events import ChatInput, Message, TextInput, TokenInput, TurnInput
 from session_server.sessions.footprint import request_bytes
 from session_server.sessions.prompt import check_text
 from session_server.sessions.quotas import SessionLimits
 from session_server.sessions.tokenizing import MESSAGE_CHARS, NUM_THREADS
-from session_server.sessions.turn import TurnPhase
+from session_server.sessions.turn import SessionTurn, TurnPhase
 from tests.sessions.recount import recount
 from tests.sessions.world import OWNER, World, turn
 
@@ -74,6 +75,23 @@ def test_a_canceled_input_is_counted_exactly_as_long_as_it_is_held(is_closed: bo
         world.do(asyncio.wait_for(asyncio.gather(*submits, return_exceptions=True), 1.0))
 
 
+def test_a_caller_that_leaves_while_its_turn_is_refused_hears_of_the_refusal() -> None:
+    """No end follows: whoever took something for the turn must give it back now."""
+    with World(limits=SessionLimits(inline_input_chars=0), max_turn_len=64) as world:
+        held, session = hold_threads(world), world.open()
+        long = turn("t", "a b " * 100)
+        submit = world.loop.create_task(world.manager.submit(OWNER, session, long))
+        world.spin()
+        (waiting,) = world.manager._flow.prompt_builder._tasks
+        assert isinstance(waiting, SessionTurn)
+        waiting.accepted.add_done_callback(lambda _: submit.cancel())
+        held.finish()
+        world.spin(5)
+        with pytest.raises(ContextTooLong):
+            world.do(submit)
+        recount(world.manager)
+
+
 def test_a_canceled_input_in_a_thread_keeps_its_slot() -> None:
     with World(limits=SessionLimits(inline_input_chars=0)) as world:
         held, session = hold_threads(world), world.open()
@@ -85,6 +103,25 @@ def test_a_canceled_input_in_a_thread_keeps_its_slot() -> None:
         assert len(held.work) == NUM_THREADS
         held.finish()
         world.spin(5)
+        recount(world.manager)
+
+
+def test_kv_that_is_lost_while_the_next_turn_is_tokenized_counts_no_more() -> None:
+    with World(limits=SessionLimits(inline_input_chars=0)) as world:
+        session, kv_tokens = world.open(), world.manager._quotas.kv_tokens
+        world.run(session, turn("first", (5, 6, 7)))
+        assert kv_tokens.total == len(world.history(session)) > 0
+        held = hold_threads(world)
+        world.loop.create_task(world.manager.submit(OWNER, session, turn("next")))
+        world.spin()
+        (slot_id,) = world.engine.slots
+        world.engine.cool(slot_id)
+        world.engine.deliver()
+        assert kv_tokens.total == 0
+        world.manager.cancel(OWNER, session)
+        held.finish()
+        world.spin(5)
+        assert kv_tokens.total == 0
         recount(world.manager)
 
 

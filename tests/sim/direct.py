@@ -62,6 +62,7 @@ class ServerSession:
     history: tuple[int, ...]
     live: ServerTurn | None = None
     typed: tuple[int, ...] = ()
+    tenant: str = ""
 
 
 class DirectWorld:
@@ -140,11 +141,13 @@ class DirectWorld:
         history = tuple(op["tokens"])
         if session_id in self.sessions:
             return
-        self.sessions[session_id] = ServerSession(session_id, history)
+        self.sessions[session_id] = ServerSession(session_id, history, tenant=op.get("tenant", ""))
         self._inbox.append(
             OpenSession(
                 session_id=session_id,
                 tenant_salt=op["owner"],
+                tenant=op.get("tenant", ""),
+                tenant_weight={"a": 100, "b": 500}.get(op["owner"], 900),
                 tokens=history,
                 pinned=op["pinned"],
             )
@@ -165,6 +168,7 @@ class DirectWorld:
             tokens=prompt[base_len:],
             sampling=SamplingParams(**op["sampling"]),
             priority=op["priority"],
+            tenant=session.tenant,
         )
         session.live = ServerTurn(command, prompt)
         self._turns[command.turn_id] = session
@@ -265,6 +269,7 @@ class DirectWorld:
             base_len=base_len,
             tokens=(1, self.stage.device.model.vocab_size) if op["why"] == "vocab" else (1,),
             sampling=SamplingParams(seed=0),
+            tenant="" if session is None else session.tenant,
         )
         if op["why"] in {"busy", "unknown"} or (session is not None and not is_live):
             self._inbox.append(command)
@@ -356,6 +361,7 @@ class DirectOps:
             self._report: habits.report,
             self._draft: habits.draft,
         }
+        self._has_tenants = habits.num_owners > 1 and context.draws.happens("tenants", 500)
         self._typist = Typist(context.draws, self._typed_tokens)
         self._makers = list(makers)
         self._weights = list(accumulate(makers.values()))
@@ -385,10 +391,12 @@ class DirectOps:
             return None
         length = draws.pick("history", (0, 0, 0, 7, 16, 33))
         is_pinned = self._config.sizes.pinned_quota_pages > 0 and draws.happens("pinned", 400)
+        owner = "abc"[draws.below("owner", habits.num_owners)]
         return {
             "op": "open",
             "s": self._name("s"),
-            "owner": "abc"[draws.below("owner", habits.num_owners)],
+            "owner": owner,
+            "tenant": owner if self._has_tenants else "",
             "tokens": list(draws.pick("document", self._documents)[:length]),
             "pinned": is_pinned,
         }

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from typing import Final
 
-from cache.session_cache import SessionAwareCache
 from cache.types import TurnId, pages_for
 from session_server.core.batch import Batch
 from session_server.core.events import EngineEvent, SessionCooled, TurnFailed, TurnStarted
 from session_server.engine.engine import Engine, StepOutcome
-from session_server.engine.shares import share_len
+from session_server.engine.plan_admission import KEPT_PLACES
+from session_server.engine.scheduler_view import FLOOD_FORWARDS
+from session_server.engine.shares import MAX_SHARES, share_len
 from session_server.engine.turn import Turn
 from tests.cache.headroom import headroom
 from tests.sim.failure import Broken, Layer
 from tests.sim.hand_engine import Sizes
+from tests.sim.history import EngineHistory
+from tests.sim.service import ServiceWatch
+from tests.sim.watched_cache import WatchedCache
 
 PLENTY: Final = 2
 """Pages left over for each turn, beyond all it can ever need, before we speak of plenty."""
@@ -31,20 +35,23 @@ class FairnessWatch:
     def __init__(
         self,
         engine: Engine,
-        cache: SessionAwareCache,
+        cache: WatchedCache,
         sizes: Sizes,
-        drafts: Container[TurnId],
+        history: EngineHistory,
     ) -> None:
-        """`drafts`: the ids under which forwards have chunks of drafts."""
+        """`history`: what the engine was told and has said, of this step too."""
         self._counters = engine.counters
         parts = engine.inspect()
         self._scheduler, self._settler = parts.scheduler, parts.settler
-        self._in_flight, self._drafts = parts.in_flight, drafts
+        self._in_flight = parts.in_flight
+        self._drafts: Container[TurnId] = history.drafts
+        self._service = ServiceWatch(history.turns)
         self._cache = cache
         self._sizes = sizes
         self._num_hindrances = 0
         self._num_waits = 0
         self._num_retries = 0
+        self._num_passed = 0
 
     def check(self, outcome: StepOutcome) -> None:
         """After a step.
@@ -53,10 +60,16 @@ class FairnessWatch:
             Broken: somebody waits without a reason, or in the wrong place.
         """
         scheduler, counters = self._scheduler, self._counters
-        for line in (scheduler.waiting, scheduler.running):
+        lines: dict[str, list[Turn]] = {}
+        for turn in scheduler.waiting:
+            lines.setdefault(turn.request.tenant, []).append(turn)
+        for line in (*lines.values(), list(scheduler.running)):
             orders = [turn.order for turn in line]
             if orders != sorted(orders):
                 raise Broken(Layer.LIVENESS, f"out of order: {[turn.turn_id for turn in line]}")
+        self._service.count(outcome.events)
+        self._service.check(line[0] for line in lines.values())
+        self._cache.reached["tenants wait for each other"] += len(lines) > 1
         # A promise of pages that could not be kept, an injected shortage, a turn retracted or
         # refused: what was planned was not done, and the next plan makes up for it.
         num_hindrances = counters.shortfalls + counters.retractions
@@ -74,6 +87,7 @@ class FairnessWatch:
         self._check_running(batch, outcome.events)
         started = {event.turn_id for event in outcome.events if isinstance(event, TurnStarted)}
         if started:
+            self._count_rotation(started)
             self._check_passers(started)
         else:
             self._check_first(batch)  # nobody before it has taken what it was to have
@@ -108,25 +122,43 @@ class FairnessWatch:
         if self._num_retries > self._sizes.max_running:
             raise Broken(Layer.LIVENESS, f"{self._num_retries} forwards of one turn in a row")
 
+    def _count_rotation(self, started: set[TurnId]) -> None:
+        """A turn that came later went first, because its tenant was served less."""
+        running = [turn for turn in self._scheduler.running if turn.turn_id in started]
+        first = {turn.request.tenant: turn.order for turn in reversed(running)}
+        self._cache.reached["another tenant went first"] += any(
+            turn.request.tenant != tenant and turn.order < order
+            for turn in self._scheduler.waiting
+            for tenant, order in first.items()
+        )
+
     def _check_passers(self, started: set[TurnId]) -> None:
         """Where nothing runs the first of the line comes first: what it waits for comes to it, and
         would not if others took it.
         """
         waiting, running = self._scheduler.waiting, self._scheduler.running
         if all(turn.turn_id in started for turn in running):
-            first = waiting[0] if waiting else running[0]
-            if first.order < running[0].order:
+            first = next(iter(waiting), running[0])
+            is_of_one = first.request.tenant == running[0].request.tenant
+            if is_of_one and first.order < running[0].order:
                 raise Broken(Layer.LIVENESS, f"{started} passed {first.turn_id}")
 
     def _check_running(self, batch: Batch, events: Sequence[EngineEvent]) -> None:
         """The oldest turn is in every forward, and so is whoever lacks one position, if pages are
-        free. What a cooling frees beyond its promise is for the next one.
+        free. What a cooling frees beyond its promise is for the next one. In a flood the oldest may
+        be left out of one forward, for tenants that are behind, and not of two in a row.
         """
         launched = {row.turn_id for row in batch.rows}
         has_cooled = any(isinstance(event, SessionCooled) for event in events)
         has_pages = not has_cooled and self._free_pages() > 0
         for rank, turn in enumerate(self._scheduler.running):
             num_missing = 0 if turn.turn_id in launched else turn.num_uncomputed
+            if rank == 0:
+                is_left_out = num_missing > 1 and self._is_flooded
+                self._num_passed = self._num_passed + 1 if is_left_out else 0
+                self._cache.reached["left out for a tenant behind"] += is_left_out
+                if self._num_passed == 1:
+                    continue
             if num_missing and (rank == 0 or (num_missing == 1 and has_pages)):
                 raise Broken(Layer.LIVENESS, f"{turn.turn_id} was passed over")
 
@@ -135,19 +167,32 @@ class FairnessWatch:
         that fits into a share at once, another one soon after tokens are left over.
         """
         scheduler, sizes = self._scheduler, self._sizes
-        if not scheduler.waiting or len(scheduler.running) >= sizes.max_running:
+        is_shared = self._cache.num_tenants > 1
+        num_kept = sizes.max_running // KEPT_PLACES if is_shared else 0
+        if not scheduler.waiting or len(scheduler.running) >= sizes.max_running - num_kept:
             return
-        first = scheduler.waiting[0]
+        first = next(iter(scheduler.waiting))
         needed = sum(self._pages_to_come(turn) for turn in scheduler.running)
         needed += pages_for(first.max_computed_len, sizes.page_size) + PLENTY
+        needed += max(self._cache.shares(first.request.tenant).reserved_pages)
         if self._free_pages() < needed or headroom(self._cache).free_rows == 0:
             return
-        num_left = sizes.chunk_tokens - sum(row.num_tokens for row in batch.rows)
+        # In a flood those that are not behind have a share together, two where nobody is.
+        num_tokens = share_len(sizes.chunk_tokens) if self._is_flooded else sizes.chunk_tokens
+        num_left = num_tokens - sum(row.num_tokens for row in batch.rows)
         self._num_waits = self._num_waits + 1 if num_left >= first.known_len else 0
         # The oldest that runs has the first share; all but the tiniest forward have a second one.
-        has_share = first.known_len <= share_len(sizes.chunk_tokens) and sizes.chunk_tokens > 1
+        # Where there are several tenants, one's turns share what it has.
+        is_alone = not is_shared and sizes.chunk_tokens > 1
+        has_share = is_alone and first.known_len <= share_len(sizes.chunk_tokens)
         if has_share or self._num_waits > PATIENCE:
             raise Broken(Layer.LIVENESS, f"{first.turn_id} waits beside plenty of everything")
+
+    @property
+    def _is_flooded(self) -> bool:
+        """Whether the last plan may have been made in a flood; it counts one up or down."""
+        is_shared = self._cache.num_tenants > 1 and self._sizes.chunk_tokens >= MAX_SHARES
+        return is_shared and self._scheduler.waiting.load.num_full >= FLOOD_FORWARDS - 1
 
     def _free_pages(self) -> int:
         """Of positions: a row comes with its states."""

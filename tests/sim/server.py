@@ -19,7 +19,9 @@ from session_server.sessions.salts import TenantSalts
 from session_server.sessions.tokenizing import NUM_THREADS
 from session_server.text.model_text import ModelText
 from session_server.web.app import create_app
-from session_server.web.keys import KeyRing, digest_of
+from session_server.web.key_file import digest_of
+from session_server.web.keys import KeyRing
+from session_server.web.readers import Readers
 from session_server.web.services import AppServices, ModelCard, WebSettings
 from tests.sessions.recount import recount
 from tests.sim.config import Habits
@@ -94,7 +96,9 @@ class SimServer:
             clock=self.loop.time,
         )
         self.loop.run_until_complete(self.sessions.start())
-        self.app: Application = create_app(self._services())
+        app = create_app(self._services())
+        self.app: Application = app
+        self._readers: Readers = app.state.readers
         self.sockets: list[Socket] = []
 
     @property
@@ -137,6 +141,18 @@ class SimServer:
         except AssertionError as error:
             raise Broken(Layer.AUDIT, f"counted and there: {error}") from error
 
+    def check_kv(self, owner: Owner, session_id: str, longest: int) -> None:
+        """A session at rest counts the KV that its turns have left, and none that it has lost; it
+        has had up to `longest` tokens, more than now where it was rewound."""
+        session = self.sessions._sessions.get(owner, session_id)
+        if session.live is not None:
+            return
+        is_held = session.copy.state == "resident"
+        least, most = (len(session.transcript), longest) if is_held else (0, 0)
+        if not least <= session.copy.counted_tokens <= most:
+            counted = f"{session.copy.counted_tokens} tokens, not {least} to {most}"
+            raise Broken(Layer.AUDIT, f"{session_id} is counted with {counted}")
+
     def check_remembered(
         self, owner: Owner, session_id: str, told: TurnEnd, *, is_told: bool
     ) -> None:
@@ -159,6 +175,8 @@ class SimServer:
             "queued turns": stats.queued_turns,
             "owners": len(self.sessions._quotas.owners),
             "connections": len(self.sockets),
+            "counted connections": self._readers._num_of.total(),
+            "counted KV": self.sessions._quotas.kv_tokens.total,
             "tasks": self.num_tasks,
         }
         if any(left.values()):

@@ -63,7 +63,7 @@ class Stage(HandEngine):
         self._num_idle = 0
         super().__init__(cache, settings, Stage._watched_device)
         self._recount = Recount(self.cache)
-        self._fairness = FairnessWatch(self.engine, self.cache, sizes, self.history.drafts)
+        self._fairness = FairnessWatch(self.engine, self.cache, sizes, self.history)
 
     @property
     def rest_budget(self) -> int:

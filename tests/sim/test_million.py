@@ -48,6 +48,8 @@ INTERESTING: Final = (
     "engine died under turns",
     "engine takes no more",
     "evict",
+    "evict and spare a minimum",
+    "evict beside another tenant",
     "failed context_too_long",
     "failed device_failed",
     "failed internal_inconsistency",
@@ -73,6 +75,7 @@ INTERESTING: Final = (
     "flush refused",
     "forked",
     "late command",
+    "left out for a tenant behind",
     "locked node split",
     "match",
     "match cut back to a snapshot",
@@ -148,6 +151,7 @@ INTERESTING: Final = (
 """What every shard has to reach; a simulator that no longer does shows nothing."""
 
 RARE: Final = (
+    "another tenant went first",
     "connection ended: 1013",
     "connection ended: 404",
     "refused: session_closing",

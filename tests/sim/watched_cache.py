@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple
 
 from cache.changes import Changes
 from cache.components import Component, RecurrentState
@@ -93,14 +94,37 @@ class WatchedTree(RadixCache):
 
     def evict(self, pool: PoolName, num_pages: int) -> PagesByPool:
         """See `RadixCache`."""
+        num_guarded = self.tenants.guarded[pool]
+        before = self._stakes(pool)
         evicted = super().evict(pool, num_pages)
+        _check_givers(before, self._stakes(pool))
         self.reached["evict"] += any(evicted.values())
+        self.reached["evict beside another tenant"] += len(self.tenants) > 1
+        num_left = self.tenants.guarded[pool]
+        self.reached["evict and spare a minimum"] += 0 < num_guarded <= num_left
+        self.reached["evict from a minimum"] += num_left < num_guarded
         self.reached["tombstone"] += pool in self._windows and bool(evicted[pool])
         if self._states is not None:
             is_alone = pool == self._states
             name = "snapshot evicted" if is_alone else "snapshot evicted with its page"
             self.reached[name] += bool(evicted[self._states])
         return evicted
+
+    def _stakes(self, pool: PoolName) -> dict[str, Stake]:
+        """What each tenant has of a pool, by what docs/memory.md says of minimums."""
+        accounts = dict(self.tenants.items())
+        total = sum(account.weight for account in accounts.values())
+        unit = 1 << (total - 1).bit_length()
+        num_usable = self._ledgers[pool].num_pages - 1 if len(accounts) > 1 else 0
+        return {
+            tenant: Stake(
+                held=account.held[pool],
+                protected=account.protected[pool],
+                minimum=num_usable * account.weight // (2 * unit),
+                weight=account.weight,
+            )
+            for tenant, account in accounts.items()
+        }
 
     def _match_result(self, receipt: LockReceipt | None, walk: Walk, matched: int) -> MatchResult:
         found = super()._match_result(receipt, walk, matched)
@@ -114,6 +138,25 @@ class WatchedTree(RadixCache):
         return super()._split(node, length)
 
 
+def _check_givers(before: Mapping[str, Stake], after: Mapping[str, Stake]) -> None:
+    """Who gives has more for its weight than whoever keeps what could be taken, and has its minimum
+    still while anybody has more than that."""
+    if before.keys() != after.keys():
+        return  # a tenant that had nothing else left with its pages, and minimums are others now
+    keepers = [stake for stake in after.values() if stake.num_spare > 0]
+    for tenant, had in before.items():
+        num_given = had.held - after[tenant].held
+        if num_given > had.num_spare and keepers:
+            raise AuditFailed(f"{tenant} gave {num_given} pages, of which {had.num_spare} to spare")
+        for keeper in keepers:
+            # In millionths, as finely as they are told apart.
+            is_less = had.held / had.weight < keeper.held / keeper.weight - 2e-6
+            if num_given > 0 and is_less:
+                raise AuditFailed(
+                    f"{tenant} gave {num_given} pages of {had}, and {keeper} has more"
+                )
+
+
 def window_pools(stores: KVStores) -> Iterator[PoolName]:
     """The pools whose pages a window passes."""
     return (p for p, c in stores.bounded.items() if c is not stores.recurrent)
@@ -122,6 +165,21 @@ def window_pools(stores: KVStores) -> Iterator[PoolName]:
 def _has_filled(mine: Sequence[int], its: Sequence[int]) -> bool:
     """Whether a published page is the tree's now, where it knew the tokens before."""
     return any(page != NULL_PAGE and page == kept for page, kept in zip(mine, its, strict=False))
+
+
+class Stake(NamedTuple):
+    """Pages of a pool that a tenant has in the tree: all, and those that are locked; those that it
+    is to keep; and what its share weighs."""
+
+    held: int
+    protected: int
+    minimum: int
+    weight: int
+
+    @property
+    def num_spare(self) -> int:
+        """Pages that can be taken before its minimum."""
+        return min(self.held - self.protected, max(0, self.held - self.minimum))
 
 
 class WatchedTails(Tails):
@@ -213,11 +271,18 @@ class WatchedCache(SessionAwareCache):
         namespace: Namespace,
         tokens: Sequence[int] | Tokens = (),
         retention: Retention = Retention.RECLAIMABLE,
+        tenant_weight: int | None = None,
     ) -> None:
         """See `SessionAwareCache`."""
         is_pinned = retention is Retention.PINNED
         with self._pinning(session_id, max(1, len(tokens)) if is_pinned else 0):
-            super().open(session_id, namespace=namespace, tokens=tokens, retention=retention)
+            super().open(
+                session_id,
+                namespace=namespace,
+                tokens=tokens,
+                retention=retention,
+                tenant_weight=tenant_weight,
+            )
 
     def begin_turn(
         self,

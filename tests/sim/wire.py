@@ -22,7 +22,7 @@ from session_server.core.owner import Owner
 from session_server.core.session_events import ItemEdited, SessionRewound, TurnEnd
 from session_server.sessions.journal import Journal
 from session_server.sessions.views import OpenRequest
-from session_server.web.keys import digest_of
+from session_server.web.key_file import digest_of
 from tests.sim.clients import Client
 from tests.sim.context import SimContext
 from tests.sim.conversation import Conversation
@@ -42,12 +42,13 @@ MAX_QUIET: Final = 40
 
 @dataclass(slots=True, eq=False)
 class OpenSession:
-    """A session that is read by its shadow."""
+    """A session that is read by its shadow. `longest`: its most tokens so far."""
 
     owner: Owner
     session_id: str
     journal: Journal
     shadow: SessionShadow
+    longest: int = 0
 
 
 class WireWorld:
@@ -262,6 +263,8 @@ class WireWorld:
                 self._check_bounds(each)
             if has_ended:
                 self._check_history(each)
+            if has_news:
+                self.server.check_kv(each.owner, each.session_id, each.longest)
         self._open_sessions = [s for s in self._open_sessions if s.shadow.closed_by is None]
 
     def _check_bounds(self, each: OpenSession) -> None:
@@ -293,6 +296,7 @@ class WireWorld:
             raise Broken(
                 Layer.SHADOW, f"{each.session_id} holds {history}, told was {each.shadow.tokens}"
             )
+        each.longest = max(each.longest, len(history))
 
     def _attach(self, client: Client) -> None:
         client.attach(self.server.connect(client.session_id, client.key, client.resume_point()))

@@ -193,6 +193,7 @@ async def serving_over(
             max_context=ready.max_turn_len,
             created_s=1,
             token_text=lambda token_id: manager.text.tokenizer.decode([token_id]),
+            takes_tools=manager.text.takes_tools,
         ),
         settings=replace(WebSettings(port=0), **settings),
     )

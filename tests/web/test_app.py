@@ -187,8 +187,8 @@ async def test_the_documents_served_are_those_of_the_repository(this: Served) ->
 async def test_an_unknown_path_is_answered_with_what_there_is(this: Served) -> None:
     for path, told in (
         ("/nope", "GET / lists the paths."),
-        ("/v1/embeddings", "there are /v1/admin/memory, /v1/chat/completions, "),
-        ("/v1/v1/sessions", "/v1/sessions."),
+        ("/v1/embeddings", "there are /v1/admin/events, /v1/admin/memory, "),
+        ("/v1/v1/sessions", "/v1/ws-ticket."),
     ):
         answer = await this.http.get(path)
         assert answer.status_code == 404

@@ -22,6 +22,7 @@ from session_server.sessions.resting import MAX_RESTING
 from tests.web.serving import DEADLINE_S, WORD, Served, served, serving, small_journal
 
 HELLO = [{"role": "user", "content": "Hello, how are you?"}]
+FUNCTION = {"type": "function", "function": {"name": "f"}}
 
 
 @contextlib.asynccontextmanager
@@ -429,7 +430,8 @@ async def test_what_is_not_offered_is_refused_by_name(this: Served) -> None:
         image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
         refused: list[tuple[dict[str, Any], str]] = [
             ({"n": 17}, "n"),
-            ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+            ({"tools": [FUNCTION], "tool_choice": "required"}, "tool_choice"),
+            ({"tools": [FUNCTION], "tool_choice": FUNCTION}, "tool_choice"),
             ({"response_format": {"type": "grammar"}}, "response_format.type"),
             ({"modalities": ["audio"]}, "modalities"),
             ({"top_logprobs": 2}, "top_logprobs"),

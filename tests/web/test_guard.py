@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Final
+from typing import Any, Final
 from unittest import mock
 
 import pytest
 from websockets.frames import Close
 
-from session_server.web import http_guard
+from session_server.web import http_guard, websocket_guard
 from session_server.web.websocket import SessionSocket
 from session_server.web.websocket_guard import GuardedWebSocket
 from tests.web.serving import Served, served
@@ -185,6 +185,75 @@ async def test_a_ping_behind_a_long_frame_is_waited_for_while_the_peer_reads(thi
                 assert connection.pong_timer is not None
             connection.keepalive_timeout()
             assert connection.close_sent, "it has read nothing more"
+
+
+class Turns:
+    """Count what happens in one turn of the event loop, at most."""
+
+    def __init__(self) -> None:
+        self.most = self.num = self.num_now = 0
+
+    def count(self) -> None:
+        if self.num_now == 0:
+            asyncio.get_running_loop().call_soon(self.reset)
+        self.num, self.num_now = self.num + 1, self.num_now + 1
+        self.most = max(self.most, self.num_now)
+
+    def reset(self) -> None:
+        self.num_now = 0
+
+
+PINGS = 20_000
+
+
+@pytest.mark.parametrize("frame", [b"\x89\x80" + bytes(4), b"\x8a\x80" + bytes(4)])
+def test_a_flood_of_small_frames_is_parsed_in_pieces(
+    frame: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pings and pongs need no key, and none of them waits for an application."""
+    turns = Turns()
+    for name in ("handle_ping", "handle_pong"):
+        handle = getattr(GuardedWebSocket, name)
+
+        def handled(self: GuardedWebSocket, *event: object, handle: Any = handle) -> None:
+            turns.count()
+            handle(self, *event)
+
+        monkeypatch.setattr(GuardedWebSocket, name, handled)
+
+    @served()
+    async def test(this: Served) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", this.port)
+        writer.write(SOCKET + b"\r\n")
+        assert (await reader.readline()).split()[1] == b"101"
+        writer.write(frame * PINGS)
+        reading = asyncio.create_task(reader.read())
+        await this.until(lambda: turns.num == PINGS)
+        writer.close()
+        await reading
+
+    test()
+    assert turns.most <= websocket_guard.PARSE_BYTES // len(frame) + 1
+
+
+def test_a_body_of_small_chunks_is_parsed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, on_body = Turns(), http_guard.GuardedHttp.on_body
+
+    def counted(self: http_guard.GuardedHttp, body: bytes) -> None:
+        turns.count()
+        on_body(self, body)
+
+    monkeypatch.setattr(http_guard.GuardedHttp, "on_body", counted)
+
+    @served()
+    async def test(this: Served) -> None:
+        body = b"1\r\n{\r\n" + b"1\r\n \r\n" * PINGS + b"1\r\n}\r\n0\r\n\r\n"
+        answer = await this.until_closed(CHUNKED + body)
+        assert answer.startswith(b"HTTP/1.1 201")
+
+    test()
+    assert turns.num == PINGS + 2
+    assert turns.most <= http_guard.PARSE_BYTES // 6 + 1
 
 
 def websockets_of(this: Served) -> list[GuardedWebSocket]:

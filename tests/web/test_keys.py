@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -15,19 +16,24 @@ from session_server.arguments import add_server
 from session_server.config import HttpOptions, Settings
 from session_server.core.commands import SubmitTurn
 from session_server.core.errors import Unauthorized
-from session_server.core.owner import ANONYMOUS, KEY_VARIABLE, Owner
+from session_server.core.owner import ANONYMOUS, KEY_VARIABLE, Owner, TenantLimits
 from session_server.local_server import LocalServer
 from session_server.sessions.budget import RESERVED_PART
 from session_server.sessions.quotas import QuotaLimits
-from session_server.web import keys
-from session_server.web.keys import (
+from session_server.web import key_file
+from session_server.web.key_file import (
+    LIMITS,
     MAX_KEY_CHARS,
-    SHARE_OF_MANY,
+    MAX_LIMIT,
     InvalidKeys,
-    KeyRing,
     digest_of,
     is_readable_by_all,
-    key_ring,
+)
+from session_server.web.keys import (
+    SHARE_OF_MANY,
+    KeyRing,
+    KeySources,
+    key_sources,
 )
 from session_server.wiring import check_exposure, load_keys
 from tests.web.serving import DEADLINE_S, serving, turn
@@ -35,11 +41,11 @@ from tests.web.serving import DEADLINE_S, serving, turn
 
 def ring_of(path: Path, text: str) -> KeyRing:
     path.write_text(text, "utf-8")
-    return key_ring(given=None, environment=None, path=path)
+    return key_sources(given=None, environment=None, path=path).ring()
 
 
 def test_without_keys_everybody_is_the_same_owner() -> None:
-    ring = key_ring(given=None, environment=None, path=None)
+    ring = key_sources(given=None, environment=None, path=None).ring()
     assert ring.is_open
     assert ring.owner_of(None) == ring.owner_of("anything") == ANONYMOUS
 
@@ -47,7 +53,7 @@ def test_without_keys_everybody_is_the_same_owner() -> None:
 def test_keys_come_from_the_command_line_the_environment_and_a_file(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("one\n", "utf-8")
-    ring = key_ring(given="two", environment="three", path=path)
+    ring = key_sources(given="two", environment="three", path=path).ring()
     assert not ring.is_open
     for key in ("one", "two", "three"):
         assert ring.owner_of(key) == Owner(digest_of(key))
@@ -70,12 +76,24 @@ def test_a_file_has_comments_names_and_digests(tmp_path: Path) -> None:
 
 
 def test_a_file_has_as_many_keys_as_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keys, "MAX_KEYS", 3)
+    monkeypatch.setattr(key_file, "MAX_KEYS", 3)
     for number in (2, 3):
         ring = ring_of(tmp_path / "keys", "\n".join(f"k{n}" for n in range(number)))
         assert ring.owner_of(f"k{number - 1}") == Owner(digest_of(f"k{number - 1}"))
     with pytest.raises(InvalidKeys, match="more than 3 keys"):
         ring_of(tmp_path / "keys", "k0\nk1\nk2\nk3")
+
+
+def test_a_key_of_many_lines_counts_with_each(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(key_file, "MAX_KEYS", 3)
+    for num_lines in (2, 3):
+        assert len(key_file.grants_of("short\n" * num_lines, "f")) == 1
+    caplog.clear()
+    with pytest.raises(InvalidKeys, match="more than 3 keys"):
+        key_file.grants_of("short\n" * 1000, "f")
+    assert len(caplog.messages) == 4, "what comes behind is not looked at"
 
 
 def test_what_is_kept_of_keys_shows_none(tmp_path: Path) -> None:
@@ -103,6 +121,11 @@ def test_the_longest_key_is_one(tmp_path: Path) -> None:
         ("secret-of-alice #old\n", "line 1: a key cannot begin with #"),
         ("alice #secret max_priority=5\n", "line 1: a key cannot begin with #"),
         ("alice secret\nbob secret\n", "line 2: this key already has another owner"),
+        (
+            "alice secret\n\nalice secret2 share=0.1\n",
+            "line 3: this name has other options in line 1",
+        ),
+        ("alice secret\nalice secret2 admin=1\n", "line 2: this name has other options in line 1"),
     ],
 )
 def test_a_bad_file_is_refused_by_line_and_shows_no_key(
@@ -126,11 +149,63 @@ def test_a_key_so_short_that_it_may_be_a_name_is_warned_of(
     assert caplog.messages == [f"{path}, line {number}: {told}" for number in (2, 3)]
 
 
+def test_a_file_is_as_large_as_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_file, "MAX_FILE_BYTES", 20)
+    for num_bytes in (19, 20):
+        ring_of(tmp_path / "keys", "a-long-key".ljust(num_bytes))
+    with pytest.raises(InvalidKeys, match="more than 20 bytes"):
+        ring_of(tmp_path / "keys", "a-long-key".ljust(21))
+
+
+def change(ring: KeyRing, sources: KeySources, text: str) -> None:
+    ring.apply(ring.change_to(sources.owners(text, may_be_none=True)))
+
+
+def test_keys_are_replaced_and_an_owner_that_stays_is_granted_what_its_line_says(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text("alice old-key share=0.2\nbob bobs-key\n", "utf-8")
+    sources = key_sources(given=None, environment="of-the-environment", path=path)
+    ring = sources.ring()
+    alice, bob = ring.credential_of("old-key"), ring.credential_of("bobs-key")
+    of_environment = ring.credential_of("of-the-environment")
+    change(ring, sources, "alice new-key share=0.3 max_priority=4\nbobs-key\n")
+    assert ring.owner_of("new-key") is alice.owner, "sessions hold it"
+    assert (alice.owner.share, alice.owner.max_priority) == (0.3, 4)
+    assert [ring.has(each) for each in (alice, bob, of_environment)] == [False, False, True]
+    assert [ring.has_owner(each.owner) for each in (alice, bob)] == [True, False]
+    assert ring.owner_of("bobs-key") == Owner(digest_of("bobs-key")), "without a name it is another"
+
+
+def test_a_ring_whose_keys_are_all_gone_lets_nobody_in(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("alice old-key\n", "utf-8")
+    sources = key_sources(given=None, environment=None, path=path)
+    ring = sources.ring()
+    change(ring, sources, "# none\n")
+    assert not ring.is_open
+    for key in (None, "", "old-key", "anything"):
+        with pytest.raises(Unauthorized):
+            ring.owner_of(key)
+
+
+def test_nobody_becomes_an_admin_because_the_last_one_goes(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("ops ops-key-1 admin=1\n", "utf-8")
+    sources = key_sources(given=None, environment=None, path=path)
+    ring = sources.ring()
+    change(ring, sources, "alice alices-key\n")
+    assert not ring.owner_of("alices-key").is_admin
+    change(ring, sources, "alice alices-key admin=1\n")
+    assert ring.owner_of("alices-key").is_admin
+
+
 @pytest.mark.parametrize("empty", ["", " ", "\t"])
 def test_an_empty_key_is_refused_wherever_it_stands(empty: str) -> None:
     for given, environment in ((empty, None), (None, empty)):
         with pytest.raises(InvalidKeys, match="empty"):
-            key_ring(given=given, environment=environment, path=None)
+            key_sources(given=given, environment=environment, path=None).ring()
     parser = argparse.ArgumentParser(allow_abbrev=False)
     flags.add_arguments(parser)
     settings = flags.read_settings(parser.parse_args(["--api-key", empty]))
@@ -140,12 +215,12 @@ def test_an_empty_key_is_refused_wherever_it_stands(empty: str) -> None:
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     for path, reason in ((tmp_path / "absent", "No such file"), (tmp_path, "Is a directory")):
-        with pytest.raises(InvalidKeys, match=f"^--api-key-file {path}: {reason}"):
-            key_ring(given=None, environment=None, path=path)
+        with pytest.raises(InvalidKeys, match=f"^the key file {path}: {reason}"):
+            key_sources(given=None, environment=None, path=path).ring()
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe")
     with pytest.raises(InvalidKeys, match="binary"):
-        key_ring(given=None, environment=None, path=binary)
+        key_sources(given=None, environment=None, path=binary).ring()
 
 
 def test_a_key_that_others_on_the_machine_see_is_warned_of(
@@ -158,9 +233,8 @@ def test_a_key_that_others_on_the_machine_see_is_warned_of(
     load_keys(HttpOptions(api_key_file=path), environment="e")
     assert caplog.messages == []
     path.chmod(0o644)
-    load_keys(HttpOptions(api_key_file=path, api_key="k"), environment=None)  # type: ignore[arg-type]
-    assert "ps" in caplog.messages[0]
-    assert caplog.messages[1].endswith(f"can read {path}: chmod 600 {path}")
+    load_keys(HttpOptions(api_key_file=path), environment="e")
+    assert caplog.messages[0].endswith(f"can read {path}: chmod 600 {path}")
 
 
 @pytest.mark.parametrize(
@@ -190,10 +264,20 @@ def test_a_server_open_to_the_network_starts_only_when_told_to(
         check_exposure(http, ring)
 
 
+@pytest.mark.parametrize("admin_host", ["127.0.0.1", "192.0.2.7"])
+def test_an_address_for_operators_needs_a_port(admin_host: str) -> None:
+    http = HttpOptions(admin_host=admin_host)
+    told = f"--admin-host {admin_host} has no port, .*: add --admin-port N"
+    with pytest.raises(ValueError, match=told):
+        check_exposure(http, KeyRing.of("k"))
+    check_exposure(http.model_copy(update={"admin_port": 0}), KeyRing.of("k"))
+    check_exposure(HttpOptions(admin_port=0), KeyRing())
+
+
 def test_serve_refuses_before_it_loads_anything(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(wiring, "configure_logging", lambda *_: None)
+    monkeypatch.setattr(wiring, "configure_logging", lambda *_, **__: None)
     monkeypatch.setattr(wiring, "open_model", None)
     exposed = Settings(http=HttpOptions(host="0.0.0.0"))
     assert wiring.serve(exposed) == wiring.EXIT_UNUSABLE
@@ -222,22 +306,72 @@ def test_a_key_has_the_priority_and_the_share_of_its_line(tmp_path: Path) -> Non
     path.write_text(
         "a first share=0.25 max_priority=-3\nsecond max_priority=100\nshare=1\n", "utf-8"
     )
-    ring = key_ring(given=None, environment=None, path=path, max_priority=7)
+    ring = key_sources(given=None, environment=None, path=path, max_priority=7).ring()
     owners = [ring.owner_of(key) for key in ("first", "second", "share=1")]
     assert [owner.max_priority for owner in owners] == [-3, 100, 7]
     assert [owner.share for owner in owners] == [0.25, SHARE_OF_MANY, SHARE_OF_MANY]
 
 
+def test_a_key_has_the_limits_of_its_line_and_for_the_rest_those_of_the_server(
+    tmp_path: Path,
+) -> None:
+    options = " ".join(f"{name}={n}" for n, name in enumerate(LIMITS, 1))
+    path = tmp_path / "keys"
+    path.write_text(f"all {options}\nmany max_sessions={MAX_LIMIT}\nplain-key\n", "utf-8")
+    defaults = TenantLimits(max_sessions=7, max_bytes=8)
+    ring = key_sources(given=None, environment=None, path=path, limits=defaults).ring()
+    limits = [ring.owner_of(key).limits for key in ("all", "many", "plain-key")]
+    assert limits == [
+        TenantLimits(*range(1, len(LIMITS) + 1)),
+        TenantLimits(max_sessions=MAX_LIMIT, max_bytes=8),
+        defaults,
+    ]
+    open_ring = key_sources(given=None, environment=None, path=None, limits=defaults).ring()
+    assert open_ring.owner_of(None).limits == defaults
+
+
+def test_the_limits_of_the_server_hold_from_the_flag_to_the_reread_file(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("alice alices-key\nbob bobs-key max_sessions=3\n", "utf-8")
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    flags.add_arguments(parser)
+    words = ["--api-key-file", str(path), "--tenant-limits", "max_sessions=8  turns_per_min=60"]
+    ring = load_keys(flags.read_settings(parser.parse_args(words)).http, environment="of-env")
+    assert ring.owner_of("of-env").limits == TenantLimits(max_sessions=8, turns_per_min=60)
+    assert ring.owner_of("bobs-key").limits == TenantLimits(max_sessions=3, turns_per_min=60)
+    assert ring.sources is not None
+    change(ring, ring.sources, "alice alices-key turns_per_min=5\nbob bobs-key\n")
+    assert ring.owner_of("alices-key").limits == TenantLimits(max_sessions=8, turns_per_min=5)
+    assert ring.owner_of("bobs-key").limits == TenantLimits(max_sessions=8, turns_per_min=60)
+    open_ring = load_keys(HttpOptions(tenant_limits="max_bytes=1"), environment=None)
+    assert open_ring.owner_of(None).limits == TenantLimits(max_bytes=1)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("max_bytes=0", f"max_bytes must be an integer in [1, {MAX_LIMIT}]"),
+        (f"max_bytes={MAX_LIMIT + 1}", f"max_bytes must be an integer in [1, {MAX_LIMIT}]"),
+        ("turns_per_min", "turns_per_min must be an integer"),
+        ("share=0.5", "'share=0.5' is no limit: each is NAME=N, of max_sessions,"),
+        ("max_bytes=1 max_bytes=2", "max_bytes is given twice"),
+    ],
+)
+def test_wrong_limits_of_the_server_are_refused_by_word_and_bound(words: str, told: str) -> None:
+    with pytest.raises(InvalidKeys, match=re.escape(f"--tenant-limits: {told}")):
+        load_keys(HttpOptions(tenant_limits=words), environment=None)
+
+
 def test_once_a_line_says_admin_only_such_keys_are(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("first-key\nalice second-key\n", "utf-8")
-    ring = key_ring(given="given", environment=None, path=path)
+    ring = key_sources(given="given", environment=None, path=path).ring()
     assert all(ring.owner_of(key).is_admin for key in ("given", "first-key", "second-key"))
     path.write_text("first-key admin=0\nops second-key admin=1\n", "utf-8")
-    ring = key_ring(given="given", environment=None, path=path)
+    ring = key_sources(given="given", environment=None, path=path).ring()
     are_admins = [ring.owner_of(key).is_admin for key in ("given", "first-key", "second-key")]
     assert are_admins == [False, False, True]
-    assert key_ring(given=None, environment=None, path=None).owner_of(None).is_admin
+    assert key_sources(given=None, environment=None, path=None).ring().owner_of(None).is_admin
 
 
 def test_routes_about_the_sessions_of_every_key_are_for_admins(tmp_path: Path) -> None:
@@ -254,6 +388,58 @@ def test_routes_about_the_sessions_of_every_key_are_for_admins(tmp_path: Path) -
     asyncio.run(asyncio.wait_for(check(), DEADLINE_S))
 
 
+def test_totals_of_all_are_for_admins_and_whoever_may_read_them(tmp_path: Path) -> None:
+    """Two owners could work out each other's: their sum less their own."""
+    ring = ring_of(
+        tmp_path / "keys", "alice alices-key\nops admins-key admin=1\nprom scrapes-key metrics=1\n"
+    )
+
+    async def check() -> None:
+        async with serving(keys=ring) as this:
+            allowed = {
+                "alices-key": (403, 403),
+                "scrapes-key": (200, 403),
+                "admins-key": (200, 200),
+            }
+            for key, statuses in allowed.items():
+                header = {"authorization": f"Bearer {key}"}
+                answers = [
+                    await this.http.get(path, headers=header)
+                    for path in ("/metrics", "/v1/admin/memory")
+                ]
+                assert tuple(answer.status_code for answer in answers) == statuses, key
+
+    asyncio.run(asyncio.wait_for(check(), DEADLINE_S))
+
+
+def test_the_state_of_the_server_is_for_admins_and_of_their_own_for_others(tmp_path: Path) -> None:
+    ring = ring_of(tmp_path / "keys", "first-key\nother-key\nops second-key admin=1\n")
+
+    async def check() -> None:
+        async with serving(keys=ring) as this:
+            this.http.headers["authorization"] = "Bearer first-key"
+            session_id = await this.open()
+            this.is_held = True
+            path = f"/v1/sessions/{session_id}/turns"
+            asked = asyncio.create_task(this.http.post(path, json=turn()))
+            await this.until(lambda: this.sessions.stats().live_turns == 1)
+            states = []
+            for key in ("first-key", "other-key", "second-key"):
+                header = {"authorization": f"Bearer {key}"}
+                answer = await this.http.get("/server_info", headers=header)
+                (state,) = answer.json()["internal_states"]
+                states.append(state)
+            this.is_held = False
+            assert (await asked).status_code == 200
+            assert states[:2] == [
+                {"sessions": 1, "unfinished_turns": 1},
+                {"sessions": 0, "unfinished_turns": 0},
+            ]
+            assert (states[2]["sessions"], states[2]["live_turns"]) == (1, 1)
+
+    asyncio.run(asyncio.wait_for(check(), DEADLINE_S))
+
+
 def test_one_owner_may_hold_everything_and_one_of_several_a_share(tmp_path: Path) -> None:
     alone = ring_of(tmp_path / "keys", "a old\na new\n")
     assert (alone.owner_of("old").share, alone.owner_of("old").max_priority) == (1.0, 0)
@@ -261,13 +447,18 @@ def test_one_owner_may_hold_everything_and_one_of_several_a_share(tmp_path: Path
     assert ring_of(tmp_path / "keys", "a old share=0.2\n").owner_of("old").share == 0.2
     greedy = ring_of(tmp_path / "keys", "a old share=1\nb new share=0.95\n")
     assert [greedy.owner_of(key).share for key in ("old", "new")] == [1.0 - RESERVED_PART] * 2
-    ring = key_ring(given=None, environment=None, path=None, max_priority=5)
+    ring = key_sources(given=None, environment=None, path=None, max_priority=5).ring()
     assert (ring.owner_of(None).share, ring.owner_of(None).max_priority) == (1.0, 5)
 
 
 @pytest.mark.parametrize(
     "option",
     [
+        *(
+            f"{name}={n}"
+            for name in LIMITS
+            for n in ("0", "-1", "", "1.5", "x", str(MAX_LIMIT + 1))
+        ),
         *("share=0", "share=1.01", "share=nan", "share=", "share=1e-3"),
         *("admin=2", "admin=", "admin=yes"),
         *("max_priority=101", "max_priority=-101", "max_priority=1.0", "max_priority="),

@@ -392,7 +392,7 @@ async def test_a_conversation_goes_on_after_its_connection(this: Served) -> None
         await wire.send("response.create", response={"max_output_tokens": 300})
         await wire.until("response.output_text.delta")
         this.is_held = True
-        this.sockets.end_all(CloseCode.RESTART)
+        await this.sockets.end_all(CloseCode.RESTART)
         assert await wire.close_code() == 1012
     conversation_id = wire.events[1]["conversation"]["id"]
     async with realtime(this.url, f"?conversation_id={conversation_id}") as again:

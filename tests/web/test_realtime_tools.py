@@ -125,3 +125,18 @@ async def test_an_answer_that_must_call_is_held_to_calls(
         response = await wire.answer(tool_choice="auto", **LONG)
         assert [item["type"] for item in response["output"]] == ["message"]
         assert held_to(this) is None
+
+
+@talks("chatml")
+async def test_a_session_of_a_model_that_takes_no_tools_has_none(
+    this: Served[PaperEngine], client: AsyncOpenAI
+) -> None:
+    async with realtime(this.url) as wire:
+        await wire.send("session.update", session={"tools": [TOOL]})
+        assert (await wire.until("session.updated"))["session"]["tools"] == []
+        await wire.say("Hello")
+        assert (await wire.answer(**LONG))["status"] == "completed"
+        assert (await wire.answer(tools=[TOOL], **LONG))["status"] == "completed"
+        required = {"tools": [TOOL], "tool_choice": "required"}
+        await wire.send("response.create", response=required)
+        assert (await wire.until("error"))["error"]["param"] == "tool_choice"

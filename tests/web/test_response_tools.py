@@ -203,3 +203,24 @@ async def test_one_call_at_most(this: Served[PaperEngine], client: AsyncOpenAI) 
     assert call.type == "function_call"
     assert json.loads(call.arguments) == {"city": "Oslo"}
     assert (response.status, response.parallel_tool_calls) == ("completed", False)
+
+
+@talks("chatml")
+async def test_a_response_of_a_model_that_takes_no_tools_has_none(
+    this: Served[PaperEngine], client: AsyncOpenAI
+) -> None:
+    first = await ask(client, "Hello")
+    assert first.tools == []
+    second = await ask(client, "And?", previous_response_id=first.id)
+    assert session_of(second) == session_of(first)
+    assert cached(second) >= total(first) - 1
+    counted = [
+        await client.responses.input_tokens.count(model="paper", input="Hello", **options)
+        for options in ({}, {"tools": [TOOL]})
+    ]
+    assert counted[0] == counted[1]
+    async with lanes_of(this) as lanes:
+        assert (await lanes.ask("Hello", tools=[TOOL], max_output_tokens=4))["tools"] == []
+    with pytest.raises(openai.BadRequestError) as refused:
+        await ask(client, "Hello", tool_choice="required")
+    assert (refused.value.code, refused.value.param) == ("unsupported_operation", "tool_choice")

@@ -422,7 +422,7 @@ async def test_a_drain_ends_the_socket_and_invites_back(this: Served) -> None:
         refused = await lanes.ask()
         assert (refused["status"], code_of(refused)) == (503, "server_draining")
         assert refused["error"]["headers"] == {"retry-after": "1"}
-        this.sockets.end_all(CloseCode.RESTART)
+        await this.sockets.end_all(CloseCode.RESTART)
         with pytest.raises(ConnectionClosed):
             await lanes.receive()
         assert lanes.socket.close_code == CloseCode.RESTART

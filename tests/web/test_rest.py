@@ -13,6 +13,7 @@ import pytest
 from session_server.core.owner import ANONYMOUS
 from session_server.core.session_events import TurnCancelled
 from session_server.web.generation_run import GenerationRun
+from session_server.web.holdings import Holdings
 from session_server.web.requests import Call
 from session_server.web.turns import TurnReader, session_events
 from tests.web.serving import Served, served, serving, small_journal, turn
@@ -286,11 +287,23 @@ async def test_an_offset_that_is_lost_is_answered_by_a_snapshot(this: Served) ->
         assert snapshot["data"]["items"][-1]["role"] == "assistant"
 
 
+def call_on(this: Served[Any]) -> Call:
+    """A call of somebody without a key."""
+    state = this.app.state
+    return Call(
+        credential=state.door.admit(None),
+        services=this.services,
+        readers=state.readers,
+        door=state.door,
+        place=Holdings(),
+    )
+
+
 def test_events_lost_before_the_end_of_a_session_are_said_to_be_lost() -> None:
     async def test() -> None:
         async with serving(limits=small_journal(4)) as this:
             session_id = await this.open()
-            call = Call(owner=ANONYMOUS, services=this.services, readers=this.app.state.readers)
+            call = call_on(this)
             events = session_events(call, session_id, after=0)
             this.sessions.update(ANONYMOUS, session_id, metadata={"n": "0"})
             assert (await next_chunk(events))["event"] == "session.updated"
@@ -308,7 +321,7 @@ def test_a_turn_whose_end_was_lost_with_its_session_ends_in_an_error(dialect: st
     async def test() -> None:
         async with serving(limits=small_journal(4)) as this:
             session_id = await this.open()
-            call = Call(owner=ANONYMOUS, services=this.services, readers=this.app.state.readers)
+            call = call_on(this)
             this.is_held = True
             path = f"/v1/sessions/{session_id}/turns"
             body = turn(turn_id="t1", on_disconnect="detach")
@@ -317,7 +330,8 @@ def test_a_turn_whose_end_was_lost_with_its_session_ends_in_an_error(dialect: st
             asking.cancel()
             view = this.sessions.turn(ANONYMOUS, session_id, "t1")
             journal = this.sessions.journal(ANONYMOUS, session_id)
-            with TurnReader(call, journal, view, keep_partial=None) as reader:
+            with call.place:
+                reader = TurnReader(call, session_id, journal, keep_partial=None).follow(view)
                 chunks = reader.events() if dialect == "ours" else of_sglang(call, reader)
                 for number in range(9):
                     this.sessions.update(ANONYMOUS, session_id, metadata={"n": str(number)})
@@ -337,9 +351,7 @@ def of_sglang(call: Call, reader: TurnReader) -> AsyncIterator[bytes]:
     nothing: Any = None
     return GenerationRun(
         call=call,
-        state=nothing,
         job=nothing,
-        turn=("", ""),
         reader=reader,
         answer=nothing,
         arrived_s=0.0,

@@ -106,7 +106,7 @@ async def test_a_third_signal_leaves_no_task_to_be_canceled_with_the_loop(this: 
 
     before, listener = num_lifespans(), bind("127.0.0.1", 0)
     serving = asyncio.create_task(
-        serve(this.app, this.services, listener=listener, ready=io.StringIO())
+        serve(this.app, this.services, listeners=[listener], ready=io.StringIO())
     )
     await this.until(lambda: num_lifespans() > before)
     for _ in range(3):

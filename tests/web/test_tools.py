@@ -354,16 +354,6 @@ async def test_an_answer_with_a_form_may_call_instead(
     assert without.calls == ""
 
 
-@talks("chatml")
-async def test_a_model_without_tools_refuses_them_by_name(
-    this: Served[PaperEngine], client: AsyncOpenAI
-) -> None:
-    with pytest.raises(openai.BadRequestError) as refused:
-        await ask(client, HELLO)
-    assert (refused.value.code, refused.value.param) == ("unsupported_operation", "tools")
-    assert this.sessions.stats().sessions == 0
-
-
 async def deltas_of(wire: Wire) -> AsyncIterator[dict[str, Any]]:
     """The deltas of a turn, and its end."""
     while True:
@@ -453,3 +443,42 @@ async def test_the_native_protocol_says_the_same(
         f"/v1/sessions/{session_id}/turns", json={"text": "x", "tools": [tool()]}
     )
     assert (raw.status_code, raw.json()["error"]["param"]) == (400, "tools")
+
+
+@talks("chatml")
+async def test_tools_of_a_model_that_takes_none_are_left_out_and_a_header_says_so(
+    this: Served[PaperEngine], client: AsyncOpenAI
+) -> None:
+    create = client.chat.completions.with_raw_response.create
+    options: dict[str, Any] = {"model": "paper", "messages": HELLO, "max_tokens": 4}
+    plain = await create(**options)
+    assert "x-left-out" not in plain.headers
+    options["tools"] = [tool()]
+    choices: tuple[dict[str, Any], ...] = ({}, {"tool_choice": "auto"}, {"tool_choice": "none"})
+    for choice in choices:
+        answer = await create(**options, **choice)
+        assert answer.headers["x-left-out"] == "tools"
+        assert answer.parse().usage.prompt_tokens == plain.parse().usage.prompt_tokens
+    streamed = await create(**options, stream=True)
+    assert streamed.headers["x-left-out"] == "tools"
+    assert [chunk async for chunk in streamed.parse()]
+    form = {"type": "json_schema", "json_schema": {"name": "f", "schema": {"const": 1}}}
+    say(this, "1")
+    await create(**options, response_format=form)
+    held = held_to(this)
+    assert held is not None
+    assert held.calls == "", "the answer has the form and calls nothing"
+    named = {"type": "function", "function": {"name": "weather"}}
+    for must_call in ("required", named):
+        with pytest.raises(openai.BadRequestError) as refused:
+            await create(**options, tool_choice=must_call)
+        assert (refused.value.code, refused.value.param) == ("unsupported_operation", "tool_choice")
+
+
+@talks("hermes")
+async def test_tools_of_a_model_that_takes_some_are_never_left_out(
+    this: Served[PaperEngine], client: AsyncOpenAI
+) -> None:
+    create = client.chat.completions.with_raw_response.create
+    answer = await create(model="paper", messages=HELLO, max_tokens=4, tools=[tool()])
+    assert "x-left-out" not in answer.headers

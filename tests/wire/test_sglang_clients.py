@@ -326,7 +326,7 @@ def test_turns_that_were_retracted_say_what_one_request_of_everything_gives(
 def num_retractions(http: httpx.Client, *, at_least: int = 0) -> int:
     """What the engine has told by now; while it works it tells twice a second."""
     for _ in range(50):
-        found = re.search(r'what="retractions"} (\d+)', http.get("/metrics").text)
+        found = re.search(r"_retractions_total (\d+)", http.get("/metrics").text)
         num = int(found[1]) if found is not None else 0
         if num >= at_least:
             return num

@@ -70,8 +70,8 @@ def draft_counts(url: str) -> tuple[int, int]:
     """Tokens guessed and guessed right, from the metrics."""
     lines = httpx.get(f"{url}/metrics", timeout=30.0).text.splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    names = ("draft_tokens", "accepted_tokens")
-    drafted, accepted = (values[f'session_server_engine_total{{what="{n}"}}'] for n in names)
+    name, outcomes = "session_server_speculative_tokens_total", ("verified", "accepted")
+    drafted, accepted = (values[f'{name}{{outcome="{outcome}"}}'] for outcome in outcomes)
     return int(float(drafted)), int(float(accepted))
 
 

@@ -1,0 +1,223 @@
+"""`Tenants`: count the tree's pages by tenant, and say from whom pressure takes the next ones.
+
+Memory is shared by weight. Pressure takes from the tenant that has most for its weight, so that one
+that floods the cache evicts itself. Half of what a tenant's share is at least is its minimum: pages
+of it are taken only where nothing else can be, see `cache.parked_queue`. Where there is one tenant
+nothing is counted as a minimum, and it has everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Final, Protocol
+
+from cache.errors import AuditFailed
+from cache.eviction_order import EvictionOrder
+from cache.lazy_heap import LazyHeap
+from cache.ledger import Ledger
+from cache.radix_node import RadixNode, is_evictable_leaf
+from cache.types import Namespace, PoolName
+
+WHOLE_WEIGHT: Final = 1000
+"""The weight of a tenant that may have everything."""
+
+_RESOLUTION: Final = 1 << 20
+_LAST: Final = 1 << 62
+"""Behind all who have pages above their minimum."""
+
+
+class Owned(Protocol):
+    """Describe a session: whose it is."""
+
+    @property
+    def namespace(self) -> Namespace: ...
+
+
+class Account:
+    """Count what one tenant has in the tree, and order what of it can be evicted.
+
+    `num_users`: its sessions, and its namespaces in the tree. Per pool: `held` pages, of which
+    `protected` ones are locked; `guarded`: evictable ones that its minimum keeps; `unheld`: pages
+    that it lacks of its minimum.
+    """
+
+    __slots__ = (
+        "guarded",
+        "held",
+        "leaves",
+        "num_users",
+        "number",
+        "orders",
+        "protected",
+        "unheld",
+        "weight",
+    )
+
+    def __init__(self, number: int, pools: Iterable[PoolName], bounded: Sequence[PoolName]) -> None:
+        self.number = number
+        self.weight = WHOLE_WEIGHT
+        self.num_users = 0
+        self.held = dict.fromkeys(pools, 0)
+        self.protected = dict.fromkeys(pools, 0)
+        self.guarded = dict.fromkeys(pools, 0)
+        self.unheld = dict.fromkeys(pools, 0)
+        self.leaves = EvictionOrder(is_evictable_leaf)
+        self.orders = {pool: EvictionOrder(partial(_has_evictable, pool=pool)) for pool in bounded}
+
+    def evictable(self, pool: PoolName) -> int:
+        """Return its pages of a pool that no lock covers."""
+        return self.held[pool] - self.protected[pool]
+
+
+class Tenants:
+    """Hold the accounts of all tenants with sessions or pages; others are unknown.
+
+    `guarded` and `unheld`: the sums over all accounts, per pool. What changes one account costs
+    O(log tenants); a tenant that comes or goes costs O(tenants) once the weights of all have
+    doubled or halved since the minimums were set.
+    """
+
+    def __init__(self, ledgers: Mapping[PoolName, Ledger], bounded: Sequence[PoolName]) -> None:
+        self._ledgers, self._bounded = ledgers, bounded
+        self._accounts: dict[str, Account] = {}
+        self._num_seen = 0
+        self._weight = 0
+        self._unit = 0
+        """What weights are parts of: a power of two, no less than all of them; 0 for one tenant."""
+
+        self._givers = {pool: LazyHeap[Account]() for pool in ledgers}
+        self.guarded = dict.fromkeys(ledgers, 0)
+        self.unheld = dict.fromkeys(ledgers, 0)
+
+    def __len__(self) -> int:
+        return len(self._accounts)
+
+    def __getitem__(self, tenant: str) -> Account:
+        return self._accounts[tenant]
+
+    def items(self) -> Iterator[tuple[str, Account]]:
+        """Yield every known tenant with its account."""
+        yield from self._accounts.items()
+
+    def enter(self, tenant: str, weight: int | None = None) -> None:
+        """Count another session, or namespace, of a tenant; `weight`: what it is from now on."""
+        account = self._accounts.get(tenant)
+        if account is None:
+            self._num_seen += 1
+            account = self._accounts[tenant] = Account(self._num_seen, self._ledgers, self._bounded)
+            self._weight += account.weight
+        account.num_users += 1
+        if weight is not None and weight != account.weight:
+            self._weight += weight - account.weight
+            account.weight = weight
+            for pool in self._ledgers:
+                self._recount(account, pool)
+        self._set_unit()
+
+    def enter_into(self, others: Tenants, slots: Iterable[Owned]) -> None:
+        """Count sessions in `others`, with the weights known here."""
+        for slot in slots:
+            tenant = slot.namespace.tenant
+            others.enter(tenant, self._accounts[tenant].weight)
+
+    def leave(self, tenant: str) -> None:
+        """Count a session, or namespace, less."""
+        account = self._accounts[tenant]
+        account.num_users -= 1
+        if account.num_users:
+            return
+        for pool in self._ledgers:
+            if account.held[pool]:
+                raise AuditFailed(f"{pool}: a tenant has pages in the tree and no place there")
+            self._givers[pool].remove(account)
+            self.unheld[pool] -= account.unheld[pool]
+        del self._accounts[tenant]
+        self._weight -= account.weight
+        self._set_unit()
+
+    def add(self, tenant: str, pool: PoolName, num_pages: int) -> None:
+        """Count pages that have entered the tree, unlocked; negative ones have left it."""
+        account = self._accounts[tenant]
+        account.held[pool] += num_pages
+        if self._unit:
+            self._recount(account, pool)
+
+    def protect(self, tenant: str, pool: PoolName, num_pages: int) -> None:
+        """Book pages as protected, in the ledger too, when their first lock is taken; negative ones
+        as evictable, when their last lock is released."""
+        if num_pages < 0:
+            self._ledgers[pool].unprotect(-num_pages)
+        else:
+            self._ledgers[pool].protect(num_pages)
+        account = self._accounts[tenant]
+        account.protected[pool] += num_pages
+        if self._unit:
+            self._recount(account, pool)
+
+    def next_to_give(self, pool: PoolName) -> tuple[Account, int]:
+        """Return who gives the next evictable pages of a pool, and how many at most: of those with
+        pages above their minimum, or else of all, the one with most for its weight.
+
+        Raises:
+            AuditFailed: nothing is evictable; the caller checks the ledger before.
+        """
+        if not self._unit:
+            sole = next(iter(self._accounts.values()))
+            return sole, sole.held[pool] - sole.protected[pool]
+        if (account := self._givers[pool].first()) is None:
+            raise AuditFailed("nothing is evictable, though the ledger says so")
+        num_evictable = account.evictable(pool)
+        return account, num_evictable - account.guarded[pool] or num_evictable
+
+    def minimum(self, account: Account, pool: PoolName) -> int:
+        """Return the pages of a pool that a tenant keeps while others have pages above theirs."""
+        if not self._unit:
+            return 0
+        return (self._ledgers[pool].num_pages - 1) * account.weight // (2 * self._unit)
+
+    def excess(self, tenant: str, pool: PoolName) -> int:
+        """Return how many pages a tenant has above its minimum; negative below it."""
+        account = self._accounts[tenant]
+        return account.held[pool] - self.minimum(account, pool)
+
+    def lock_cost(self, tenant: str, pool: PoolName, num_pages: int) -> int:
+        """Return how many pages that nobody's minimum keeps are fewer once a tenant locks
+        `num_pages` of its evictable ones: those that its own minimum keeps are there for it."""
+        account = self._accounts[tenant]
+        num_kept = self.minimum(account, pool) - account.protected[pool] - num_pages
+        num_guarded = max(0, min(num_kept, account.evictable(pool) - num_pages))
+        return num_pages - (account.guarded[pool] - num_guarded)
+
+    def _set_unit(self) -> None:
+        unit = 1 << (self._weight - 1).bit_length() if len(self._accounts) > 1 else 0
+        if unit == self._unit:
+            return
+        self._unit = unit
+        for account in self._accounts.values():
+            for pool in self._ledgers:
+                self._recount(account, pool)
+
+    def _recount(self, account: Account, pool: PoolName) -> None:
+        """Count anew what depends on the pages that an account holds and has locked."""
+        minimum, num_evictable = self.minimum(account, pool), account.evictable(pool)
+        guarded = max(0, min(num_evictable, minimum - account.protected[pool]))
+        unheld = max(0, minimum - account.held[pool])
+        if (before := account.guarded[pool]) != guarded:
+            self.guarded[pool] += guarded - before
+            account.guarded[pool] = guarded
+        if (before := account.unheld[pool]) != unheld:
+            self.unheld[pool] += unheld - before
+            account.unheld[pool] = unheld
+        givers = self._givers[pool]
+        if not (self._unit and num_evictable):
+            givers.remove(account)
+            return
+        rank = -account.held[pool] * _RESOLUTION // account.weight
+        rank += 0 if num_evictable > guarded else _LAST
+        if givers.priority(account) != rank:
+            givers.push(account, rank, account.number)
+
+
+def _has_evictable(node: RadixNode, pool: PoolName) -> bool:
+    return node.num_evictable[pool] > 0

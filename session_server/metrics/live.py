@@ -1,0 +1,102 @@
+"""Show what the server holds at the moment of a scrape: gauges, and counts that others keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, get_args
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from session_server.core.session_events import CheckOutcome, CloseReason, StateReason
+
+_REASONS: Final = tuple(reason for reason in get_args(StateReason) if reason != "turn")
+_CLOSES: Final = get_args(CloseReason)
+
+
+@dataclass(frozen=True, slots=True)
+class LiveState:
+    """Hold what a scrape reads. `budgets` maps a name to what is held and what may be; `stalled_s`
+    is 0 for an engine that works."""
+
+    sessions: int
+    resident_sessions: int
+    opened_sessions: int
+    closed_sessions: Mapping[CloseReason, int]
+    evictions: Mapping[StateReason, int]
+    turns: Mapping[str, int]
+    grammar_checks: Mapping[CheckOutcome, int]
+    budgets: Mapping[str, tuple[int, int]]
+    tasks: int
+    is_engine_up: bool
+    stalled_s: float
+
+
+class LiveCollector(Collector):
+    """Collect from `read`, which a server sets when it serves; no samples before."""
+
+    def __init__(self, namespace: str) -> None:
+        self._namespace = namespace
+        self.read: Callable[[], LiveState] | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every family."""
+        state = None if self.read is None else self.read()
+        yield from self._of_sessions(state)
+        yield from self._of_server(state)
+
+    def _of_sessions(self, state: LiveState | None) -> Iterator[Metric]:
+        sessions = self._gauge("sessions", "Open sessions.")
+        resident = self._gauge("resident_sessions", "Open sessions that have KV.")
+        opened = self._counter("sessions_opened", "Sessions opened.")
+        closed = self._counter("sessions_closed", "Sessions closed, by reason.", "reason")
+        evictions = self._counter(
+            "session_evictions",
+            "Times a session lost its KV, by reason; its next turn computes it again.",
+            "reason",
+        )
+        turns = self._gauge("unfinished_turns", "Turns of all sessions that run or wait.", "state")
+        if state is not None:
+            sessions.add_metric((), state.sessions)
+            resident.add_metric((), state.resident_sessions)
+            opened.add_metric((), state.opened_sessions)
+            _fill(closed, {name: state.closed_sessions.get(name, 0) for name in _CLOSES})
+            _fill(evictions, {name: state.evictions.get(name, 0) for name in _REASONS})
+            _fill(turns, state.turns)
+        yield from (sessions, resident, opened, closed, evictions, turns)
+
+    def _of_server(self, state: LiveState | None) -> Iterator[Metric]:
+        checks = self._counter(
+            "grammar_checks", "Grammars of turns that were checked before they ran.", "outcome"
+        )
+        held = self._gauge(
+            "budget_used",
+            "What all clients hold of a budget: sessions, turns, connections or bytes.",
+            "budget",
+        )
+        limit = self._gauge("budget_limit", "What all clients may hold of it.", "budget")
+        tasks = self._gauge("event_loop_tasks", "Tasks of the event loop.")
+        is_up = self._gauge("engine_up", "1 while there is an engine that takes turns, else 0.")
+        stalled = self._gauge(
+            "engine_stalled_seconds", "Seconds since the last step of an engine that stalls, or 0."
+        )
+        if state is not None:
+            _fill(checks, state.grammar_checks)
+            _fill(held, {name: use[0] for name, use in state.budgets.items()})
+            _fill(limit, {name: use[1] for name, use in state.budgets.items()})
+            tasks.add_metric((), state.tasks)
+            is_up.add_metric((), state.is_engine_up)
+            stalled.add_metric((), state.stalled_s)
+        yield from (checks, held, limit, tasks, is_up, stalled)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> GaugeMetricFamily:
+        return GaugeMetricFamily(f"{self._namespace}_{name}", text, labels=labels)
+
+    def _counter(self, name: str, text: str, *labels: str) -> CounterMetricFamily:
+        return CounterMetricFamily(f"{self._namespace}_{name}", text, labels=labels)
+
+
+def _fill(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[Any, float]) -> None:
+    for label, value in values.items():
+        family.add_metric((label,), value)

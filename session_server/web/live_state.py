@@ -1,0 +1,35 @@
+"""Gather what a scrape of the metrics shows of this moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from session_server.metrics.live import LiveState
+from session_server.web.connection_table import ConnectionTable
+from session_server.web.services import AppServices
+
+
+def live_state(
+    services: AppServices, connections: ConnectionTable, num_tasks: Callable[[], int]
+) -> LiveState:
+    """Return what the server holds now."""
+    stats, limits = services.sessions.stats(), connections.limits
+    budgets: dict[str, tuple[int, int]] = {
+        **stats.budgets,
+        "connections": (connections.num_connections, limits.connections),
+        "unfinished_input_bytes": (connections.num_input_bytes, limits.input_bytes),
+        "unread_output_bytes": (connections.num_unread_bytes, limits.output_bytes),
+    }
+    return LiveState(
+        sessions=stats.sessions,
+        resident_sessions=stats.resident_sessions,
+        opened_sessions=stats.opened_sessions,
+        closed_sessions=stats.closed_sessions,
+        evictions=stats.evictions,
+        turns={"live": stats.live_turns, "queued": stats.queued_turns},
+        grammar_checks=stats.grammar_checks,
+        budgets=budgets,
+        tasks=num_tasks(),
+        is_engine_up=stats.ready is not None,
+        stalled_s=services.sessions.engine_stalled_s or 0.0,
+    )
