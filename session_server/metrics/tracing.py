@@ -97,7 +97,7 @@ def open_tracing(endpoint: str | None, *, model: str) -> TurnTracing:
     exporter = OTLPSpanExporter(endpoint=endpoint, session=collector_session())
     hide_queries(logging.getLogger(OTLPSpanExporter.__module__))
     provider.add_span_processor(BatchSpanProcessor(exporter))
-    return TurnTracing(provider, model=model)
+    return TurnTracing(provider, model=model, give_up=exporter.shutdown)
 
 
 @dataclass(slots=True, eq=False)
@@ -110,13 +110,15 @@ class _TracedTurn:
 
 
 class TurnTracing:
-    """Make the spans of turns. `now_s` is the clock of the records, `time_ns` the wall clock."""
+    """Make the spans of turns. `give_up` ends an export that is tried again and again; `now_s` is the
+    clock of the records, `time_ns` the wall clock."""
 
     def __init__(
         self,
         provider: TracerProvider,
         *,
         model: str,
+        give_up: Callable[[], None] | None = None,
         now_s: Callable[[], float] = time.monotonic,
         time_ns: Callable[[], int] = time.time_ns,
     ) -> None:
@@ -128,6 +130,7 @@ class TurnTracing:
         self._tracer = provider.get_tracer("session_server", version("session-server"))
         self._propagator = TraceContextTextMapPropagator()
         self._model = model
+        self._give_up = give_up
         self._now_s, self._time_ns = now_s, time_ns
         self._waiting: queue.Queue[tuple[_TracedTurn, float | None] | None]
         self._waiting = queue.Queue(MAX_WAITING_TURNS)
@@ -141,10 +144,12 @@ class TurnTracing:
             record.origin.on_delivery(partial(self._put, turn))
 
     def close(self) -> None:
-        """Export what waits, for at most `CLOSE_TIMEOUT_S`."""
+        """Export what waits, for at most `CLOSE_TIMEOUT_S`; nothing is tried again afterwards."""
         closing = threading.Thread(target=self._close, name="close traces", daemon=True)
         closing.start()
         closing.join(CLOSE_TIMEOUT_S)
+        if closing.is_alive() and self._give_up is not None:
+            self._give_up()
 
     def _close(self) -> None:
         self._waiting.put(None)

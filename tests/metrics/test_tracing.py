@@ -39,6 +39,9 @@ from tests.web.serving import DEADLINE_S, serving, turn
 
 CANARY = "canary-4711"
 TRACEPARENT = f"00-{'ab' * 16}-{'cd' * 8}-01"
+GIVING_UP_S = 2.0
+"""Less than an exporter waits between its last attempts."""
+
 RECORD = TurnReport(
     session_id="s",
     turn_id="t",
@@ -64,6 +67,16 @@ RECORD = TurnReport(
     sent_s=10.0,
     ended_s=11.0,
 )
+
+
+@pytest.fixture(autouse=True)
+def no_exporter_is_left() -> Iterator[None]:
+    """One that tries again draws random numbers, which other tests have for themselves."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name == "OtelBatchSpanRecordProcessor":
+            thread.join(GIVING_UP_S)
+            assert not thread.is_alive(), "an exporter outlives its server's tracing"
 
 
 @contextmanager
