@@ -36,6 +36,22 @@ KEEP = """async (conversation) => {
   const {keep} = await import('/static/transfer.js');
   return keep(new Conversations(localStorage), conversation).id;
 }"""
+MOVES = """async ([selector, pixels]) => {
+  const pane = document.querySelector(selector);
+  const {left, top, width} = pane.getBoundingClientRect();
+  const [x, y] = [left + width / 2, top + 200];
+  const frame = () => new Promise(requestAnimationFrame);
+  const moves = [];
+  for (let before = -1; before !== pane.scrollTop; ) {
+    const seen = document.elementFromPoint(x, y).closest('article');
+    const place = seen?.getBoundingClientRect().top;
+    before = pane.scrollTop;
+    pane.scrollTop -= pixels;
+    await frame();
+    if (seen) moves.push(seen.getBoundingClientRect().top - place);
+  }
+  return moves;
+}"""
 MAX_BYTES = 200_000
 TURNS = 300
 ENTRIES = """async () => [await new Promise((painted) =>
@@ -67,16 +83,33 @@ def turn(number: int) -> list[dict[str, Any]]:
     ]
 
 
-def test_three_hundred_turns_scroll_at_sixty_frames(
-    open_tab: OpenTab, capsys: pytest.CaptureFixture[str]
-) -> None:
-    chat = Chat(open_tab(reduced_motion="no-preference"))
+def long_chat(open_tab: OpenTab, url: str) -> Chat:
+    """A tab with a conversation of `TURNS` turns, at its end."""
+    chat = Chat(open_tab(url=url, reduced_motion="no-preference"))
     items = [item for number in range(TURNS) for item in turn(number)]
     record = chat.page.evaluate(KEEP, {"title": "Long", "items": items})
     chat.page.goto("about:blank")
-    chat.page.goto(f"{chat.witness.origin}/#{record}")
+    chat.page.goto(f"{url}/#{record}")
     expect(chat.articles).to_have_count(2 * TURNS)
     expect(chat.page.get_by_text(f"Answer {TURNS - 1}")).to_be_in_viewport()
+    return chat
+
+
+def test_what_is_laid_out_while_it_scrolls_moves_nothing_in_sight(
+    open_tab: OpenTab, server: LocalServer
+) -> None:
+    page = long_chat(open_tab, server.url).page
+    moves = page.evaluate(MOVES, ["#transcript", 400])
+    assert len(moves) > 100
+    *full, _to_top, at_top = moves
+    assert at_top == 0
+    assert all(abs(move - 400) <= 1 for move in full)
+
+
+def test_three_hundred_turns_scroll_at_sixty_frames(
+    open_tab: OpenTab, server: LocalServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = long_chat(open_tab, server.url)
     up = scroll_up(chat.page, "#transcript", pixels=400)
     expect(chat.page.get_by_text("Question 0:")).to_be_in_viewport()
     again = scroll_up_again(chat)
@@ -98,12 +131,7 @@ def scroll_up_again(chat: Chat) -> Frames:
 def test_an_answer_streams_at_sixty_frames_behind_three_hundred_turns(
     open_tab: OpenTab, parrot: LocalServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chat = Chat(open_tab(url=parrot.url, reduced_motion="no-preference"))
-    items = [item for number in range(TURNS) for item in turn(number)]
-    record = chat.page.evaluate(KEEP, {"title": "Long", "items": items})
-    chat.page.goto("about:blank")
-    chat.page.goto(f"{parrot.url}/#{record}")
-    expect(chat.articles).to_have_count(2 * TURNS)
+    chat = long_chat(open_tab, parrot.url)
     chat.send(LONG)
     chat.hear("turn.delta")
     # Nothing is looked for meanwhile: that would be the work of the page's main thread too.

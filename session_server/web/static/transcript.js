@@ -8,6 +8,9 @@ import { messageView } from './message.js';
 
 const NEAR_PX = 64;
 
+/** Of each section a frame asks whether it is near; one that comes near is laid out as a whole. */
+const SECTION_MESSAGES = 4;
+
 /** Shows a conversation in a scrolling element. */
 export class Transcript {
   #scroller;
@@ -116,7 +119,17 @@ export class Transcript {
     }
     if (!running) this.#live = null;
     if (nodes.length === 0) nodes.push(this.#kept(known, '', record.id, this.#empty));
-    place(this.#list, nodes);
+    this.#place(nodes);
+  }
+
+  /** Show `nodes` in sections of so many each; those that are in their place stay untouched. */
+  #place(nodes) {
+    const sections = [...this.#list.children].slice(0, Math.ceil(nodes.length / SECTION_MESSAGES));
+    for (let start = 0; start < nodes.length; start += SECTION_MESSAGES) {
+      const section = (sections[start / SECTION_MESSAGES] ??= el('div', { class: 'section' }));
+      place(section, nodes.slice(start, start + SECTION_MESSAGES));
+    }
+    place(this.#list, sections);
   }
 
   #kept(known, key, mark, make) {
