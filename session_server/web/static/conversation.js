@@ -122,6 +122,7 @@ export class Conversation extends EventTarget {
     this.keep();
     const record = this.#store.get(this.id);
     if (record.turns.some(({ state }) => state !== 'failed')) return;
+    record.draft = this.record.draft || record.draft; // what is typed here stays here
     this.record = record;
     this.items = this.#store.items(record);
     this.turns = record.turns.map(LiveTurn.from);
