@@ -10,8 +10,10 @@ TEST_WORKERS ?= 2
 TESTS ?= tests
 DURATIONS ?= 10
 BENCH ?= sessions
-# A loaded machine must slow tests down, not fail them: one thread per worker, no spinning.
-TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TOKENIZERS_PARALLELISM=false
+# A loaded machine must slow tests down, not fail them: one thread per worker, no spinning. A hundred
+# servers are started, which should not compile their sources anew each time.
+TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TOKENIZERS_PARALLELISM=false \
+	PYTHONDONTWRITEBYTECODE=
 
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps

@@ -148,6 +148,9 @@ def openapi_of(app: FastAPI) -> dict[str, Any]:
 
 
 def _schema_of(kind: Any) -> dict[str, Any]:
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        # Routes are declared at import, which should not wait for schemas that few ask for.
+        return {"$ref": _TEMPLATE.format(name=kind.__name__)}
     (schema,), _ = msgspec.json.schema_components((kind,), ref_template=_TEMPLATE)
     return schema
 

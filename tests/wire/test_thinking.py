@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 
 from session_server.local_server import LocalServer
+from tests.depth import at_depth
 from tests.oracle.checkpoints import write_checkpoint
 from tests.rig.recovery import assert_books_balance
 from tests.text.local_text import load_local_text
@@ -19,10 +20,10 @@ from tests.wire.conftest import FLAGS
 
 NUM_SEEDS = 5
 ROOM = ["--max-total-tokens", "16384"]
-WAYS = (
-    [],
-    ["--disable-overlap-schedule", "--chunked-prefill-size", "8"],
-    ["--speculative-algorithm", "ngram", "--debug-retract-interval", "3"],
+CHUNKED = ["--disable-overlap-schedule", "--chunked-prefill-size", "8"]
+DISTURBED = ["--speculative-algorithm", "ngram", "--debug-retract-interval", "3"]
+WAYS = at_depth(
+    ([], [*CHUNKED, *DISTURBED]), proof=([], CHUNKED, DISTURBED, [*CHUNKED, *DISTURBED])
 )
 SCHEMA = {
     "type": "object",
@@ -71,11 +72,11 @@ def test_what_follows_a_thought_fits(tmp_path: Path, kind: str) -> None:
     asked: list[dict[str, Any]] = [{"response_format": FORM}]
     if kind == "thinking_tools":
         asked.append({"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False})
-    said = [answers(model_dir, flags, bias, asked) for flags in WAYS]
-    assert said[0] == said[1] == said[2]
-    for answer in said[0]:
+    said, *others = [answers(model_dir, flags, bias, asked) for flags in WAYS]
+    assert all(other == said for other in others)
+    for answer in said:
         jsonschema.validate(json.loads(read(answer)), SCHEMA)
-    assert sum(bool(answer.get("reasoning_content")) for answer in said[0]) > NUM_SEEDS // 2
+    assert sum(bool(answer.get("reasoning_content")) for answer in said) > NUM_SEEDS // 2
 
 
 def answers(
