@@ -38,7 +38,7 @@ from session_server.core.session_events import (
     TurnRequest,
 )
 
-SESSION_BYTES: Final = 3072
+SESSION_BYTES: Final = 2944
 """A session without turns: identity, settings, an empty journal and an empty transcript."""
 
 TURN_BYTES: Final = 2560

@@ -94,7 +94,8 @@ class Journal:
         self._oversize_due_s = 0.0
         self._last_seq = 0
         self._is_closed = False
-        self._listeners: set[Callable[[], None]] = set()
+        self._listeners: dict[Callable[[], None], None] = {}
+        """In the order in which they came; a set would wake them in another one in every run."""
 
     @property
     def last_seq(self) -> int:
@@ -199,11 +200,11 @@ class Journal:
 
     def add_listener(self, listener: Callable[[], None]) -> None:
         """Call `listener` after each entry. It must not write, add or remove anything at once."""
-        self._listeners.add(listener)
+        self._listeners[listener] = None
 
     def remove_listener(self, listener: Callable[[], None]) -> None:
         """Stop calling `listener`."""
-        self._listeners.discard(listener)
+        self._listeners.pop(listener, None)
 
     def drop_oldest(self) -> None:
         """Drop the oldest entry."""

@@ -88,7 +88,7 @@ class ResponsesSocket:
         self._runs: dict[str | None, ResponseRun | str] = {}
         """Of each lane the response that runs, or the id of one whose turn is not accepted yet."""
 
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}
         self._room = asyncio.Event()
 
     def end(self, code: CloseCode) -> None:
@@ -172,8 +172,8 @@ class ResponsesSocket:
                     self._fail(call, message, QuotaExceeded(text))
                     return
                 task = asyncio.create_task(self._respond(call, message, len(text)), name="respond")
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._tasks[task] = None
+                task.add_done_callback(self._tasks.pop)
             case _:
                 assert_never(message)
 

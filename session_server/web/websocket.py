@@ -92,7 +92,8 @@ class SessionSocket:
         self._services = services_of(websocket)
         self._peer = SocketPeer(websocket, subprotocol=SUBPROTOCOL, key_prefix=BEARER_PROTOCOL)
         self._position = 0
-        self._submissions: set[asyncio.Task[TurnView | None]] = set()
+        self._submissions: dict[asyncio.Task[TurnView | None], None] = {}
+        """Oldest first, which is the order in which they are canceled."""
 
     def end(self, code: CloseCode) -> None:
         """Close soon, after sending what is already queued."""
@@ -305,8 +306,8 @@ class SessionSocket:
         seq_before = self._journal.last_seq
         work = self._submit(request, call, session_id, readers)
         submission = asyncio.create_task(work, name="submit turn")
-        self._submissions.add(submission)
-        submission.add_done_callback(self._submissions.discard)
+        self._submissions[submission] = None
+        submission.add_done_callback(self._submissions.pop)
         await asyncio.sleep(0)  # it is in its queue now, where a cancel finds it
         view = submission.result() if submission.done() else None
         if view is not None and view.created_seq <= seq_before:

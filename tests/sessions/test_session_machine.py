@@ -664,7 +664,7 @@ def test_sessions_keep_their_promises() -> None:
     run_state_machine_as_test(
         SessionMachine,
         settings=settings(
-            max_examples=at_depth(700, proof=4000),
+            max_examples=at_depth(450, proof=4000),
             stateful_step_count=50,
             deadline=None,
             derandomize=True,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Final
+from unittest.mock import patch
 
 from session_server.config import Settings, model_directory
 from session_server.core.owner import Owner
@@ -26,6 +28,7 @@ from session_server.web.services import AppServices, ModelCard, WebSettings
 from tests.sessions.recount import recount
 from tests.sim.config import Habits
 from tests.sim.context import SimContext
+from tests.sim.draws import mix
 from tests.sim.echo import EchoModel
 from tests.sim.failure import Broken, Layer
 from tests.sim.faults import Site
@@ -58,6 +61,14 @@ def wire_model(num_repeats: int, window: int) -> EchoModel:
     return EchoModel((eos, *letters), num_repeats, len(text.tokenizer.vocabulary), window)
 
 
+def drawn_ids(seed: int) -> Callable[[int], str]:
+    """What stands for `secrets.token_hex`: the same ids in every run of a seed."""
+    numbers = itertools.count()
+    return lambda num_bytes: "".join(
+        f"{mix(seed, next(numbers)):016x}" for _ in range(num_bytes // 8)
+    )
+
+
 class SimServer:
     """Application, sessions and engine of one simulation. `loop` runs only when told to."""
 
@@ -75,6 +86,9 @@ class SimServer:
         )
         # After the engine, which may refuse its sizes: a loop has to be closed.
         self.loop = VirtualLoop(self._work_s)
+        # Which page of a session is probed depends on its id.
+        self._ids = patch("secrets.token_hex", drawn_ids(config.seed))
+        self._ids.start()
         self.sessions = SessionManager(
             self.engine,
             embedded_text(),
@@ -189,6 +203,7 @@ class SimServer:
         self.loop.drain()
         self.loop.run_until_complete(self.sessions.stop())
         self.loop.close()
+        self._ids.stop()
 
     def _check_errors(self) -> None:
         if self.loop.errors:

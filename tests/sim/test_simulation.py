@@ -32,6 +32,15 @@ def failure_of(seed: int) -> SimFailure | None:
 @pytest.mark.parametrize("front", Front)
 def test_a_seed_says_everything_twice_the_same(front: Front) -> None:
     seed = next(seed for seed in range(100) if draw_config(seed).front is front)
+    assert_repeats(seed)
+
+
+def test_ids_are_the_same_in_every_run_of_a_seed() -> None:
+    """They decide which page of a session is probed, and here what happens next."""
+    assert_repeats(1_000_093)
+
+
+def assert_repeats(seed: int) -> None:
     first, second = run(seed), run(seed)
     assert first == second
     assert first.coverage == second.coverage
