@@ -110,8 +110,8 @@ class _TracedTurn:
 
 
 class TurnTracing:
-    """Make the spans of turns. `give_up` ends an export that is tried again and again; `now_s` is the
-    clock of the records, `time_ns` the wall clock."""
+    """Make the spans of turns. `give_up` ends an export that is tried again and again; `now_s` is
+    the clock of the records, `time_ns` the wall clock."""
 
     def __init__(
         self,
