@@ -12,8 +12,8 @@ another of the same name, hand it out, and revoke the old one by its digest.
 options of a name, the same for all its keys:
   max_priority=N   the highest priority of its turns, -100 to 100
   share=PART       its part of all sessions, turns and bytes: 0.2 is a fifth
-  admin=1          it may use the routes that concern everybody's sessions,
-                   which from then on keys without it may not
+  admin=1          it may use the dashboard and the routes that concern
+                   everybody's sessions, which other keys may not
   metrics=1        it may read /metrics, as one with admin=1 may
   max_sessions=N, max_connections=N, max_bytes=N, max_kv_tokens=N,
   turns_per_min=N, input_tokens_per_min=N, output_tokens_per_min=N
@@ -21,6 +21,7 @@ options of a name, the same for all its keys:
 
 examples:
   session-server keys add alice --file keys
+  session-server keys add operator admin=1 --file keys
   session-server keys add batch share=0.2 max_priority=-10 --file keys
   session-server keys list --file keys
   session-server keys revoke 3f9a1c --file keys

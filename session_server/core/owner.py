@@ -55,8 +55,8 @@ class Owner:
     max_priority: int = field(default=0, compare=False)
     share: float = field(default=1.0, compare=False)
     is_exempt: bool = field(default=False, compare=False)
-    is_admin: bool = field(default=True, compare=False)
-    sees_metrics: bool = field(default=True, compare=False)
+    is_admin: bool = field(default=False, compare=False)
+    sees_metrics: bool = field(default=False, compare=False)
     limits: TenantLimits = field(default=NO_LIMITS, compare=False)
 
     def __post_init__(self) -> None:
@@ -74,7 +74,7 @@ class Owner:
             setattr(self, granted.name, getattr(other, granted.name))
 
 
-ANONYMOUS: Final = Owner("anonymous")
+ANONYMOUS: Final = Owner("anonymous", is_admin=True, sees_metrics=True)
 """The owner of all requests where no key is required."""
 
 KEY_VARIABLE: Final = "SESSION_SERVER_API_KEY"

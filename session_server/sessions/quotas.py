@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from session_server.core.errors import QuotaExceeded, ServerBusy
+from session_server.core.errors import ContextTooLong, QuotaExceeded, ServerBusy
 from session_server.core.owner import Owner
 from session_server.core.sampling import SamplingParams
 from session_server.core.session_events import TurnRequest
@@ -185,25 +185,50 @@ class Quotas:
         turn.held_bytes += num_bytes
 
     def reserve(
-        self, session: Session, turn: SessionTurn, prompt: Prompt, sampling: SamplingParams
+        self,
+        session: Session,
+        turn: SessionTurn,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        *,
+        now_s: float,
     ) -> None:
         """Count the prompt of a turn about to run, all scores that it asks for, and the bytes that
-        its input and record will add to the conversation.
+        its input and record will add to the conversation; and, however often it is sent to the
+        engine, once the tokens of its input.
 
         Scores can take a thousand times the bytes of their tokens, so they are counted before the
         first one is computed. `sampling` is clipped to the context. Raises QuotaExceeded,
-        ServerBusy, with nothing counted.
+        ServerBusy, ContextTooLong, with nothing counted.
         """
         num_bytes = token_bytes(len(prompt.tokens)) + max_score_bytes(sampling, prompt.context_len)
         growth = session.transcript.growth(prompt, turn.request.turn_id) + RECORD_BYTES
         with self.turn_bytes.held(session.owner, num_bytes):  # both count against `max_bytes`
             self._check(self.history_bytes, session.owner, growth)
         num_tokens = prompt.context_len + sampling.max_tokens
-        self.kv_tokens.check(session.owner, max(0, num_tokens - session.copy.counted_tokens))
+        self.check_kv(session, num_tokens)
+        if not turn.is_charged:
+            # Turns that waited behind this one's predecessor have written since it was accepted.
+            self.output_rate.check(session.owner, 1, now_s=now_s)
+            self.input_rate.charge(session.owner, len(prompt.tokens), now_s=now_s)
+            turn.is_charged = True
         self.history_bytes.take(session.owner, growth)
         self.hold_kv(session, num_tokens)
         turn.reserved_bytes = growth
         self.add_turn_bytes(session.owner, turn, num_bytes)
+
+    def check_kv(self, session: Session, num_tokens: int) -> None:
+        """Reject tokens of KV that there is no room for in place of those that the session holds.
+        Raises QuotaExceeded; ContextTooLong, where they are more than the owner may ever hold."""
+        owner = session.owner
+        limit = owner.limits.max_kv_tokens
+        if limit is not None and num_tokens > limit and not owner.is_exempt:
+            raise ContextTooLong(
+                f"with its answer this would be {num_tokens:,} tokens of KV, and you may hold "
+                f"{limit:,}: send less, or ask for fewer tokens",
+                param="input",
+            )
+        self.kv_tokens.check(owner, max(0, num_tokens - session.copy.counted_tokens))
 
     def hold_kv(self, session: Session, num_tokens: int) -> None:
         """Count the tokens of KV that a session holds from now on."""

@@ -333,11 +333,7 @@ class TurnFlow:
         try:
             sampling = fit_sampling(turn.request.sampling, prompt, max_len)
             sampling = held_behind_thought(self._text, prompt, sampling)
-            if not turn.is_charged:  # once, however often it is sent to the engine again
-                num_tokens = len(prompt.tokens)
-                self._quotas.input_rate.charge(session.owner, num_tokens, now_s=self._clock())
-                turn.is_charged = True
-            self._quotas.reserve(session, turn, prompt, sampling)
+            self._quotas.reserve(session, turn, prompt, sampling, now_s=self._clock())
         except SessionServerError as error:
             self._refuse(session, turn, error)
             return

@@ -38,8 +38,9 @@ class KeyWatch:
             return None
         self._ring.apply(change)
         _logger.info(
-            "keys read owners=%d gone_keys=%d gone_owners=%d",
+            "keys read owners=%d admins=%d gone_keys=%d gone_owners=%d",
             len(change.owners),
+            sum(owner.is_admin for owner in change.owners.values()),
             len(change.gone),
             len(change.gone_owners),
         )

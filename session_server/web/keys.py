@@ -82,7 +82,7 @@ class KeyRing:
     @classmethod
     def of(cls, *keys: str) -> KeyRing:
         """Return a key ring of unnamed keys: each has an owner of its own."""
-        return cls({digest_of(key): Owner(digest_of(key)) for key in keys})
+        return KeySources(frozenset(map(digest_of, keys))).ring()
 
     def change_to(self, owners: Mapping[str, Owner]) -> KeyChange:
         """Return what changes if these are the keys. Changes nothing, on any thread."""
@@ -112,10 +112,6 @@ class KeyRing:
             owner.follow(granted)
         self._buckets, self._owners = change.buckets, change.owners
         self._known.update(change.owners)
-
-    def owner_of(self, key: str | None) -> Owner:
-        """Return the owner that a key belongs to. Raises Unauthorized."""
-        return self.credential_of(key).owner
 
     def credential_of(self, key: str | None) -> Credential:
         """Return what a key stands for.
@@ -155,15 +151,15 @@ class KeySources:
 
     `max_priority`: the highest priority of keys whose line sets none, and of callers without keys.
     `limits`: those of keys whose line sets none, and of callers without keys.
-    `has_admins`: whether a line has said `admin=1`. From then on no other key is an admin's, even
-    if that line goes.
+
+    With a file only `admin=1` makes an admin. Without one nobody can say so: whoever has a fixed
+    key is an admin.
     """
 
     fixed: frozenset[str] = frozenset()
     path: Path | None = None
     max_priority: int = 0
     limits: TenantLimits = NO_LIMITS
-    has_admins: bool = False
 
     def ring(self) -> KeyRing:
         """Return the ring of all keys. Raises InvalidKeys."""
@@ -177,7 +173,6 @@ class KeySources:
         grants = {digest: Grant(digest) for digest in self.fixed}
         if self.path is not None:
             grants |= grants_of(text, str(self.path), may_be_none=may_be_none)
-        self.has_admins |= any(grant.is_admin for grant in grants.values())
         is_alone = len({grant.owner_id for grant in grants.values()}) == 1
         # Several owners leave the reserve of each other alone, whatever share a line sets.
         default, most = (1.0, 1.0) if is_alone else (SHARE_OF_MANY, 1.0 - RESERVED_PART)
@@ -186,8 +181,8 @@ class KeySources:
                 grant.owner_id,
                 max_priority=grant.max_priority_or(self.max_priority),
                 share=min(grant.share or default, most),
-                is_admin=grant.is_admin or not self.has_admins,
-                sees_metrics=grant.sees_metrics or grant.is_admin or not self.has_admins,
+                is_admin=grant.is_admin or self.path is None,
+                sees_metrics=grant.sees_metrics or grant.is_admin or self.path is None,
                 limits=grant.limits.or_else(self.limits),
             )
             for digest, grant in grants.items()

@@ -78,7 +78,7 @@ async def serve(
     def announce_ready() -> None:
         if all(server.started for server in servers):
             for admin_url in admin_urls:
-                print(f"for operators: {admin_url}", file=ready)
+                ready.write(f"for operators: {admin_url}\n")
             announce(url, ready, needs_key=not services.settings.keys.is_open)
 
     asyncio.get_running_loop().set_exception_handler(_log_unhandled)
@@ -124,7 +124,9 @@ def announce(url: str, ready: TextIO, *, needs_key: bool) -> None:
             "  protocols      docs/protocol.md, and /openapi.json of this server",
             "  Ctrl-C drains and stops it",
         ]
-    print("\n".join(lines), file=ready, flush=True)
+    # In one write: the log may go to the same pipe, and `print` writes the last newline on its own.
+    ready.write("\n".join([*lines, ""]))
+    ready.flush()
 
 
 def config_for(

@@ -61,11 +61,13 @@ CAUGHT: Final = (
         "tests.web.test_keys:test_a_ring_whose_keys_are_all_gone_lets_nobody_in",
     ),
     Caught(
-        "Everybody is an operator again once the last line with `admin=1` is gone.",
+        "Every key of a key file is an operator's.",
         Edit(
-            "session_server.web.keys:KeySources.owners", "self.has_admins |=", "self.has_admins ="
+            "session_server.web.keys:KeySources.owners",
+            "is_admin=grant.is_admin or self.path is None",
+            "is_admin=True",
         ),
-        "tests.web.test_keys:test_nobody_becomes_an_admin_because_the_last_one_goes",
+        "tests.web.test_keys:test_only_lines_that_say_so_make_an_admin",
     ),
     Caught(
         "The id of another key's session is answered 403, and an unknown one 404.",

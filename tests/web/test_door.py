@@ -88,7 +88,7 @@ def wrong_headers() -> Iterator[list[tuple[bytes, bytes]]]:
 
 def revoke(this: Served) -> None:
     ring = this.services.settings.keys
-    kept = {digest_of(key): ring.owner_of(key) for key in ("secret", "other")}
+    kept = {digest_of(key): ring.credential_of(key).owner for key in ("secret", "other")}
     ring.apply(ring.change_to(kept))
 
 

@@ -32,7 +32,10 @@ def test_a_new_key_is_in_a_private_file_as_its_digest_only(tmp_path: Path) -> No
     assert f"# alice ({short_digest(digest_of(key))}) added {TODAY}\nalice sha256:" in text
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert (
-        key_sources(given=None, environment=None, path=path).ring().owner_of(key).owner_id
+        key_sources(given=None, environment=None, path=path)
+        .ring()
+        .credential_of(key)
+        .owner.owner_id
         == "name:alice"
     )
     assert added_dates(text) == {short_digest(digest_of(key)): TODAY}
@@ -152,7 +155,9 @@ def test_keys_that_are_added_at_the_same_time_are_all_there(tmp_path: Path) -> N
         adding = [pool.submit(add_key, path, f"n{i}", (), today=TODAY) for i in range(24)]
         keys = [each.result()[0] for each in adding]
     ring = key_sources(given=None, environment=None, path=path).ring()
-    assert {ring.owner_of(key).owner_id for key in keys} == {f"name:n{i}" for i in range(24)}
+    assert {ring.credential_of(key).owner.owner_id for key in keys} == {
+        f"name:n{i}" for i in range(24)
+    }
 
 
 def test_a_file_gets_no_more_keys_than_a_server_takes(

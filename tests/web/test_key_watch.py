@@ -55,7 +55,7 @@ def replace_file(path: Path, text: str) -> None:
 def lets_in(ring: KeyRing, *keys: str) -> list[bool]:
     def is_let_in(key: str) -> bool:
         try:
-            ring.owner_of(key)
+            ring.credential_of(key)
         except Unauthorized:
             return False
         return True
@@ -310,7 +310,7 @@ def test_a_socket_whose_key_is_taken_back_is_heard_no_more_though_it_reads_nothi
     async def check() -> None:
         async with watched(path, monkeypatch, send_timeout_s=1e4) as this:
             await open_by(this, ALICE, "s")
-            owner = this.services.settings.keys.owner_of("alice-1")
+            owner = this.services.settings.keys.credential_of("alice-1").owner
             async with socket_by(this, "/v1/sessions/s/ws", ALICE) as socket:
                 await this.until(lambda: this.sockets.num_attached == 1)
                 socket.transport.pause_reading()
@@ -371,7 +371,7 @@ def test_a_request_of_a_key_is_refused_with_it_and_its_turn_canceled(
             body = turn(turn_id="t", on_disconnect=on_disconnect)
             url = "/v1/sessions/s/turns"
             asking = asyncio.create_task(this.http.post(url, json=body, headers=ALICE))
-            owner = this.services.settings.keys.owner_of("alice-1")
+            owner = this.services.settings.keys.credential_of("alice-1").owner
             await this.until(lambda: bool(this.sessions.get(owner, "s").running_turn))
             replace_file(path, "alice alice-2\n")
             answer = await asking
@@ -418,7 +418,7 @@ def test_what_a_tenant_holds_goes_with_its_last_key(
                 await open_by(this, ALICE, f"s{number}")
             await open_by(this, BOB, "s0")
             await hold_much(this, ALICE)
-            owner = this.services.settings.keys.owner_of("alice-1")
+            owner = this.services.settings.keys.credential_of("alice-1").owner
             quotas = this.sessions.edits.parts.quotas
             replace_file(path, "alice alice-2\nbob bobs-key\n")
             await denied(this, ALICE)
@@ -462,7 +462,7 @@ def test_a_session_that_opens_behind_its_tenant_is_closed_too(
 
     async def check() -> None:
         async with watched(path, monkeypatch) as this:
-            owner = this.services.settings.keys.owner_of("alice-1")
+            owner = this.services.settings.keys.credential_of("alice-1").owner
             quotas = this.sessions.edits.parts.quotas
             with quotas.turn_bytes.held(owner, 1):  # a request that has not noticed yet
                 replace_file(path, "bob bobs-key\n")
@@ -509,7 +509,9 @@ def test_tenants_that_go_together_leave_in_slices(
         crowd = [f"tenant-{number} key-{number}" for number in range(20)]
         async with watched(path, monkeypatch, "\n".join([*crowd, "bob bobs-key\n"])) as this:
             for number in range(20):
-                this.sessions.open(this.services.settings.keys.owner_of(f"key-{number}"), OPEN)
+                this.sessions.open(
+                    this.services.settings.keys.credential_of(f"key-{number}").owner, OPEN
+                )
             close = this.sessions.close
             loop = asyncio.get_running_loop()
 
@@ -547,9 +549,11 @@ def test_sessions_that_live_are_granted_what_the_file_says_now(
             replace_file(path, "alice alice-1 share=0.5 max_priority=7\nbob bobs-key\n")
             while (await this.http.post("/v1/sessions", headers=ALICE)).status_code != 201:
                 await asyncio.sleep(0.01)
-            journal = this.sessions.journal(this.services.settings.keys.owner_of("alice-1"), "s0")
+            journal = this.sessions.journal(
+                this.services.settings.keys.credential_of("alice-1").owner, "s0"
+            )
             session = this.sessions.edits.parts.sessions.get(
-                this.services.settings.keys.owner_of("alice-1"), "s0"
+                this.services.settings.keys.credential_of("alice-1").owner, "s0"
             )
             assert session.journal is journal, "it has lived on"
             assert (session.owner.share, session.owner.max_priority) == (0.5, 7)

@@ -47,7 +47,7 @@ def ring_of(path: Path, text: str) -> KeyRing:
 def test_without_keys_everybody_is_the_same_owner() -> None:
     ring = key_sources(given=None, environment=None, path=None).ring()
     assert ring.is_open
-    assert ring.owner_of(None) == ring.owner_of("anything") == ANONYMOUS
+    assert ring.credential_of(None).owner == ring.credential_of("anything").owner == ANONYMOUS
 
 
 def test_keys_come_from_the_command_line_the_environment_and_a_file(tmp_path: Path) -> None:
@@ -56,10 +56,10 @@ def test_keys_come_from_the_command_line_the_environment_and_a_file(tmp_path: Pa
     ring = key_sources(given="two", environment="three", path=path).ring()
     assert not ring.is_open
     for key in ("one", "two", "three"):
-        assert ring.owner_of(key) == Owner(digest_of(key))
+        assert ring.credential_of(key).owner == Owner(digest_of(key))
     for key in (None, "", "four", "one ", "x" * (MAX_KEY_CHARS + 1)):
         with pytest.raises(Unauthorized):
-            ring.owner_of(key)
+            ring.credential_of(key)
 
 
 def test_a_file_has_comments_names_and_digests(tmp_path: Path) -> None:
@@ -68,18 +68,18 @@ def test_a_file_has_comments_names_and_digests(tmp_path: Path) -> None:
         f"# ours\n\n  alice   first \nalice sha256:{digest_of('second')}\n"
         f"sha256:{digest_of('third')}\nbob\n",
     )
-    assert ring.owner_of("first") == ring.owner_of("second") == Owner("name:alice")
-    assert ring.owner_of("third") == Owner(digest_of("third"))
-    assert ring.owner_of("bob") == Owner(digest_of("bob")), "one word is a key"
+    assert ring.credential_of("first") == ring.credential_of("second").owner == Owner("name:alice")
+    assert ring.credential_of("third").owner == Owner(digest_of("third"))
+    assert ring.credential_of("bob").owner == Owner(digest_of("bob")), "one word is a key"
     with pytest.raises(Unauthorized):
-        ring.owner_of(f"sha256:{digest_of('third')}")
+        ring.credential_of(f"sha256:{digest_of('third')}")
 
 
 def test_a_file_has_as_many_keys_as_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_file, "MAX_KEYS", 3)
     for number in (2, 3):
         ring = ring_of(tmp_path / "keys", "\n".join(f"k{n}" for n in range(number)))
-        assert ring.owner_of(f"k{number - 1}") == Owner(digest_of(f"k{number - 1}"))
+        assert ring.credential_of(f"k{number - 1}").owner == Owner(digest_of(f"k{number - 1}"))
     with pytest.raises(InvalidKeys, match="more than 3 keys"):
         ring_of(tmp_path / "keys", "k0\nk1\nk2\nk3")
 
@@ -103,7 +103,9 @@ def test_what_is_kept_of_keys_shows_none(tmp_path: Path) -> None:
 
 def test_the_longest_key_is_one(tmp_path: Path) -> None:
     longest = "k" * MAX_KEY_CHARS
-    assert ring_of(tmp_path / "keys", longest).owner_of(longest) == Owner(digest_of(longest))
+    assert ring_of(tmp_path / "keys", longest).credential_of(longest).owner == Owner(
+        digest_of(longest)
+    )
     with pytest.raises(InvalidKeys, match="1 to 512"):
         ring_of(tmp_path / "keys", longest + "k")
 
@@ -144,7 +146,7 @@ def test_a_key_so_short_that_it_may_be_a_name_is_warned_of(
     ring_of(path, f"alice 12345678\nsha256:{digest_of('k')}\n")
     assert caplog.messages == []
     ring = ring_of(path, "12345678\nalice max_priority=5\n1234567 share=0.1\n")
-    assert ring.owner_of("alice").max_priority == 5
+    assert ring.credential_of("alice").owner.max_priority == 5
     told = "a short key; or is it a name, and its key is missing?"
     assert caplog.messages == [f"{path}, line {number}: {told}" for number in (2, 3)]
 
@@ -171,11 +173,13 @@ def test_keys_are_replaced_and_an_owner_that_stays_is_granted_what_its_line_says
     alice, bob = ring.credential_of("old-key"), ring.credential_of("bobs-key")
     of_environment = ring.credential_of("of-the-environment")
     change(ring, sources, "alice new-key share=0.3 max_priority=4\nbobs-key\n")
-    assert ring.owner_of("new-key") is alice.owner, "sessions hold it"
+    assert ring.credential_of("new-key").owner is alice.owner, "sessions hold it"
     assert (alice.owner.share, alice.owner.max_priority) == (0.3, 4)
     assert [ring.has(each) for each in (alice, bob, of_environment)] == [False, False, True]
     assert [ring.has_owner(each.owner) for each in (alice, bob)] == [True, False]
-    assert ring.owner_of("bobs-key") == Owner(digest_of("bobs-key")), "without a name it is another"
+    assert ring.credential_of("bobs-key").owner == Owner(digest_of("bobs-key")), (
+        "without a name it is another"
+    )
 
 
 def test_a_ring_whose_keys_are_all_gone_lets_nobody_in(tmp_path: Path) -> None:
@@ -187,7 +191,7 @@ def test_a_ring_whose_keys_are_all_gone_lets_nobody_in(tmp_path: Path) -> None:
     assert not ring.is_open
     for key in (None, "", "old-key", "anything"):
         with pytest.raises(Unauthorized):
-            ring.owner_of(key)
+            ring.credential_of(key)
 
 
 def test_nobody_becomes_an_admin_because_the_last_one_goes(tmp_path: Path) -> None:
@@ -196,9 +200,11 @@ def test_nobody_becomes_an_admin_because_the_last_one_goes(tmp_path: Path) -> No
     sources = key_sources(given=None, environment=None, path=path)
     ring = sources.ring()
     change(ring, sources, "alice alices-key\n")
-    assert not ring.owner_of("alices-key").is_admin
+    assert not ring.credential_of("alices-key").owner.is_admin
+    started_again = ring_of(path, "alice alices-key\n")
+    assert not started_again.credential_of("alices-key").owner.is_admin
     change(ring, sources, "alice alices-key admin=1\n")
-    assert ring.owner_of("alices-key").is_admin
+    assert ring.credential_of("alices-key").owner.is_admin
 
 
 @pytest.mark.parametrize("empty", ["", " ", "\t"])
@@ -307,7 +313,7 @@ def test_a_key_has_the_priority_and_the_share_of_its_line(tmp_path: Path) -> Non
         "a first share=0.25 max_priority=-3\nsecond max_priority=100\nshare=1\n", "utf-8"
     )
     ring = key_sources(given=None, environment=None, path=path, max_priority=7).ring()
-    owners = [ring.owner_of(key) for key in ("first", "second", "share=1")]
+    owners = [ring.credential_of(key).owner for key in ("first", "second", "share=1")]
     assert [owner.max_priority for owner in owners] == [-3, 100, 7]
     assert [owner.share for owner in owners] == [0.25, SHARE_OF_MANY, SHARE_OF_MANY]
 
@@ -320,14 +326,14 @@ def test_a_key_has_the_limits_of_its_line_and_for_the_rest_those_of_the_server(
     path.write_text(f"all {options}\nmany max_sessions={MAX_LIMIT}\nplain-key\n", "utf-8")
     defaults = TenantLimits(max_sessions=7, max_bytes=8)
     ring = key_sources(given=None, environment=None, path=path, limits=defaults).ring()
-    limits = [ring.owner_of(key).limits for key in ("all", "many", "plain-key")]
+    limits = [ring.credential_of(key).owner.limits for key in ("all", "many", "plain-key")]
     assert limits == [
         TenantLimits(*range(1, len(LIMITS) + 1)),
         TenantLimits(max_sessions=MAX_LIMIT, max_bytes=8),
         defaults,
     ]
     open_ring = key_sources(given=None, environment=None, path=None, limits=defaults).ring()
-    assert open_ring.owner_of(None).limits == defaults
+    assert open_ring.credential_of(None).owner.limits == defaults
 
 
 def test_the_limits_of_the_server_hold_from_the_flag_to_the_reread_file(tmp_path: Path) -> None:
@@ -337,14 +343,22 @@ def test_the_limits_of_the_server_hold_from_the_flag_to_the_reread_file(tmp_path
     flags.add_arguments(parser)
     words = ["--api-key-file", str(path), "--tenant-limits", "max_sessions=8  turns_per_min=60"]
     ring = load_keys(flags.read_settings(parser.parse_args(words)).http, environment="of-env")
-    assert ring.owner_of("of-env").limits == TenantLimits(max_sessions=8, turns_per_min=60)
-    assert ring.owner_of("bobs-key").limits == TenantLimits(max_sessions=3, turns_per_min=60)
+    assert ring.credential_of("of-env").owner.limits == TenantLimits(
+        max_sessions=8, turns_per_min=60
+    )
+    assert ring.credential_of("bobs-key").owner.limits == TenantLimits(
+        max_sessions=3, turns_per_min=60
+    )
     assert ring.sources is not None
     change(ring, ring.sources, "alice alices-key turns_per_min=5\nbob bobs-key\n")
-    assert ring.owner_of("alices-key").limits == TenantLimits(max_sessions=8, turns_per_min=5)
-    assert ring.owner_of("bobs-key").limits == TenantLimits(max_sessions=8, turns_per_min=60)
+    assert ring.credential_of("alices-key").owner.limits == TenantLimits(
+        max_sessions=8, turns_per_min=5
+    )
+    assert ring.credential_of("bobs-key").owner.limits == TenantLimits(
+        max_sessions=8, turns_per_min=60
+    )
     open_ring = load_keys(HttpOptions(tenant_limits="max_bytes=1"), environment=None)
-    assert open_ring.owner_of(None).limits == TenantLimits(max_bytes=1)
+    assert open_ring.credential_of(None).owner.limits == TenantLimits(max_bytes=1)
 
 
 @pytest.mark.parametrize(
@@ -362,16 +376,28 @@ def test_wrong_limits_of_the_server_are_refused_by_word_and_bound(words: str, to
         load_keys(HttpOptions(tenant_limits=words), environment=None)
 
 
-def test_once_a_line_says_admin_only_such_keys_are(tmp_path: Path) -> None:
+def test_only_lines_that_say_so_make_an_admin(tmp_path: Path) -> None:
     path = tmp_path / "keys"
-    path.write_text("first-key\nalice second-key\n", "utf-8")
+    keys = "given", "first-key", "second-key", "third-key"
+    path.write_text("first-key\nalice second-key\nthird-key\n", "utf-8")
     ring = key_sources(given="given", environment=None, path=path).ring()
-    assert all(ring.owner_of(key).is_admin for key in ("given", "first-key", "second-key"))
-    path.write_text("first-key admin=0\nops second-key admin=1\n", "utf-8")
+    assert not any(ring.credential_of(key).owner.is_admin for key in keys)
+    assert not any(ring.credential_of(key).owner.sees_metrics for key in keys)
+    path.write_text("first-key admin=0\nops second-key admin=1\nthird-key metrics=1\n", "utf-8")
     ring = key_sources(given="given", environment=None, path=path).ring()
-    are_admins = [ring.owner_of(key).is_admin for key in ("given", "first-key", "second-key")]
-    assert are_admins == [False, False, True]
-    assert key_sources(given=None, environment=None, path=None).ring().owner_of(None).is_admin
+    owners = [ring.credential_of(key).owner for key in keys]
+    assert [owner.is_admin for owner in owners] == [False, False, True, False]
+    assert [owner.sees_metrics for owner in owners] == [False, False, True, True]
+
+
+def test_without_a_key_file_whoever_gets_in_is_an_admin() -> None:
+    rings = (
+        key_sources(given="given", environment="of-env", path=None).ring(),
+        key_sources(given=None, environment=None, path=None).ring(),
+    )
+    shown = ((rings[0], "given"), (rings[0], "of-env"), (rings[1], None))
+    owners = [ring.credential_of(key).owner for ring, key in shown]
+    assert all(owner.is_admin and owner.sees_metrics for owner in owners)
 
 
 def test_routes_about_the_sessions_of_every_key_are_for_admins(tmp_path: Path) -> None:
@@ -442,13 +468,24 @@ def test_the_state_of_the_server_is_for_admins_and_of_their_own_for_others(tmp_p
 
 def test_one_owner_may_hold_everything_and_one_of_several_a_share(tmp_path: Path) -> None:
     alone = ring_of(tmp_path / "keys", "a old\na new\n")
-    assert (alone.owner_of("old").share, alone.owner_of("old").max_priority) == (1.0, 0)
-    assert ring_of(tmp_path / "keys", "a old\nb new\n").owner_of("old").share == SHARE_OF_MANY
-    assert ring_of(tmp_path / "keys", "a old share=0.2\n").owner_of("old").share == 0.2
+    assert (
+        alone.credential_of("old").owner.share,
+        alone.credential_of("old").owner.max_priority,
+    ) == (1.0, 0)
+    assert (
+        ring_of(tmp_path / "keys", "a old\nb new\n").credential_of("old").owner.share
+        == SHARE_OF_MANY
+    )
+    assert ring_of(tmp_path / "keys", "a old share=0.2\n").credential_of("old").owner.share == 0.2
     greedy = ring_of(tmp_path / "keys", "a old share=1\nb new share=0.95\n")
-    assert [greedy.owner_of(key).share for key in ("old", "new")] == [1.0 - RESERVED_PART] * 2
+    assert [greedy.credential_of(key).owner.share for key in ("old", "new")] == [
+        1.0 - RESERVED_PART
+    ] * 2
     ring = key_sources(given=None, environment=None, path=None, max_priority=5).ring()
-    assert (ring.owner_of(None).share, ring.owner_of(None).max_priority) == (1.0, 5)
+    assert (ring.credential_of(None).owner.share, ring.credential_of(None).owner.max_priority) == (
+        1.0,
+        5,
+    )
 
 
 @pytest.mark.parametrize(

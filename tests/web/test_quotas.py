@@ -423,7 +423,8 @@ async def outputs(client: Client) -> list[int | None]:
 
 
 async def context(client: Client) -> list[int | None]:
-    return [await client.open(), await client.turn(4, 6)]
+    first = [await client.open(), await client.turn(2, 3)]
+    return [*first, await client.open(), await client.turn(2, 3)]
 
 
 async def connections(client: Client) -> list[int | None]:

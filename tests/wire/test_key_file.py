@@ -51,5 +51,5 @@ def test_keys_are_handed_out_and_taken_back_while_the_server_runs(tmp_path: Path
     with LocalServer(flags, on_line=lines.append) as server:
         asyncio.run(asyncio.wait_for(scenario(server.url), 60))
         assert server.stop() == 0
-    assert any("keys read owners=1 gone_keys=1 gone_owners=0" in line for line in lines)
-    assert any("keys read owners=0 gone_keys=1 gone_owners=1" in line for line in lines)
+    assert any("keys read owners=1 admins=0 gone_keys=1 gone_owners=0" in line for line in lines)
+    assert any("keys read owners=0 admins=0 gone_keys=1 gone_owners=1" in line for line in lines)
