@@ -26,7 +26,7 @@ any other string could spell one."""
 SessionState = Literal["resident", "cold", "closing"]
 StateReason = Literal["turn", "pressure", "flush", "engine_restart", "client"]
 CancelReason = Literal["client_cancelled", "disconnected", "session_closed", "draining"]
-CloseReason = Literal["client", "expired", "draining"]
+CloseReason = Literal["client", "expired", "revoked", "draining"]
 CheckOutcome = Literal["passed", "refused"]
 
 

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from session_server.core.errors import EngineUnavailable
 from session_server.core.events import MemoryReported
 from session_server.core.ids import SessionId
+from session_server.metrics.prometheus import ReaderKind
 from session_server.protocol.operations import AdminSessionBody, AdminSessionList, SampleBody
 from session_server.sessions.overview import (
     SessionOverview,
@@ -52,6 +53,7 @@ async def watch_server(request: Request, caller: Caller) -> Response:
     The accounts are those of `GET /v1/admin/memory`. Nothing is computed while nobody reads.
     """
     caller.require_admin()
+    caller.connect(ReaderKind.SSE)
     watch = watch_of(request)
     chunks = watch.chunks(lambda: caller.owner.is_admin)
     caller.place.enter_context(watch.listening())

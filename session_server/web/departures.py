@@ -62,7 +62,7 @@ class Departures:
             page = self._sessions.list(owner, limit=CLOSED_AT_ONCE, after=after)
             for view in page.sessions:
                 with contextlib.suppress(SessionNotFound):
-                    self._sessions.close(owner, view.session_id, reason="expired")
+                    self._sessions.close(owner, view.session_id, reason="revoked")
             if not page.has_more:
                 return
             after = page.next_after

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -19,6 +19,7 @@ from session_server.web.refusals import HttpRefusal
 
 T = TypeVar("T")
 
+EVENT_STREAM: Final = "text/event-stream"
 HEARTBEAT = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
 """The last event where events have no names."""
@@ -30,7 +31,7 @@ class EventStream(Response):
     def __init__(
         self, chunks: AsyncGenerator[bytes, None], *, headers: Mapping[str, str] | None = None
     ) -> None:
-        super().__init__(media_type="text/event-stream", headers=headers)
+        super().__init__(media_type=EVENT_STREAM, headers=headers)
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-store"
         self.headers["x-accel-buffering"] = "no"

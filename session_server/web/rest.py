@@ -241,6 +241,7 @@ async def draft_turn(session_id: str, request: Request, caller: Caller) -> Respo
         caller.sessions.drafts.abandon(caller.owner, session_id)
         answer = DraftView("", 0, 0, 0)
     else:
+        caller.connect()
         work = caller.sessions.drafts.compute(caller.owner, session_id, draft)
         answer = await until_disconnect(work, request.receive)
     return JsonResponse(

@@ -1,7 +1,7 @@
 """End an HTTP request whose key is taken back while it runs, as if its client had left.
 
-The turn it waits for is canceled or runs on as it would be then. A stream ends; a request that was
-not answered yet is answered with 401.
+The turn it waits for is canceled or runs on as it would be then. A request that was not answered
+yet is answered with 401; a stream ends with an event that says so, lest it look complete.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ import contextlib
 from collections.abc import Awaitable
 from typing import Final
 
+from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from session_server.core.errors import Unauthorized
+from session_server.protocol.errors import error_body
 from session_server.protocol.session_protocol import CloseCode
 from session_server.web.door import Door
+from session_server.web.event_stream import EVENT_STREAM, error_event
 from session_server.web.holdings import Holdings
 from session_server.web.keys import Credential
 from session_server.web.refusals import error_response
@@ -50,7 +53,7 @@ class HttpVisit:
         self._receive = receive
         self._send = send
         self._end: asyncio.Future[None] | None = None
-        self._has_started = self._is_complete = False
+        self._has_started = self._is_complete = self._is_stream = False
         self.scope = contextlib.ExitStack()
         self.place = Holdings()
         """What its route holds while it waits for turns; see `Call.place`."""
@@ -86,6 +89,10 @@ class HttpVisit:
         if self._is_ended and not self._has_started:
             return
         self._has_started = True
+        if message["type"] == "http.response.start":
+            self._is_stream = EVENT_STREAM in Headers(raw=message["headers"]).get(
+                "content-type", ""
+            )
         is_body = message["type"] == "http.response.body"
         self._is_complete |= is_body and not message.get("more_body", False)
         if self._is_complete:
@@ -96,11 +103,12 @@ class HttpVisit:
         """Complete the answer to a request that was ended."""
         if not self._is_ended or self._is_complete:
             return
+        error = Unauthorized("This key was taken back.")
         if self._has_started:
-            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+            told = error_event(error_body(error)) if self._is_stream else b""
+            await self._send({"type": "http.response.body", "body": told, "more_body": False})
             return
-        refusal = error_response(Unauthorized("This key was taken back."))
-        await refusal(self._request, self._receive, self._send)
+        await error_response(error)(self._request, self._receive, self._send)
 
 
 def visit_of(connection: HTTPConnection) -> HttpVisit:

@@ -114,6 +114,10 @@ def test_the_server_reads_the_file_in_which_keys_are_revoked() -> None:
     assert "secrets" not in server
 
 
+def test_the_server_sees_how_much_memory_there_is() -> None:
+    assert "ProcSubset" not in unit()["Service"], "it hides /proc/meminfo"
+
+
 def test_a_health_check_is_kept_by_what_builds_the_image() -> None:
     assert "HEALTHCHECK" in read("Containerfile")
     assert "podman build --format docker" in read("Containerfile")

@@ -10,7 +10,14 @@ import pytest
 
 from session_server.core.errors import QuotaExceeded, ServerBusy, SessionServerError
 from session_server.core.owner import Owner, TenantLimits
-from session_server.core.session_events import ChatInput, Message, TextInput, TurnEnd
+from session_server.core.session_events import (
+    ChatInput,
+    Message,
+    TextInput,
+    TurnEnd,
+    TurnFailedEntry,
+    TurnRequest,
+)
 from session_server.sessions.ended_turns import RECORD_BYTES
 from session_server.sessions.footprint import (
     ENTRY_BYTES,
@@ -461,3 +468,41 @@ def test_a_turn_that_begins_keeps_its_owner_within_its_bytes() -> None:
             found = refused(lambda w=world, s=session_id, o=owner: w.submit(s, request, owner=o))
             assert (found is None) == is_taken, (found, limit)
             recount(world.manager)
+
+
+@pytest.mark.parametrize("request_", [turn("t", (5,) * 8, max_tokens=1), turn("t", max_tokens=9)])
+def test_a_turn_that_alone_is_more_kv_than_its_owner_may_hold_is_wrong_and_costs_nothing(
+    request_: TurnRequest,
+) -> None:
+    owner = limited(max_kv_tokens=8, input_tokens_per_min=1000)
+    with World() as world:
+        session_id = world.open(owner=owner)
+        assert refused(lambda: world.submit(session_id, request_, owner=owner)) == "ContextTooLong"
+        assert world.manager._quotas.input_rate.used(owner, now_s=world.now_s) == 0
+        fits = turn("fits", (5, 6, 7), max_tokens=5)
+        assert refused(lambda: world.submit(session_id, fits, owner=owner)) is None
+
+
+def test_a_turn_for_whose_kv_there_is_no_room_now_is_charged_no_input() -> None:
+    owner = limited(max_kv_tokens=16, input_tokens_per_min=1000)
+    with World() as world:
+        session_id, other = world.open(owner=owner), world.open(owner=owner)
+        world.submit(session_id, turn("first", (5, 6, 7), max_tokens=9), owner=owner)
+        used = world.manager._quotas.input_rate.used(owner, now_s=world.now_s)
+        request = turn("next", (5, 6, 7), max_tokens=9)
+        assert refused(lambda: world.submit(other, request, owner=owner)) == "QuotaExceeded"
+        assert world.manager._quotas.input_rate.used(owner, now_s=world.now_s) == used > 0
+
+
+def test_output_holds_back_turns_that_waited_while_it_was_written() -> None:
+    owner = limited(output_tokens_per_min=1)
+    with World() as world:
+        session_id = world.open(owner=owner)
+        for number in range(3):
+            request = turn(f"t{number}", (5,), max_tokens=20)
+            world.submit(session_id, request, owner=owner)
+        world.engine.run()
+        ends = [world.manager.turn(owner, session_id, f"t{number}").end for number in range(3)]
+        assert [end is not None and end.status for end in ends] == ["completed", "failed", "failed"]
+        assert all(isinstance(end, TurnFailedEntry) for end in ends[1:])
+        assert {end.code for end in ends[1:]} == {"quota_exceeded"}

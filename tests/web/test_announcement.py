@@ -26,6 +26,19 @@ def test_a_program_gets_the_one_line_that_it_waits_for() -> None:
     assert out.getvalue() == f"listening on {URL}\n"
 
 
+def test_the_line_is_one_write() -> None:
+    """The log may go to the same pipe, and would come between a line and its end."""
+    writes: list[str] = []
+
+    class Pipe(io.StringIO):
+        def write(self, text: str, /) -> int:
+            writes.append(text)
+            return len(text)
+
+    announce(URL, Pipe(), needs_key=False)
+    assert writes == [f"listening on {URL}\n"]
+
+
 @pytest.mark.parametrize("needs_key", [False, True])
 def test_a_person_gets_the_next_steps_as_they_can_be_typed(*, needs_key: bool) -> None:
     out = Terminal()

@@ -390,7 +390,9 @@ async def test_readers_are_bounded_whatever_they_read_by(this: Served) -> None:
         path = f"/v1/sessions/{session_id}"
         for request in (
             this.http.post(f"{path}/turns", json={"text": "a"}),
+            this.http.post(f"{path}/draft", json={"draft_id": "d", "text": "a"}),
             this.http.get(f"{path}/events"),
+            this.http.get("/v1/admin/events"),
             this.http.post("/generate", json={"text": "a"}),
         ):
             refused = await request

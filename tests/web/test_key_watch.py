@@ -345,7 +345,8 @@ def test_event_streams_of_a_key_end_with_it(
             ):
                 lines = staying.aiter_lines()
                 replace_file(path, "alice alice-2\n")
-                await ending.aread()  # to its end, which is that of its chunks
+                text = (await ending.aread()).decode()  # to its end, which is that of its chunks
+                assert json.loads(text.split("data: ")[-1])["error"]["code"] == "unauthorized"
                 answer = await this.http.patch(
                     "/v1/sessions/s", json={"metadata": {"n": "1"}}, headers=SECOND
                 )

@@ -68,7 +68,11 @@ def test_a_file_has_comments_names_and_digests(tmp_path: Path) -> None:
         f"# ours\n\n  alice   first \nalice sha256:{digest_of('second')}\n"
         f"sha256:{digest_of('third')}\nbob\n",
     )
-    assert ring.credential_of("first") == ring.credential_of("second").owner == Owner("name:alice")
+    assert (
+        ring.credential_of("first").owner
+        == ring.credential_of("second").owner
+        == Owner("name:alice")
+    )
     assert ring.credential_of("third").owner == Owner(digest_of("third"))
     assert ring.credential_of("bob").owner == Owner(digest_of("bob")), "one word is a key"
     with pytest.raises(Unauthorized):

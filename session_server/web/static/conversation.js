@@ -8,7 +8,7 @@ import { SessionLine } from './session_line.js';
 import { setupOf, turnFields } from './session_setup.js';
 
 /** What the server said when it ended a session; nothing where it had no session any more. */
-const ENDED = { client: 'was closed', expired: 'has expired' };
+const ENDED = { client: 'was closed', expired: 'has expired', revoked: 'was closed with its key' };
 
 /** Why another session was opened from the copy here. */
 const OPENED = {
