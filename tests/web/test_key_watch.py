@@ -427,6 +427,7 @@ def test_what_a_tenant_holds_goes_with_its_last_key(
             replace_file(path, "bob bobs-key\n")
             await this.until(lambda: not quotas.holds(owner))
             await this.until(lambda: len(this.app.state.departures) == 0)
+            assert this.sessions.stats().closed_sessions["revoked"] >= 5
             assert (await this.http.get("/v1/sessions/s0", headers=BOB)).status_code == 200
             replace_file(path, EVERYBODY)
             while (found := await this.http.get("/v1/sessions", headers=ALICE)).status_code == 401:
