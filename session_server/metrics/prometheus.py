@@ -305,7 +305,11 @@ class _Sockets:
         self.connections_total = counter(
             "connections_opened", "Such connections since the start.", ["kind"]
         )
-        self.refusals = counter("refusals", "Requests and frames refused, by code.", ["code"])
+        self.refusals = counter(
+            "refusals",
+            "Requests, sockets and frames refused, by code; not accepted turns that fail.",
+            ["code"],
+        )
         self.requests = counter(
             "http_requests",
             "HTTP requests by route and status; 499 is one whose client left before its answer.",
