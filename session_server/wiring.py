@@ -260,7 +260,8 @@ async def _serve_on(
     manager = make_manager(settings, engine, text)
     logger.info("starting the engine model=%s", directory.name)
     tracing = make_tracing(settings, model=_name_of(settings, directory))
-    manager.on_turn_ended(partial(_tell, (TurnLog(logger), *([tracing] if tracing else ()))))
+    watchers = (metrics, TurnLog(logger), *([tracing] if tracing else ()))
+    manager.on_turn_ended(partial(_tell, watchers))
     ready = await manager.start(_observers(settings, metrics, logger))
     try:
         services = make_services(
@@ -304,7 +305,7 @@ def make_tracing(settings: Settings, *, model: str) -> TurnTracing | None:
         return None
 
 
-def _tell(watchers: Sequence[TurnLog | TurnTracing], record: TurnReport) -> None:
+def _tell(watchers: Sequence[ServerMetrics | TurnLog | TurnTracing], record: TurnReport) -> None:
     for watcher in watchers:
         watcher.on_turn(record)
 

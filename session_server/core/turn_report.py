@@ -18,8 +18,8 @@ class TurnReport:
     `reason`: what ended it, or the code of its failure. `is_chat`: its input was messages. None:
     what it did not come to. `received_s`: its request had arrived; `asked_s`: it was submitted;
     `checked_s`: its grammar was checked; `begun_s`: it had waited for the turns before it;
-    `sent_s`: it was tokenized and sent to the engine; `ended_s`: its end was journaled. `timings`:
-    of the engine.
+    `sent_s`: it was tokenized and sent to the engine; `first_token_s`: the engine's first token had
+    arrived; `ended_s`: its end was journaled. `timings`: of the engine.
     """
 
     session_id: str
@@ -37,7 +37,13 @@ class TurnReport:
     checked_s: float | None
     begun_s: float | None
     sent_s: float | None
+    first_token_s: float | None
     ended_s: float
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Return the seconds from the request to the first token; None if there was none."""
+        return None if self.first_token_s is None else self.first_token_s - self.received_s
 
 
 TurnListener = Callable[[TurnReport], None]

@@ -20,55 +20,50 @@ _BOUNDS: Final = (*map(str, SIZE_BOUNDS), "+Inf")
 
 
 class _Total(NamedTuple):
-    """Name the counter of one total, and the value of its label if it has one."""
+    """Name the counter of one total, what it counts, and its unit in those of the total."""
 
     counter: str
-    value: str = ""
+    text: str
     unit: float = 1.0
 
 
-_COUNTERS: Final[Mapping[str, tuple[str, str]]] = {
-    "forwards": ("Forwards of the engine.", ""),
-    "forward_seconds": ("Seconds in forwards.", ""),
-    "host_seconds": ("Seconds of engine steps outside forwards.", ""),
-    "engine_tokens": (
-        "Tokens of admitted turns: prompt, cached part of it, and generated so far.",
-        "kind",
-    ),
-    "speculative_tokens": (
-        "Draft tokens that forwards verified, and those of them that were accepted.",
-        "outcome",
-    ),
-    "retractions": ("Running turns that had to wait again, because memory was short.", ""),
-    "input_draft_tokens": (
-        "Tokens of drafts of the input: computed, and those of them that a turn then used.",
-        "outcome",
-    ),
-    "memory_checks": ("Checks of the memory's books.", ""),
-    "memory_probes": ("Pages whose content was compared with what their tokens give.", ""),
-    "memory_rebuilds": ("Times the books began again from zero.", ""),
-    "reprefill_tokens": ("Tokens that are computed again because their KV was in doubt.", ""),
-}
-"""Help and label of each."""
-
 _OF_STATS: Final[Mapping[str, _Total]] = {
-    "steps": _Total("forwards"),
-    "forward_ms": _Total("forward_seconds", unit=1e-3),
-    "host_ms": _Total("host_seconds", unit=1e-3),
-    "prompt_tokens": _Total("engine_tokens", "prompt"),
-    "cached_tokens": _Total("engine_tokens", "cached"),
-    "generated_tokens": _Total("engine_tokens", "generated"),
-    "draft_tokens": _Total("speculative_tokens", "verified"),
-    "accepted_tokens": _Total("speculative_tokens", "accepted"),
-    "retractions": _Total("retractions"),
-    "input_draft_tokens": _Total("input_draft_tokens", "computed"),
-    "used_draft_tokens": _Total("input_draft_tokens", "used"),
+    "steps": _Total("forwards", "Forwards of the engine."),
+    "forward_ms": _Total("forward_seconds", "Seconds in forwards.", 1e-3),
+    "host_ms": _Total("host_seconds", "Seconds of engine steps outside forwards.", 1e-3),
+    "prompt_tokens": _Total("prompt_tokens", "Tokens of the prompts of admitted turns."),
+    "cached_tokens": _Total(
+        "prompt_tokens_cached",
+        "Those of them that were not computed, because their KV was there.",
+    ),
+    "generated_tokens": _Total(
+        "generation_tokens", "Tokens generated, counted while their turns run."
+    ),
+    "draft_tokens": _Total(
+        "spec_decode_num_draft_tokens", "Draft tokens of the output that forwards verified."
+    ),
+    "accepted_tokens": _Total(
+        "spec_decode_num_accepted_tokens", "Those of them that were accepted."
+    ),
+    "retractions": _Total(
+        "retractions", "Running turns that had to wait again, because memory was short."
+    ),
+    "input_draft_tokens": _Total(
+        "input_draft_tokens", "Tokens of drafts of the input that were computed."
+    ),
+    "used_draft_tokens": _Total(
+        "input_draft_tokens_used", "Those of them that a turn then did not compute."
+    ),
 }
 _OF_CHECKS: Final[Mapping[str, _Total]] = {
-    "runs": _Total("memory_checks"),
-    "probes": _Total("memory_probes"),
-    "rebuilds": _Total("memory_rebuilds"),
-    "reprefill_tokens": _Total("reprefill_tokens"),
+    "runs": _Total("memory_checks", "Checks of the memory's books."),
+    "probes": _Total(
+        "memory_probes", "Pages whose content was compared with what their tokens give."
+    ),
+    "rebuilds": _Total("memory_rebuilds", "Times the books began again from zero."),
+    "reprefill_tokens": _Total(
+        "reprefill_tokens", "Tokens that are computed again because their KV was in doubt."
+    ),
 }
 
 
@@ -77,13 +72,11 @@ class EngineTotals:
 
     def __init__(self, namespace: str, registry: CollectorRegistry) -> None:
         self._counters = {
-            name: Counter(
-                name, text, [label] if label else [], namespace=namespace, registry=registry
+            total.counter: Counter(
+                total.counter, total.text, namespace=namespace, registry=registry
             )
-            for name, (text, label) in _COUNTERS.items()
+            for total in (*_OF_STATS.values(), *_OF_CHECKS.values())
         }
-        for total in (*_OF_STATS.values(), *_OF_CHECKS.values()):
-            self._counter_of(total).inc(0)
         self._last: dict[str, float] = {}
         self._sizes = SizeHistograms(namespace)
         registry.register(self._sizes)
@@ -107,12 +100,8 @@ class EngineTotals:
             value = getattr(report, name)
             growth = value - self._last.get(name, 0)
             if growth > 0:
-                self._counter_of(total).inc(growth * total.unit)
+                self._counters[total.counter].inc(growth * total.unit)
                 self._last[name] = value
-
-    def _counter_of(self, total: _Total) -> Counter:
-        counter = self._counters[total.counter]
-        return counter.labels(total.value) if total.value else counter
 
 
 class SizeHistograms(Collector):

@@ -1,7 +1,8 @@
 """Count and measure one server, in a Prometheus registry of its own.
 
-Events of the engine and the web layer update it, on the event loop's thread. Labels are from closed
-sets, so the number of series is bounded: no ids, no owners.
+Events of the engine, ended turns and the web layer update it, on the event loop's thread. Labels
+are from closed sets, so the number of series is bounded: no ids, no owners. The values of a label
+exclude each other, so that their sum is one too; what is a part of something has its own name.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from session_server.core.events import (
     TurnFinished,
 )
 from session_server.core.ids import TurnId
+from session_server.core.turn_report import TurnReport
 from session_server.metrics.engine_totals import EngineTotals
 from session_server.metrics.live import LiveCollector
 from session_server.metrics.recent import Recent
@@ -50,6 +52,7 @@ _SLOW_S: Final = (*_FAST_S, 30.0, 60.0, 300.0)
 MAX_TIMED_TURNS: Final = 1 << 15
 """Turns whose last token is remembered, to time the next. More than may run at once."""
 
+_OUTCOMES: Final = ("stop", "length", "cancelled", "failed")
 _FAILURE_CODES: Final = frozenset(form.code for form in WIRE_ERRORS.values())
 _REFUSAL_CODES: Final = _FAILURE_CODES.union(
     HTTP_CODES.values(), (INTERNAL_ERROR.code, "invalid_request")
@@ -103,14 +106,8 @@ class ServerMetrics:
         match event:
             case TokensProduced():
                 self._count_tokens(event)
-            case TurnFinished():
+            case TurnFinished() | TurnFailed():
                 self._last_token_s.pop(event.turn_id, None)
-                self._turns.count_finished(event)
-                if event.num_outputs:
-                    self.recent.note_first_token(event.timings.ttft_ms)
-            case TurnFailed():
-                self._last_token_s.pop(event.turn_id, None)
-                self._turns.count_failed(event)
             case EngineReady():
                 self._engine.begin(event)
             case EngineStats():
@@ -124,6 +121,12 @@ class ServerMetrics:
                 self._engine.count_death()
             case _:
                 pass
+
+    def on_turn(self, report: TurnReport) -> None:
+        """Count one turn that was accepted and has ended, whether or not it came to the engine."""
+        self._turns.count(report)
+        if report.ttft_s is not None:
+            self.recent.note_first_token(report.ttft_s * 1e3)
 
     def connection_opened(self, kind: ReaderKind) -> None:
         """Count a connection that was opened."""
@@ -186,41 +189,43 @@ class _Turns:
     def __init__(self, registry: CollectorRegistry) -> None:
         counter = partial(Counter, namespace=_NAMESPACE, registry=registry)
         histogram = partial(Histogram, namespace=_NAMESPACE, registry=registry)
-        self.ended = counter("turns", "Turns ended by the engine.", ["outcome"])
-        self.failures = counter("turn_failures", "Turns that failed.", ["code"])
-        self.tokens = counter(
-            "tokens", "Tokens of ended turns: prompt, cached part of it, and generated.", ["kind"]
-        )
+        self.ended = counter("turns", "Accepted turns that have ended.", ["outcome"])
+        for outcome in _OUTCOMES:
+            self.ended.labels(outcome)
+        self.failures = counter("turn_failures", "Those of them that failed.", ["code"])
+        for code in sorted(_FAILURE_CODES):
+            self.failures.labels(code)  # what appears with its first failure shows no increase
         self.ttft = histogram(
             "time_to_first_token_seconds",
-            "Time from submission to the first token, in the engine.",
+            "Time from the arrival of a turn's request to its first token, all waiting included.",
             buckets=_SLOW_S,
         )
         self.inter_token = histogram(
             "inter_token_seconds", "Time between settled tokens of a turn.", buckets=_FAST_S
         )
         self.seconds = histogram(
-            "turn_seconds", "Time from submission to the end, in the engine.", buckets=_SLOW_S
+            "turn_seconds",
+            "Time from the arrival of a turn's request to its end, however it ends.",
+            buckets=_SLOW_S,
         )
         self.queued = histogram(
-            "queue_seconds", "Time from submission to the first admission.", buckets=_SLOW_S
+            "queue_seconds",
+            "Time that turns wait in the engine for their first admission; not their wait for "
+            "earlier turns of their session.",
+            buckets=_SLOW_S,
         )
 
-    def count_finished(self, event: TurnFinished) -> None:
-        self.ended.labels(event.reason.value).inc()
-        self.tokens.labels("prompt").inc(event.prompt_tokens)
-        self.tokens.labels("cached").inc(event.cached_tokens)
-        self.tokens.labels("generated").inc(event.num_outputs)
-        timings = event.timings
-        self.queued.observe(timings.queue_ms / 1e3)
-        # A canceled turn may have made tokens and kept none.
-        if event.num_outputs or timings.decode_ms:
-            self.ttft.observe(timings.ttft_ms / 1e3)
-        self.seconds.observe((timings.ttft_ms + timings.decode_ms) / 1e3)
-
-    def count_failed(self, event: TurnFailed) -> None:
-        self.ended.labels("failed").inc()
-        self.failures.labels(event.code if event.code in _FAILURE_CODES else "other").inc()
+    def count(self, report: TurnReport) -> None:
+        is_completed, has_failed = report.status == "completed", report.status == "failed"
+        self.ended.labels(report.reason if is_completed else report.status).inc()
+        if has_failed:
+            code = report.reason
+            self.failures.labels(code if code in _FAILURE_CODES else "other").inc()
+        if report.timings is not None:
+            self.queued.observe(report.timings.queue_ms / 1e3)
+        if report.ttft_s is not None:
+            self.ttft.observe(report.ttft_s)
+        self.seconds.observe(report.ended_s - report.received_s)
 
 
 class _Engine:
@@ -300,7 +305,11 @@ class _Sockets:
         self.connections_total = counter(
             "connections_opened", "Such connections since the start.", ["kind"]
         )
-        self.refusals = counter("refusals", "Requests and frames refused, by code.", ["code"])
+        self.refusals = counter(
+            "refusals",
+            "Requests, sockets and frames refused, by code; not accepted turns that fail.",
+            ["code"],
+        )
         self.requests = counter(
             "http_requests",
             "HTTP requests by route and status; 499 is one whose client left before its answer.",

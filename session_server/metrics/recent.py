@@ -11,8 +11,8 @@ MAX_RECENT_TURNS: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class RecentTimes:
-    """Hold the largest lag of the event loop, in seconds, and the times to the first token of the
-    turns that ended, ascending, in milliseconds."""
+    """Hold the largest lag of the event loop, in seconds, and of the turns that ended the times
+    from the request to the first token, ascending, in milliseconds."""
 
     lag_s: float
     ttft_ms: tuple[float, ...]

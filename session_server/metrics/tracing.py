@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, assert_never
 
 from session_server.core.turn_report import TurnReport
 
@@ -248,7 +248,6 @@ def attributes_of(record: TurnReport, *, model: str) -> dict[str, AttributeValue
         "gen_ai.request.max_tokens": record.max_tokens,
         "gen_ai.conversation.id": record.session_id,
         "gen_ai.response.id": record.turn_id,
-        "gen_ai.response.finish_reasons": (record.reason,),
         "gen_ai.usage.input_tokens": usage.input_tokens,
         "gen_ai.usage.output_tokens": usage.output_tokens,
         "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
@@ -260,10 +259,18 @@ def attributes_of(record: TurnReport, *, model: str) -> dict[str, AttributeValue
     }
     if record.origin is not None:
         attributes["session_server.request.id"] = record.origin.request_id
-    if record.status == "failed":
-        attributes["error.type"] = record.reason
+    match record.status:
+        case "completed":
+            attributes["gen_ai.response.finish_reasons"] = (record.reason,)
+        case "cancelled":
+            attributes["session_server.turn.cancel_reason"] = record.reason
+        case "failed":
+            attributes["error.type"] = record.reason
+        case _:
+            assert_never(record.status)
+    if record.ttft_s is not None:
+        attributes["gen_ai.response.time_to_first_chunk"] = record.ttft_s
     if timings is not None:
-        attributes["gen_ai.response.time_to_first_chunk"] = timings.ttft_ms / 1e3
         attributes["session_server.forwards"] = timings.num_steps
         attributes["session_server.forward_ms"] = timings.forward_ms
     return attributes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -19,6 +20,8 @@ class FrameQueue:
     def __init__(self) -> None:
         self._outbox: list[bytes] = []
         self.outbox_bytes = 0
+        self.on_refusal: Callable[[str], None] | None = None
+        """Told the code of each request whose refusal is queued, once the peer is let in."""
 
     @property
     def is_full(self) -> bool:
@@ -32,6 +35,10 @@ class FrameQueue:
         frame = self._outbox.pop(0)
         self.outbox_bytes -= len(frame)
         return frame.decode()
+
+    def _note_refusal(self, code: str) -> None:
+        if self.on_refusal is not None:
+            self.on_refusal(code)
 
     def _send(self, frame: msgspec.Struct) -> None:
         encoded = msgspec.json.encode(frame)

@@ -57,7 +57,8 @@ class RatesBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FirstTokensBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Times to the first token of the turns that ended since the sample before."""
+    """Times from the request to the first token, of the turns that ended since the sample
+    before."""
 
     turns: int
     p50_ms: float | None

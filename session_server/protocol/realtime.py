@@ -250,7 +250,7 @@ class RealtimeProtocol:
         is_restart = entry.reason == "draining"
         if entry.reason == "expired":
             ended = RealtimeRefusal("session_expired", "The session was not used for too long.")
-            self.outbox.refuse(ended, None)
+            self.outbox.tell(ended, None)
         self.close_code = CloseCode.RESTART if is_restart else CloseCode.SESSION_CLOSED
 
     # -- events of the client

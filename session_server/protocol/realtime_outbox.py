@@ -7,10 +7,12 @@ and, while the conversation is answered, how many characters of the answer.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
 from session_server.core.errors import (
+    WIRE_ERRORS,
     ContextLengthExceeded,
     ContextTooLong,
     InvalidRequest,
@@ -21,6 +23,7 @@ from session_server.protocol.errors import sanitize
 from session_server.protocol.frame_queue import MAX_OUTBOX_FRAMES, FrameQueue
 from session_server.protocol.realtime_frames import RealtimeError, RealtimeErrorBody, RealtimeFrame
 
+_INVALID: Final = WIRE_ERRORS[InvalidRequest].code
 _EVENT_ID: Final = re.compile(r"event_(\d{1,16})(?:_(\d{1,16}))?", re.ASCII)
 
 
@@ -65,6 +68,8 @@ class RealtimeOutbox:
         """Whether the client hears events that OpenAI does not know."""
         self.num_chars = 0
         """Characters told of the answer that the conversation waits for."""
+        self.on_refusal: Callable[[str], None] | None = None
+        """Told the wire code of each refusal, once the peer is let in."""
 
     def attach(self) -> RealtimeQueue:
         """Return the queue that gets the events from now on."""
@@ -92,6 +97,15 @@ class RealtimeOutbox:
 
     def refuse(self, error: RealtimeRefusal | SessionServerError, event_id: str | None) -> None:
         """Tell that an event of the client had no effect."""
+        if self.on_refusal is not None:
+            if isinstance(error, RealtimeRefusal):
+                self.on_refusal(_INVALID)
+            else:
+                self.on_refusal(wire_error(error).code)
+        self.tell(error, event_id)
+
+    def tell(self, error: RealtimeRefusal | SessionServerError, event_id: str | None) -> None:
+        """Tell of an error that refuses nothing, or that was counted as a refusal."""
         kind, code = "invalid_request_error", ""
         match error:
             case RealtimeRefusal():

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from session_server.core.errors import (
+    WIRE_ERRORS,
     InvalidRequest,
     InvalidStreamId,
     SessionServerError,
@@ -141,6 +142,7 @@ class ResponsesProtocol(FrameQueue):
         except InvalidRequest as error:
             return self._refuse(error, message)
         if isinstance(message, ResponseSteer):
+            self._note_refusal(WIRE_ERRORS[UnsupportedOperation].code)
             self._send(
                 SteerFailed(
                     steer=SteerBody(
@@ -161,6 +163,7 @@ class ResponsesProtocol(FrameQueue):
         """Queue an error about a lane."""
         status = wire_error(error).status
         told = error_body(error)
+        self._note_refusal(told.code)
         body: ErrorBody | dict[str, Any] = told
         if status in (429, 503):
             headers = {"retry-after": str(told.retry_after_s or 1)}

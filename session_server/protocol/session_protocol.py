@@ -208,7 +208,9 @@ class SessionProtocol(FrameQueue):
 
     def send_error(self, error: SessionServerError, *, turn_id: str | None = None) -> None:
         """Queue an error frame; the connection stays open."""
-        self._send(ErrorFrame(error=error_body(error, turn_id=turn_id)))
+        body = error_body(error, turn_id=turn_id)
+        self._note_refusal(body.code)
+        self._send(ErrorFrame(error=body))
 
     def _decode(self, frame: str) -> ClientMessage | None:
         # A character takes at least one byte: reject a frame of too many before decoding it.

@@ -70,6 +70,7 @@ class TurnCourse:
     checked_s: float | None = None
     begun_s: float | None = None
     sent_s: float | None = None
+    first_token_s: float | None = None
     num_retractions: int = 0
     received_s: float = field(init=False)
     on_end: Callable[[TurnEnd], None] | None = None

@@ -79,6 +79,7 @@ def report_of(session_id: str, turn: SessionTurn, end: TurnEnd, *, ended_s: floa
         checked_s=course.checked_s,
         begun_s=course.begun_s,
         sent_s=course.sent_s,
+        first_token_s=course.first_token_s,
         ended_s=ended_s,
     )
 

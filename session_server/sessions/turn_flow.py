@@ -404,6 +404,8 @@ class TurnFlow:
     def _on_tokens(self, session: Session, turn: SessionTurn, event: TokensProduced) -> None:
         if turn.phase is not TurnPhase.RUNNING:
             return
+        if turn.course.first_token_s is None:
+            turn.course.first_token_s = self._clock()
         submitted = _submitted(turn)
         pieces, num_taken = submitted.answer.feed(event.token_ids, event.logprobs)
         delta = TurnDelta(

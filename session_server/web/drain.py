@@ -46,14 +46,14 @@ async def drain(services: AppServices, sockets: Sockets) -> None:
     finally:
         telling.cancel()
     ended = sessions.stats().ended_turns
-    finished, canceled, failed = (
+    completed, cancelled, failed = (
         ended.get(status, 0) - before.ended_turns.get(status, 0)
         for status in ("completed", "cancelled", "failed")
     )
     _logger.info(
-        "drained finished=%d canceled=%d failed=%d sockets_closed=%d unread=%d seconds=%.1f",
-        finished,
-        canceled,
+        "drained completed=%d cancelled=%d failed=%d sockets_closed=%d unread=%d seconds=%.1f",
+        completed,
+        cancelled,
         failed,
         num_sockets - sockets.num_attached,
         sockets.num_attached,

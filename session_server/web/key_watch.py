@@ -40,7 +40,7 @@ class KeyWatch:
         _logger.info(
             "keys read owners=%d admins=%d gone_keys=%d gone_owners=%d",
             len(change.owners),
-            sum(owner.is_admin for owner in change.owners.values()),
+            change.num_admins,
             len(change.gone),
             len(change.gone_owners),
         )

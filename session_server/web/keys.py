@@ -44,15 +44,18 @@ class Credential:
 class KeyChange:
     """Describe how the keys of a ring are to change.
 
-    `granted`: owners that stay, each with what it is granted from then on. `gone`: digests that are
-    no keys any more, or another owner's. `gone_owners`: those whose last key goes.
+    `new_owners`: those that nobody has held before. `granted`: owners that stay, each with what it
+    is granted from then on. `gone`: digests that are no keys any more, or another owner's.
+    `gone_owners`: those whose last key goes. `num_admins`: of all owners.
     """
 
     buckets: _Buckets
     owners: dict[str, Owner]
+    new_owners: tuple[Owner, ...]
     granted: tuple[tuple[Owner, Owner], ...]
     gone: tuple[str, ...]
     gone_owners: tuple[Owner, ...]
+    num_admins: int
 
 
 class KeyRing:
@@ -87,31 +90,38 @@ class KeyRing:
     def change_to(self, owners: Mapping[str, Owner]) -> KeyChange:
         """Return what changes if these are the keys. Changes nothing, on any thread."""
         kept: dict[str, Owner] = {}
-        granted = []
+        new, granted, num_admins = [], [], 0
         for owner in owners.values():
             if owner.owner_id not in kept:
                 known = kept[owner.owner_id] = self._known.get(owner.owner_id, owner)
-                if not known.is_granted(owner):
+                num_admins += owner.is_admin
+                if known is owner:
+                    new.append(owner)
+                elif not known.is_granted(owner):
                     granted.append((known, owner))
         before = [pair for bucket in self._buckets.values() for pair in bucket]
         return KeyChange(
             buckets=_buckets_of({key: kept[owner.owner_id] for key, owner in owners.items()}),
             owners=kept,
+            new_owners=tuple(new),
             granted=tuple(granted),
             gone=tuple(digest for digest, owner in before if owners.get(digest) != owner),
             gone_owners=tuple(o for o in self._owners.values() if o.owner_id not in kept),
+            num_admins=num_admins,
         )
 
     def apply(self, change: KeyChange) -> None:
         """Let the keys of a change in, and no others, from now on.
 
-        Whoever holds an `Owner` that stays finds it changed to what its keys are granted now.
+        Whoever holds an `Owner` that stays finds it changed to what its keys are granted now. Takes
+        as long as there are owners that are new or are granted something else.
         """
         assert not self.is_open, "an open server has no keys to replace"
         for owner, granted in change.granted:
             owner.follow(granted)
         self._buckets, self._owners = change.buckets, change.owners
-        self._known.update(change.owners)
+        for owner in change.new_owners:
+            self._known[owner.owner_id] = owner
 
     def credential_of(self, key: str | None) -> Credential:
         """Return what a key stands for.

@@ -24,7 +24,6 @@ from session_server.core.errors import (
     SessionServerError,
     TurnNotFound,
     UnsupportedOperation,
-    wire_error,
 )
 from session_server.core.session_events import ChatInput, SessionClosed, TurnRequest
 from session_server.metrics.prometheus import ReaderKind
@@ -136,7 +135,7 @@ class RealtimeSocket:
         except SessionServerError as error:
             outbox = RealtimeOutbox()
             told = outbox.attach()
-            outbox.refuse(error, None)
+            outbox.tell(error, None)
             await self._peer.refuse(error, told)
             return
         self._session_id = view.session_id
@@ -200,6 +199,7 @@ class RealtimeSocket:
                 check_room=lambda num_bytes: call.sessions.check_room(call.owner, num_bytes),
                 read_rates=partial(_rates_of, call),
             )
+            protocol.outbox.on_refusal = self._services.metrics.count_refusal
             snapshot = call.sessions.snapshot(call.owner, view.session_id)
             if self._websocket.app.state.sglang.is_branching(self._journal):
                 raise UnsupportedOperation("This session branches: it is no conversation.")
@@ -377,7 +377,6 @@ class RealtimeSocket:
                 session_id = self._open_aside(start.response_id)
             await call.sessions.submit(call.owner, session_id, start.request)
         except SessionServerError as error:
-            self._services.metrics.count_refusal(wire_error(error).code)
             run.protocol.responses.on_refused(start.response_id, error)
             if run.asides.pop(start.response_id, None) is not None:
                 self._close(session_id)

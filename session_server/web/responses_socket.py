@@ -22,7 +22,6 @@ from session_server.core.errors import (
     ServerDraining,
     SessionServerError,
     TurnNotActive,
-    wire_error,
 )
 from session_server.metrics.prometheus import ReaderKind
 from session_server.protocol.response_body import ResponseBody
@@ -113,6 +112,7 @@ class ResponsesSocket:
 
     async def _serve(self, call: Call) -> None:
         self._peer.start()
+        self._protocol.on_refusal = call.services.metrics.count_refusal
         reader = asyncio.create_task(self._read(call), name="read socket")
         code: CloseCode | None = CloseCode.INTERNAL
         try:
@@ -261,7 +261,6 @@ class ResponsesSocket:
             await self._room.wait()
 
     def _fail(self, call: Call, message: ResponseCreate, error: SessionServerError) -> None:
-        call.services.metrics.count_refusal(wire_error(error).code)
         self._protocol.send_error(error, stream_id=message.stream_id)
         self._evict(message.stream_id, message.previous_response_id)
 

@@ -100,12 +100,14 @@ class SocketPeer:
     async def refuse(
         self, error: SessionServerError, told: FrameQueue, code: CloseCode | None = None
     ) -> None:
-        """Refuse with HTTP if the client can see that. Scripts in browsers see close codes only:
-        theirs is accepted, sent what is `told`, and closed; `code`: unless it follows from `error`.
+        """Refuse with HTTP if the client can see that, and count it. Scripts in browsers see close
+        codes only: theirs is accepted, sent what is `told`, and closed; `code`: unless it follows
+        from `error`.
         """
         if not self.is_accepted and "origin" not in self._websocket.headers:
             await deny(self._websocket, error)
             return
+        self._services.metrics.count_refusal(wire_error(error).code)
         await self.accept()
         with contextlib.suppress(WebSocketDisconnect):
             await self.flush(told)

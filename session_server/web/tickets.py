@@ -7,6 +7,7 @@ query, is written to more logs than a header is, so it should be worth nothing a
 from __future__ import annotations
 
 import secrets
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -40,8 +41,9 @@ class Tickets:
 
     def __init__(self, now_s: Callable[[], float]) -> None:
         self._now_s = now_s
-        self._unused: dict[str, _Unused] = {}
-        """By digest. All live equally long, so the first is the first to expire."""
+        self._unused: OrderedDict[str, _Unused] = OrderedDict()
+        """By digest. All live equally long, so the first is the first to expire; a plain map would
+        look for it among all that were dropped before it."""
 
         self._budget = OwnerBudget(
             "bytes of unused tickets", MAX_TICKET_BYTES, owner_limit=MAX_OWNER_TICKET_BYTES

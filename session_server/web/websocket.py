@@ -22,7 +22,6 @@ from session_server.core.errors import (
     SessionNotFound,
     SessionServerError,
     Unauthorized,
-    wire_error,
 )
 from session_server.core.session_events import TurnEnd, TurnRequest
 from session_server.metrics.prometheus import ReaderKind
@@ -186,6 +185,7 @@ class SessionSocket:
         session_id = view.session_id
         await self._queue_hello(call, view)
         self._peer.start()
+        self._protocol.on_refusal = self._services.metrics.count_refusal
         self._journal.add_listener(self._peer.wake.set)
         reader = asyncio.create_task(self._read(call, session_id, readers), name="read socket")
         code: CloseCode | None = CloseCode.INTERNAL
@@ -279,7 +279,7 @@ class SessionSocket:
                 case _:
                     assert_never(command)
         except SessionServerError as error:
-            self._send_error(error, turn_id)
+            self._protocol.send_error(error, turn_id=turn_id)
 
     def _draft(self, draft: TurnRequest | None, call: Call, session_id: str) -> None:
         drafts = call.sessions.drafts
@@ -292,7 +292,7 @@ class SessionSocket:
     def _on_drafted(self, draft_id: str, answer: DraftView | SessionServerError) -> None:
         """Tell the client, unless something has come in the draft's place."""
         if isinstance(answer, SessionServerError):
-            self._send_error(answer, draft_id)
+            self._protocol.send_error(answer, turn_id=draft_id)
         elif answer.total:
             self._protocol.send_drafted(
                 draft_id, processed=answer.processed, kept=answer.kept, total=answer.total
@@ -326,7 +326,7 @@ class SessionSocket:
         try:
             view = await call.sessions.submit(call.owner, session_id, request)
         except SessionServerError as error:
-            self._send_error(error, request.turn_id)
+            self._protocol.send_error(error, turn_id=request.turn_id)
         except asyncio.CancelledError:
             # The connection ends before the turn is accepted; the turn goes on without it.
             if is_bound:
@@ -340,10 +340,6 @@ class SessionSocket:
             readers.bind_turn(view.turn_id, keep_partial=True)
         self._peer.wake.set()
         return view
-
-    def _send_error(self, error: SessionServerError, turn_id: str | None) -> None:
-        self._services.metrics.count_refusal(wire_error(error).code)
-        self._protocol.send_error(error, turn_id=turn_id)
 
     async def _write(
         self, call: Call, session_id: str, readers: SessionReaders

@@ -145,6 +145,7 @@ ENDED = TurnReport(
     checked_s=None,
     begun_s=1.25,
     sent_s=1.5,
+    first_token_s=1.75,
     ended_s=2.0,
 )
 
@@ -169,30 +170,32 @@ def test_a_finished_turn_counts_once_with_its_tokens_and_times() -> None:
         clock.now_s = now_s
         metrics.on_event(TokensProduced(turn_id=TurnId("t"), token_ids=(5,)))
     metrics.on_event(FINISHED)
-    assert value(metrics, "session_server_turns_total", outcome="stop") == 1
-    tokens = [
-        value(metrics, "session_server_tokens_total", kind=kind)
-        for kind in ("prompt", "cached", "generated")
-    ]
-    assert tokens == [10, 7, 2]
+    metrics.on_turn(ENDED)
+    outcomes = ("stop", "length", "cancelled", "failed")
+    counts = [value(metrics, "session_server_turns_total", outcome=each) for each in outcomes]
+    assert counts == [1, 0, 0, 0]
     assert value(metrics, "session_server_inter_token_seconds_sum") == 0.25
-    assert value(metrics, "session_server_time_to_first_token_seconds_sum") == 0.03
-    assert value(metrics, "session_server_turn_seconds_sum") == pytest.approx(0.07)
+    assert value(metrics, "session_server_time_to_first_token_seconds_sum") == 1.25
+    assert value(metrics, "session_server_turn_seconds_sum") == 1.5
+    assert value(metrics, "session_server_queue_seconds_sum") == 0.001
+    assert metrics.recent.take().ttft_ms == (1250.0,)
 
 
-@pytest.mark.parametrize(("decode_ms", "num_first_tokens"), [(3700.0, 1), (0.0, 0)])
-def test_a_canceled_turn_that_keeps_nothing_counts_its_whole_time(
-    decode_ms: float, num_first_tokens: int
+@pytest.mark.parametrize(("first_token_s", "num_first_tokens"), [(1.75, 1), (None, 0)])
+def test_a_canceled_turn_counts_its_whole_time(
+    first_token_s: float | None, num_first_tokens: int
 ) -> None:
     metrics = ServerMetrics(now_s=Clock())
-    timings = replace(TIMINGS, decode_ms=decode_ms)
-    metrics.on_event(
-        replace(FINISHED, reason=FinishReason.CANCELLED, num_outputs=0, timings=timings)
+    canceled = dataclasses.replace(
+        ENDED, status="cancelled", reason="client", timings=None, first_token_s=first_token_s
     )
-    seconds = (30.0 + decode_ms) / 1e3
-    assert value(metrics, "session_server_turn_seconds_sum") == pytest.approx(seconds)
+    metrics.on_turn(canceled)
+    assert value(metrics, "session_server_turns_total", outcome="cancelled") == 1
+    assert value(metrics, "session_server_turn_seconds_sum") == 1.5
+    assert value(metrics, "session_server_queue_seconds_count") == 0
     name = "session_server_time_to_first_token_seconds_count"
     assert value(metrics, name) == num_first_tokens
+    assert len(metrics.recent.take().ttft_ms) == num_first_tokens
 
 
 def test_every_decade_of_seconds_has_the_same_buckets() -> None:
@@ -211,17 +214,11 @@ def test_every_decade_of_seconds_has_the_same_buckets() -> None:
 
 def test_failures_are_counted_by_code_and_unknown_codes_together() -> None:
     metrics = ServerMetrics(now_s=Clock())
-    metrics.on_event(FAILED)
-    metrics.on_event(
-        TurnFailed(
-            turn_id=TurnId("t3"),
-            session_id=SessionId("s"),
-            code="made\nup",
-            message="",
-            history_len=0,
-        )
-    )
     name = "session_server_turn_failures_total"
+    assert value(metrics, name, code="numerical_error") == 0, "so that its first one is an increase"
+    for code in ("numerical_error", "made\nup"):
+        metrics.on_event(replace(FAILED, code=code))
+        metrics.on_turn(dataclasses.replace(ENDED, status="failed", reason=code))
     assert value(metrics, name, code="numerical_error") == 1
     assert value(metrics, name, code="other") == 1
     assert value(metrics, "session_server_turns_total", outcome="failed") == 2
@@ -279,7 +276,7 @@ def test_what_a_lost_engine_has_done_stays_counted() -> None:
     metrics.on_event(replace(STATS, steps=4, forward_ms=10.0, batch_rows=sizes))
     assert value(metrics, "session_server_forwards_total") == 13
     assert value(metrics, "session_server_forward_seconds_total") == pytest.approx(0.1)
-    assert value(metrics, "session_server_engine_tokens_total", kind="cached") == 14
+    assert value(metrics, "session_server_prompt_tokens_cached_total") == 14
     assert value(metrics, "session_server_engine_restarts_total") == 1
     name = "session_server_forward_turns"
     assert [value(metrics, f"{name}_bucket", le=le) for le in ("1", "2", "+Inf")] == [2, 6, 6]
@@ -349,10 +346,23 @@ def test_every_metric_says_what_it_counts_and_none_has_a_label_without_bound() -
     }
 
 
+def test_no_label_sets_a_part_beside_the_whole_that_it_is_a_part_of() -> None:
+    metrics = ServerMetrics(now_s=Clock())
+    metrics.on_event(replace(STATS, draft_tokens=5, accepted_tokens=4))
+    names = (
+        *("prompt_tokens", "prompt_tokens_cached", "generation_tokens"),
+        *("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
+        *("input_draft_tokens", "input_draft_tokens_used"),
+    )
+    counts = [value(metrics, f"session_server_{name}_total") for name in names]
+    assert counts == [10, 7, 2, 5, 4, 0, 0]
+    assert re.findall(r"tokens\w*_total{", metrics.exposition().decode()) == []
+
+
 def test_two_servers_in_one_process_count_apart() -> None:
     one, other = ServerMetrics(now_s=Clock()), ServerMetrics(now_s=Clock())
-    one.on_event(FINISHED)
-    assert value(other, "session_server_turns_total", outcome="stop") is None
+    one.on_turn(ENDED)
+    assert value(other, "session_server_turns_total", outcome="stop") == 0
 
 
 def test_a_log_line_stays_one_line_whatever_it_is_given() -> None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
@@ -31,6 +31,7 @@ from session_server.metrics.tracing import (
     TracingUnavailable,
     TurnTracing,
     asks_for_traces,
+    attributes_of,
     open_tracing,
     stages_of,
 )
@@ -65,6 +66,7 @@ RECORD = TurnReport(
     checked_s=9.6,
     begun_s=9.7,
     sent_s=10.0,
+    first_token_s=10.4,
     ended_s=11.0,
 )
 
@@ -151,7 +153,7 @@ def test_a_trace_arrives_with_its_parent_and_its_attributes() -> None:
         "gen_ai.usage.cache_read.input_tokens": 7,
         "gen_ai.usage.cache_creation.input_tokens": 3,
         "gen_ai.usage.reasoning.output_tokens": 1,
-        "gen_ai.response.time_to_first_chunk": 0.3,
+        "gen_ai.response.time_to_first_chunk": pytest.approx(1.4),
         "session_server.turn.status": "completed",
         "session_server.drafted_tokens": 3,
         "session_server.retractions": 1,
@@ -190,11 +192,26 @@ def test_a_service_is_called_what_the_environment_calls_it(
 def test_attributes_are_named_as_opentelemetry_names_them() -> None:
     from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 
-    from session_server.metrics.tracing import attributes_of
-
     known = {value for name, value in vars(gen_ai_attributes).items() if name.startswith("GEN_AI")}
     named = {name for name in attributes_of(RECORD, model="m") if name.startswith("gen_ai.")}
     assert named <= known
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "name"),
+    [
+        ("completed", "length", "gen_ai.response.finish_reasons"),
+        ("cancelled", "client", "session_server.turn.cancel_reason"),
+        ("failed", "engine_restarting", "error.type"),
+    ],
+)
+def test_what_ended_a_turn_is_called_by_what_it_is(
+    status: Literal["completed", "cancelled", "failed"], reason: str, name: str
+) -> None:
+    record = dataclasses.replace(RECORD, status=status, reason=reason, first_token_s=None)
+    told = attributes_of(record, model="m")
+    assert [key for key, value in told.items() if value in (reason, (reason,))] == [name]
+    assert "gen_ai.response.time_to_first_chunk" not in told
 
 
 def test_what_the_client_did_not_sample_is_not_exported() -> None:

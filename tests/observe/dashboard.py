@@ -77,13 +77,11 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             "Tokens",
             "short",
             {
-                "generated": rate("engine_tokens_total", extra=',kind="generated"'),
+                "generated": rate("generation_tokens_total"),
                 "computed of prompts": (
-                    rate("engine_tokens_total", extra=',kind="prompt"')
-                    + " - "
-                    + rate("engine_tokens_total", extra=',kind="cached"')
+                    rate("prompt_tokens_total") + " - " + rate("prompt_tokens_cached_total")
                 ),
-                "cached of prompts": rate("engine_tokens_total", extra=',kind="cached"'),
+                "cached of prompts": rate("prompt_tokens_cached_total"),
             },
             "Per second.",
         ),
@@ -166,17 +164,16 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         Panel(
             "Cached of prompts",
             "percentunit",
-            {
-                "share": rate("engine_tokens_total", extra=',kind="cached"')
-                + " / "
-                + rate("engine_tokens_total", extra=',kind="prompt"')
-            },
+            {"share": rate("prompt_tokens_cached_total") + " / " + rate("prompt_tokens_total")},
             "What sessions save.",
         ),
         Panel(
             "Drafts of the input",
             "short",
-            {"{{outcome}}": rate("input_draft_tokens_total", "outcome")},
+            {
+                "computed": rate("input_draft_tokens_total"),
+                "used": rate("input_draft_tokens_used_total"),
+            },
             "Tokens per second; what was computed and not used was wasted.",
         ),
         Panel("Computed again in doubt", "short", {"tokens": rate("reprefill_tokens_total")}),
@@ -195,9 +192,9 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             "Speculation",
             "percentunit",
             {
-                "accepted": rate("speculative_tokens_total", extra=',outcome="accepted"')
+                "accepted": rate("spec_decode_num_accepted_tokens_total")
                 + " / "
-                + rate("speculative_tokens_total", extra=',outcome="verified"')
+                + rate("spec_decode_num_draft_tokens_total")
             },
             "Share of the drafted tokens that were accepted.",
         ),

@@ -182,10 +182,11 @@ async def serving_over(
     engine: EngineT, manager: SessionManager, **settings: Any
 ) -> AsyncIterator[Served[EngineT]]:
     """A server of these sessions over an engine that takes its steps on this loop."""
-    ready = await manager.start()
+    ready, metrics = await manager.start(), ServerMetrics(now_s=time.monotonic)
+    manager.on_turn_ended(metrics.on_turn)
     services = AppServices(
         sessions=manager,
-        metrics=ServerMetrics(now_s=time.monotonic),
+        metrics=metrics,
         model=ModelCard(
             name="paper",
             path="paper",

@@ -19,7 +19,7 @@ LONG = turn(input_ids=[5, 6], sampling={"max_tokens": 480, "ignore_eos": True})
 
 BEGIN = re.compile(r"draining sessions=(\d+) turns=(\d+) waiting=(\d+) sockets=(\d+) deadline_s=1")
 END = re.compile(
-    r"drained finished=(\d+) canceled=(\d+) failed=(\d+) sockets_closed=(\d+) unread=(\d+)"
+    r"drained completed=(\d+) cancelled=(\d+) failed=(\d+) sockets_closed=(\d+) unread=(\d+)"
 )
 
 

@@ -189,6 +189,34 @@ def test_keys_are_replaced_and_an_owner_that_stays_is_granted_what_its_line_says
     )
 
 
+@pytest.mark.parametrize("num_kept", [1, 100])
+def test_a_change_is_applied_without_a_look_at_the_owners_that_stay(
+    tmp_path: Path, num_kept: int
+) -> None:
+    """The event loop waits meanwhile, and there may be ten thousand of them."""
+    path = tmp_path / "keys"
+    kept = "".join(f"kept{n} key-of-{n}\n" for n in range(num_kept))
+    path.write_text(f"{kept}alice alices-key\nbob bobs-key\n", "utf-8")
+    sources = key_sources(given=None, environment=None, path=path)
+    ring = sources.ring()
+    staying = ring.credential_of("key-of-0").owner, ring.credential_of("bobs-key").owner
+    to = ring.change_to(sources.owners(f"{kept}bob bobs-key share=0.1\ncarol carols-key\n"))
+    calls: list[str] = []
+    sys.setprofile(lambda frame, _event, _argument: calls.append(frame.f_code.co_qualname))
+    try:
+        ring.apply(to)
+    finally:
+        sys.setprofile(None)
+    assert len(calls) < 100
+    carol = ring.credential_of("carols-key").owner
+    assert (to.new_owners, carol.share) == ((carol,), 0.5)
+    assert staying == (ring.credential_of("key-of-0").owner, ring.credential_of("bobs-key").owner)
+    assert staying[1].share == 0.1
+    change(ring, sources, "alice alices-key\n")
+    change(ring, sources, "carol carols-key share=0.3\n")
+    assert ring.credential_of("carols-key").owner is carol, "she is known while somebody holds her"
+
+
 def test_a_ring_whose_keys_are_all_gone_lets_nobody_in(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("alice old-key\n", "utf-8")

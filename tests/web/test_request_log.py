@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import logging
 import re
 from unittest.mock import patch
@@ -10,12 +12,17 @@ from unittest.mock import patch
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.datastructures import Headers
+from websockets.asyncio.client import connect
+from websockets.exceptions import InvalidStatus
 
+from session_server.core.errors import ServerBusy
+from session_server.core.owner import ANONYMOUS
 from session_server.sessions.manager import SessionManager
 from session_server.web.keys import KeyRing
 from session_server.web.request_log import MAX_TRACE_CHARS, origin_of
 from tests.web.realtime_client import realtime
 from tests.web.serving import Served, served, serving
+from tests.web.test_responses_socket import lanes_of
 
 KEYS = KeyRing.of("secret", "other")
 HEAD = b"GET /v1/sessions HTTP/1.1\r\nhost: 127.0.0.1\r\n"
@@ -73,6 +80,82 @@ async def test_refusals_are_counted_by_code_on_every_surface(this: Served) -> No
         ("bad_request",): 1,
         ("turn_not_found",): 1,
     }
+
+
+@served(keys=KEYS)
+async def test_a_socket_that_is_refused_counts_once_whoever_opens_it(this: Served) -> None:
+    url = this.url.replace("http", "ws", 1)
+    for path in ("/v1/sessions/new/ws", "/v1/realtime", "/v1/responses"):
+        for origin in (None, this.url):
+            offers = ("ticket.used",)
+            with contextlib.suppress(InvalidStatus):
+                async with connect(
+                    url + path,
+                    proxy=None,
+                    origin=origin,  # type: ignore[arg-type]
+                    subprotocols=offers,  # type: ignore[arg-type]
+                ) as socket:
+                    await socket.wait_closed()
+    async with this.bare_socket() as wire:  # says nothing of a key
+        await wire.send("ping")
+        await wire.close_code()
+    key = {"authorization": "Bearer secret"}
+    assert await samples(this, "refusals_total", **key) == {("unauthorized",): 7}
+
+
+@served()
+async def test_a_frame_that_is_refused_counts_once_in_every_protocol(this: Served) -> None:
+    async with this.socket() as wire:
+        await wire.socket.send("{")
+        await wire.send("turn.create", turn_id="t", input=7)
+        await wire.send("turn.cancel", turn_id="nobody")
+        for _ in range(3):
+            await wire.until("error")
+    assert await samples(this, "refusals_total") == {
+        ("invalid_request",): 2,
+        ("turn_not_found",): 1,
+    }
+    async with realtime(this.url) as talk:
+        for kind in ("nonsense", "response.cancel"):
+            await talk.send(kind)
+            await talk.until("error")
+        content = [{"type": "input_text", "text": "x"}]
+        said = {"type": "message", "role": "user", "content": content}
+        await talk.send("conversation.item.create", item=said)
+        with patch.object(SessionManager, "submit", side_effect=ServerBusy("no room")):
+            await talk.send("response.create")
+            await talk.until("error")
+    assert await samples(this, "refusals_total") == {
+        ("invalid_request",): 4,
+        ("turn_not_found",): 1,
+        ("server_busy",): 1,
+    }
+    async with lanes_of(this) as lanes:
+        for message in (
+            {"type": "response.create", "model": "another"},
+            {"type": "response.create", "background": True},
+            {"type": "response.cancel"},
+            {"type": "response.steer", "input": "x"},
+        ):
+            await lanes.socket.send(json.dumps(message))
+            await lanes.socket.recv()
+    assert await samples(this, "refusals_total") == {
+        ("invalid_request",): 4,
+        ("turn_not_found",): 1,
+        ("server_busy",): 1,
+        ("model_not_found",): 1,
+        ("unsupported_operation",): 2,
+        ("turn_not_active",): 1,
+    }
+
+
+@served()
+async def test_a_realtime_session_that_expires_refuses_nothing(this: Served) -> None:
+    async with realtime(this.url, "?session_id=ada") as talk:
+        this.sessions.close(ANONYMOUS, "ada", reason="expired")
+        told = await talk.until("error")
+        assert told["error"]["code"] == "session_expired"
+    assert await samples(this, "refusals_total") == {}
 
 
 @served()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -107,6 +108,14 @@ def test_expired_tickets_are_dropped_in_slices(monkeypatch: pytest.MonkeyPatch) 
         tickets.drop_expired()
         left.append(len(tickets))
     assert left == [3, 1, 0]
+
+
+def test_the_first_to_expire_is_found_at_once_behind_all_that_were_dropped() -> None:
+    """A plain map walks over each of them every time."""
+    tickets = Tickets(Clock())
+    tickets.issue(credential())
+    (unused,) = (kept for kept in vars(tickets).values() if isinstance(kept, dict))
+    assert isinstance(unused, OrderedDict)
 
 
 def test_a_ticket_ends_with_the_key_it_was_made_for() -> None:

@@ -39,12 +39,11 @@ def http(
 
 
 def counted(http: httpx.Client) -> tuple[int, int]:
-    """Tokens of the prompts of all ended turns, and of them not computed again."""
+    """Tokens of the prompts of all turns, and of them not computed again."""
     lines = http.get("/metrics").text.splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    name = "session_server_tokens_total"
-    kinds = ("prompt", "cached")
-    total, cached = (int(float(values.get(f'{name}{{kind="{kind}"}}', 0))) for kind in kinds)
+    names = ("prompt_tokens_total", "prompt_tokens_cached_total")
+    total, cached = (int(float(values[f"session_server_{name}"])) for name in names)
     return total, cached
 
 

@@ -40,7 +40,6 @@ def test_every_expression_names_metrics_and_labels_that_are_shown(
         "session_server_build_info",
         "session_server_engine_info",
         "session_server_page_tokens",
-        "session_server_tokens_total",
     }
 
 

@@ -70,8 +70,10 @@ def draft_counts(url: str) -> tuple[int, int]:
     """Tokens guessed and guessed right, from the metrics."""
     lines = httpx.get(f"{url}/metrics", timeout=30.0).text.splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    name, outcomes = "session_server_speculative_tokens_total", ("verified", "accepted")
-    drafted, accepted = (values[f'{name}{{outcome="{outcome}"}}'] for outcome in outcomes)
+    kinds = ("draft", "accepted")
+    drafted, accepted = (
+        values[f"session_server_spec_decode_num_{kind}_tokens_total"] for kind in kinds
+    )
     return int(float(drafted)), int(float(accepted))
 
 
