@@ -150,14 +150,13 @@ CAUGHT: Final = (
         "tests.sessions.test_quotas:test_turns_per_minute_refill_and_the_refusal_says_when",
     ),
     Caught(
-        "Output beyond the quota does not hold back the next turn.",
+        "Output beyond the quota does not hold back a turn that waited while it was written.",
         Edit(
-            "session_server.sessions.quotas:Quotas.start_turn",
-            "self.output_rate.check(owner, 1, now_s=now_s)",
+            "session_server.sessions.quotas:Quotas.reserve",
+            "self.output_rate.check(session.owner, 1, now_s=now_s)",
             "pass",
         ),
-        "tests.sessions.test_quotas:test_output_tokens_per_minute_hold_back_the_next_turn",
-        num_before=6,
+        "tests.sessions.test_quotas:test_output_holds_back_turns_that_waited_while_it_was_written",
     ),
     Caught(
         "A line of the key file that sets no quota has none, whatever the server's default is.",
