@@ -23,7 +23,7 @@ from session_server.protocol.resources import (
 )
 from session_server.web.openapi import NEEDS_NO_KEY, answer, answers
 from session_server.web.refusals import JsonResponse
-from session_server.web.requests import Call, Caller, services_of
+from session_server.web.requests import AdminCaller, Call, Caller, MetricsCaller, services_of
 from session_server.web.services import AppServices
 from session_server.web.shared_task import SharedTask
 
@@ -66,9 +66,8 @@ async def ready(request: Request) -> Response:
 
 
 @operators.get("/metrics", responses=answers(str, "Prometheus text format.", media="text/plain"))
-async def metrics(request: Request, caller: Caller) -> Response:
+async def metrics(request: Request, caller: MetricsCaller) -> Response:
     """Return all metrics, with the memory accounts as of now."""
-    caller.require_metrics()
     report: SharedTask[MemoryReported] = request.app.state.scraped_report
     with contextlib.suppress(TimeoutError, EngineUnavailable):
         # The report updates the gauges as an event; a scrape does not wait long for a busy engine.
@@ -102,14 +101,15 @@ def _model_body(caller: Call) -> ModelBody:
 
 
 @operators.get("/v1/admin/memory", responses=answers(MemoryBody, "The memory accounts."))
-async def memory(request: Request, caller: Caller, full: Switch = 0, trace: Switch = 0) -> Response:
+async def memory(
+    request: Request, caller: AdminCaller, full: Switch = 0, trace: Switch = 0
+) -> Response:
     """Return the page accounts per pool and session, and what the memory checker found.
 
     The first 1,000 sessions are listed, in the order of their opening; `num_sessions` counts all.
     `full=1` first recounts every page between two steps, once for all who ask meanwhile; `trace=1`
     adds the engine's steps before the first violation: ids, lengths and decisions.
     """
-    caller.require_admin()
     count = partial(caller.sessions.memory, full=bool(full), trace=bool(trace))
     recount: SharedTask[MemoryReported] = request.app.state.recounts[trace]
     report = await (recount.run(count) if full else count())

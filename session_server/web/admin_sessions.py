@@ -27,7 +27,7 @@ from session_server.web.event_stream import EventStream
 from session_server.web.headers import LAST_EVENT_ID
 from session_server.web.openapi import answers, reads_headers
 from session_server.web.refusals import JsonResponse
-from session_server.web.requests import Call, Caller
+from session_server.web.requests import AdminCaller, Call
 from session_server.web.server_watch import ServerWatch
 
 router = APIRouter(prefix="/v1/admin", tags=["operations"])
@@ -47,12 +47,11 @@ Action = Literal["close", "cool", "pin", "unpin", "fork"]
         None, "What the server does, about once a second, until it drains.", events=SampleBody
     ),
 )
-async def watch_server(request: Request, caller: Caller) -> Response:
+async def watch_server(request: Request, caller: AdminCaller) -> Response:
     """Follow the server: accounts, rates, readers, and what each forward computed for whom.
 
     The accounts are those of `GET /v1/admin/memory`. Nothing is computed while nobody reads.
     """
-    caller.require_admin()
     caller.connect(ReaderKind.SSE)
     watch = watch_of(request)
     chunks = watch.chunks(lambda: caller.owner.is_admin)
@@ -63,7 +62,7 @@ async def watch_server(request: Request, caller: Caller) -> Response:
 @router.get("/sessions", responses=answers(AdminSessionList, "A page of all sessions."))
 async def list_all_sessions(
     request: Request,
-    caller: Caller,
+    caller: AdminCaller,
     *,
     limit: Annotated[int, Query(ge=1, le=MAX_ADMIN_PAGE)] = 50,
     after: Annotated[str | None, Query(max_length=128)] = None,
@@ -74,7 +73,6 @@ async def list_all_sessions(
 
     `match`: what the session's id, its owner's digest or its state must contain.
     """
-    caller.require_admin()
     overview = overview_of(request)
     page = await overview.page(sort=sort, limit=limit, after=after, matching=match)
     data = await _bodies(caller, overview, page.summaries)
@@ -90,13 +88,12 @@ async def list_all_sessions(
     responses=answers(AdminSessionBody, "The session as it is now; for `fork` the new one."),
 )
 async def act_on_session(
-    session_id: str, action: Action, request: Request, caller: Caller
+    session_id: str, action: Action, request: Request, caller: AdminCaller
 ) -> Response:
     """Close, cool, pin, unpin or fork a session of any owner, as its owner could.
 
     A fork belongs to the session's owner. A session in which a turn runs can only be closed.
     """
-    caller.require_admin()
     overview = overview_of(request)
     owner, name = overview.locate(session_id)
     edits = caller.sessions.edits

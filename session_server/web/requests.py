@@ -111,16 +111,6 @@ class Call:
         """Count the request as a connection. Raises QuotaExceeded, ServerBusy."""
         self.place.enter_context(self.readers.connected(self.owner, kind))
 
-    def require_admin(self) -> None:
-        """Raise HttpRefusal if routes about the sessions of every key are not for this one."""
-        if not self.owner.is_admin:
-            raise HttpRefusal(403, "This key has no admin=1 in the key file.")
-
-    def require_metrics(self) -> None:
-        """Raise HttpRefusal if this key may not read the totals of all."""
-        if not self.owner.sees_metrics:
-            raise HttpRefusal(403, "This key has neither metrics=1 nor admin=1 in the key file.")
-
 
 async def call_of(
     connection: HTTPConnection, credential: Annotated[Credential | None, Depends(authorize)]
@@ -144,6 +134,25 @@ def make_call(connection: HTTPConnection, credential: Credential, place: Holding
 
 
 Caller = Annotated[Call, Depends(call_of)]
+
+
+async def admin_call_of(call: Caller) -> Call:
+    """Return the call of a key that may use routes about the sessions of every key. Raises
+    HttpRefusal."""
+    if not call.owner.is_admin:
+        raise HttpRefusal(403, "This key has no admin=1 in the key file.")
+    return call
+
+
+async def metrics_call_of(call: Caller) -> Call:
+    """Return the call of a key that may read the totals of all keys. Raises HttpRefusal."""
+    if not call.owner.sees_metrics:
+        raise HttpRefusal(403, "This key has neither metrics=1 nor admin=1 in the key file.")
+    return call
+
+
+AdminCaller = Annotated[Call, Depends(admin_call_of)]
+MetricsCaller = Annotated[Call, Depends(metrics_call_of)]
 
 
 async def read_body(request: Request, kind: type[BodyT], *, media_type: str | None = JSON) -> BodyT:

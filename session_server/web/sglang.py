@@ -54,7 +54,7 @@ from session_server.web.keys import Credential
 from session_server.web.openapi import answer, answers, body_of
 from session_server.web.refusals import HttpRefusal, JsonResponse, failure_response
 from session_server.web.request_guard import is_browser
-from session_server.web.requests import Call, Caller, read_body
+from session_server.web.requests import AdminCaller, Call, Caller, read_body
 
 router = APIRouter(tags=["sglang"])
 operators = APIRouter(tags=["operations"])
@@ -159,9 +159,8 @@ async def abort_request(request: Request, caller: Caller) -> Response:
 @operators.post(
     "/flush_cache", responses=answers(str, "Flushed; 400 when busy.", media="text/plain")
 )
-async def flush_cache(request: Request, caller: Caller) -> Response:
+async def flush_cache(request: Request, caller: AdminCaller) -> Response:
     """Empty the radix tree and the KV of all sessions, of every key; histories stay."""
-    caller.require_admin()
     if request.method == "GET" and is_browser(request.headers):
         raise HttpRefusal(403, "From a browser, flush the cache with POST.")
     if await caller.sessions.flush():

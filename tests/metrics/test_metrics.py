@@ -321,7 +321,7 @@ def test_a_scrape_shows_what_is_held_then() -> None:
     assert value(metrics, "session_server_resident_sessions") == 2
     assert value(metrics, "session_server_event_loop_tasks") == 7
     closed = {r: value(metrics, "session_server_sessions_closed_total", reason=r) for r in CLOSES}
-    assert closed == {"client": 0, "expired": 6, "draining": 0}
+    assert closed == {"client": 0, "expired": 6, "revoked": 0, "draining": 0}
     assert value(metrics, "session_server_session_evictions_total", reason="pressure") == 4
     assert value(metrics, "session_server_session_evictions_total", reason="flush") == 0
     assert value(metrics, "session_server_budget_limit", budget="turns") == 16
