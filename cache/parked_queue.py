@@ -106,7 +106,7 @@ class ParkedQueue:
 
     def __iter__(self) -> Iterator[ParkedSession]:
         """Yield the sessions to cool, in order. Do not change the cache while iterating."""
-        if len(self._stores.tree.tenants) > 1:
+        if self._stores.tree.tenants.num_present > 1:
             yield from self._in_rotation()
         else:
             for queue in self._reclaimable.values():
@@ -139,7 +139,7 @@ class ParkedQueue:
         Otherwise the one turn that runs, or waits, may have everything.
         """
         tenants, rows = self._stores.tree.tenants, self._stores.rows
-        if len(tenants) <= 1:
+        if tenants.num_present <= 1:
             return False
         num_lent = rows.num_rows - rows.num_free - len(self._tenants) - len(self._pinned.slots)
         return num_lent > 1 or any(

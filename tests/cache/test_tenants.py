@@ -135,6 +135,44 @@ def test_its_own_minimum_is_there_for_a_tenant_that_comes_back() -> None:
     assert not find_violations(cache)
 
 
+def test_a_tenant_without_sessions_keeps_no_minimum() -> None:
+    cache = make()
+    for tenant in "abc":
+        keep(cache, f"{tenant}1", 4 * 2)
+        cache.close(SessionId(f"{tenant}1"))
+    keep(cache, "d1", 4 * 30)
+    assert cache.num_tenants == 1
+    assert minimum(cache, "d") == 0, "it is alone, whatever others have left in the tree"
+    keep(cache, "e1", 4 * 20)
+    tenants = cache.inspect().stores.tree.tenants
+    assert [minimum(cache, tenant) for tenant in "abcde"] == [0, 0, 0, 15, 15]
+    assert (tenants.guarded[POOL], tenants.unheld[POOL]) == (0, 0)
+    assert cache.shares("d").is_guarding
+    assert cache.shares("d").reserved_pages == (0,)
+    assert cache.headroom().pages == (63 - 50,), "what they have left is there for others"
+    open_session(cache, "a2")
+    assert minimum(cache, "a") == 63 // 8
+    assert (tenants.guarded[POOL], tenants.unheld[POOL]) == (2, 63 // 8 - 2), "it came back"
+    cache.close(SessionId("a2"))
+    assert (tenants.guarded[POOL], tenants.unheld[POOL]) == (0, 0)
+    assert not find_violations(cache)
+
+
+def test_a_tenant_that_is_gone_gives_what_it_has_most_of_and_is_forgotten_with_it() -> None:
+    cache = make()
+    keep(cache, "a1", 4 * 20)
+    cache.close(SessionId("a1"))
+    keep(cache, "b1", 4 * 18)
+    cache.cool(SessionId("b1"))
+    open_session(cache, "c1")
+    for _ in range(22):
+        evict(cache, 1)
+    assert (held(cache, "a"), held(cache, "b")) == (1, 15), "b has a minimum, and a has none"
+    evict(cache, 1)
+    assert "a" not in dict(cache.inspect().stores.tree.tenants.items())
+    assert held(cache, "b") == minimum(cache, "b") == 15
+
+
 def flush_sessions(cache: SessionAwareCache) -> None:
     """Leave everything to be evicted."""
     for session_id in cache.parked.session_ids():
@@ -178,8 +216,6 @@ def check_eviction(cache: SessionAwareCache, num_pages: int) -> None:
     cache.inspect().stores.evict(POOL, num_pages)
     lost = {name: held - a.held[POOL] for name, (a, held, _) in before.items()}
     assert sum(lost.values()) == num_pages
-    if len(tenants) != len(before):
-        return  # a tenant without sessions lost its last page: the weights of others changed
     can_give = {n: a for n, (a, _, _) in before.items() if a.evictable(POOL) > a.guarded[POOL]}
     for name, (giver, held, _) in before.items():
         if not lost[name]:
