@@ -78,7 +78,7 @@ class Tenants:
 
     `guarded` and `unheld`: the sums over all accounts, per pool. What changes one account costs
     O(log tenants); a tenant that comes or goes costs O(tenants with sessions) once the weights of
-    all of these have doubled or halved since the minimums were set.
+    all of these have outgrown what the minimums are parts of, or are less than a quarter of it.
     """
 
     def __init__(self, ledgers: Mapping[PoolName, Ledger], bounded: Sequence[PoolName]) -> None:
@@ -92,7 +92,8 @@ class Tenants:
         """Of all that are present."""
 
         self._unit = 0
-        """What weights are parts of: a power of two, no less than all of them; 0 for one tenant."""
+        """What weights are parts of: a power of two, no less than all of them and no more than four
+        times that; 0 for one tenant."""
 
         self._givers = {pool: LazyHeap[Account]() for pool in ledgers}
         self.guarded = dict.fromkeys(ledgers, 0)
@@ -223,6 +224,9 @@ class Tenants:
         """Add to the weight of those present, as an account came, has gone or weighs otherwise."""
         self._weight += weight
         unit = 1 << (self._weight - 1).bit_length() if len(self._present) > 1 else 0
+        # Not at once after it has grown: one who comes and goes would have all recounted each time.
+        if 0 < unit < self._unit <= 4 * self._weight:
+            unit = self._unit
         if unit != self._unit:
             self._unit = unit
             self._recount_all(self._present)

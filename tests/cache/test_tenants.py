@@ -3,13 +3,14 @@ another's excess."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.checker import find_violations
 from cache.session_cache import SessionAwareCache
 from cache.tenants import Account
-from cache.types import Namespace, SessionId, TurnId, pages_for
+from cache.types import Namespace, PoolName, SessionId, TurnId, pages_for
 from tests.cache.kv_world import make_cache
 
 PAGE = 4
@@ -87,7 +88,7 @@ def test_a_minimum_is_half_of_the_least_that_a_share_can_be() -> None:
     open_session(cache, "c1", weight=500)
     assert minimum(cache, "a") == (NUM_PAGES - 1) // 8
     cache.close(SessionId("b1"))
-    assert minimum(cache, "c") == (NUM_PAGES - 1) // 4
+    assert minimum(cache, "c") == (NUM_PAGES - 1) // 8, "as it is, until a quarter is left"
     cache.close(SessionId("c1"))
     assert minimum(cache, "a") == 0
     cache.close(SessionId("a1"))
@@ -133,6 +134,33 @@ def test_its_own_minimum_is_there_for_a_tenant_that_comes_back() -> None:
     cache.begin_turn(SessionId("a1"), TurnId("t"), base_len=40, new_tokens=[1, 2, 3])
     assert cache.headroom().pages == headroom
     assert not find_violations(cache)
+
+
+def test_one_tenant_that_comes_and_goes_does_not_change_what_others_keep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache, num_counted = make(), 0
+    for number in range(64):
+        open_session(cache, f"{chr(1000 + number)}1", weight=16)
+    tenants = cache.inspect().stores.tree.tenants
+    recount = tenants._recount
+
+    def counted(account: Account, pool: PoolName) -> None:
+        nonlocal num_counted
+        num_counted += 1
+        recount(account, pool)
+
+    monkeypatch.setattr(tenants, "_recount", counted)
+    for _ in range(50):
+        open_session(cache, "x1", weight=16)
+        cache.close(SessionId("x1"))
+    assert num_counted <= 64 + 4 * 50, "all of them once"
+    assert minimum(cache, chr(1000)) == 63 * 16 // (2 * 2048)
+    for number in range(64):
+        cache.close(SessionId(f"{chr(1000 + number)}1"))
+        total = 16 * (63 - number)
+        assert tenants.num_present < 2 or total <= tenants._unit <= 4 * total
+    assert num_counted <= 2 * 64 + 6 * 64 + 4 * 50
 
 
 def test_a_tenant_without_sessions_keeps_no_minimum() -> None:

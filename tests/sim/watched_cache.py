@@ -114,7 +114,9 @@ class WatchedTree(RadixCache):
         """What each tenant has of a pool, by what docs/memory.md says of minimums."""
         accounts = dict(self.tenants.items())
         weights = [account.weight for account in accounts.values() if account.num_sessions]
-        unit = 1 << (sum(weights) - 1).bit_length() if weights else 1
+        unit = self.tenants._unit or 1  # which of those it may be depends on what was before
+        if len(weights) > 1 and not (sum(weights) <= unit <= 4 * sum(weights)):
+            raise AuditFailed(f"weights of {sum(weights)} in all are parts of {unit}")
         num_usable = self._ledgers[pool].num_pages - 1 if len(weights) > 1 else 0
         return {
             tenant: Stake(
