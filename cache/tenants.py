@@ -41,12 +41,15 @@ class Account:
     `num_sessions`: those in the engine; `num_roots`: its namespaces in the tree, which stay while
     there are pages. Per pool: `held` pages, of which
     `protected` ones are locked; `guarded`: evictable ones that its minimum keeps; `unheld`: pages
-    that it lacks of its minimum.
+    that it lacks of its minimum. `gives`: whether it has more than its minimum while sessions of it
+    are parked (`is_parked`).
     """
 
     __slots__ = (
+        "gives",
         "guarded",
         "held",
+        "is_parked",
         "leaves",
         "num_roots",
         "num_sessions",
@@ -61,6 +64,8 @@ class Account:
         self.number = number
         self.weight = WHOLE_WEIGHT
         self.num_sessions = self.num_roots = 0
+        self.is_parked = False
+        self.gives = dict.fromkeys(pools, False)
         self.held = dict.fromkeys(pools, 0)
         self.protected = dict.fromkeys(pools, 0)
         self.guarded = dict.fromkeys(pools, 0)
@@ -76,7 +81,8 @@ class Account:
 class Tenants:
     """Hold the accounts of all tenants with sessions or pages; others are unknown.
 
-    `guarded` and `unheld`: the sums over all accounts, per pool. What changes one account costs
+    `guarded` and `unheld`: the sums over all accounts, per pool; `num_giving`: how many give.
+    What changes one account costs
     O(log tenants); a tenant that comes or goes costs O(tenants with sessions) once the weights of
     all of these have outgrown what the minimums are parts of, or are less than a quarter of it.
     """
@@ -98,6 +104,7 @@ class Tenants:
         self._givers = {pool: LazyHeap[Account]() for pool in ledgers}
         self.guarded = dict.fromkeys(ledgers, 0)
         self.unheld = dict.fromkeys(ledgers, 0)
+        self.num_giving = dict.fromkeys(ledgers, 0)
 
     def __len__(self) -> int:
         return len(self._accounts)
@@ -138,6 +145,14 @@ class Tenants:
             del self._present[tenant]
             self._weigh(account, -account.weight)
             self._forget_if_gone(tenant)
+
+    def set_parked(self, tenant: str, *, is_parked: bool) -> None:
+        """Say whether sessions of a tenant are parked that pressure may cool."""
+        account = self._accounts[tenant]
+        account.is_parked = is_parked
+        if len(self._accounts) > 1:
+            for pool in self._ledgers:
+                self._recount(account, pool)
 
     def add_root(self, tenant: str) -> None:
         """Count another namespace in the tree, where pages are about to be."""
@@ -249,6 +264,10 @@ class Tenants:
         if (before := account.unheld[pool]) != unheld:
             self.unheld[pool] += unheld - before
             account.unheld[pool] = unheld
+        gives = account.is_parked and account.held[pool] > minimum
+        if account.gives[pool] != gives:
+            self.num_giving[pool] += 1 if gives else -1
+            account.gives[pool] = gives
         givers = self._givers[pool]
         if not num_evictable:
             givers.remove(account)

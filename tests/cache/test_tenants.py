@@ -12,6 +12,7 @@ from cache.session_cache import SessionAwareCache
 from cache.tenants import Account
 from cache.types import Namespace, PoolName, SessionId, TurnId, pages_for
 from tests.cache.kv_world import make_cache
+from tests.cache.work import count_calls
 
 PAGE = 4
 NUM_PAGES = 64
@@ -163,6 +164,19 @@ def test_one_tenant_that_comes_and_goes_does_not_change_what_others_keep(
     assert num_counted <= 2 * 64 + 6 * 64 + 4 * 50
 
 
+def test_what_headroom_costs_does_not_grow_with_the_tenants_that_are_parked() -> None:
+    def cost(num_tenants: int) -> int:
+        cache = make(num_pages=400)
+        for number in range(num_tenants):
+            keep(cache, f"{chr(1000 + number)}1", 4)
+        keep(cache, "a1", 4 * 2)
+        cache.close(SessionId("a1"))
+        open_session(cache, "b1")
+        return count_calls(lambda: (cache.headroom(), cache.shares("b").reserved_pages))
+
+    assert cost(30) == cost(3)
+
+
 def test_a_tenant_without_sessions_keeps_no_minimum() -> None:
     cache = make()
     for tenant in "abc":
@@ -235,6 +249,17 @@ def test_pressure_takes_by_weight_and_minimums_last(steps: list[Op]) -> None:
         elif op == "evict" and ledger.num_evictable:
             check_eviction(cache, 1 + draw % ledger.num_evictable)
         assert not find_violations(cache)
+        check_giving(cache)
+
+
+def check_giving(cache: SessionAwareCache) -> None:
+    """Nobody has borrowed a session: minimums are kept for whoever is parked with more than its."""
+    tenants = cache.inspect().stores.tree.tenants
+    parked = {session_id[0] for session_id in cache.parked.session_ids()}
+    giving = [tenant for tenant in parked if tenants.excess(tenant, POOL) > 0]
+    assert cache.parked.is_guarding == (tenants.num_present > 1 and len(giving) > 0)
+    if len(tenants) > 1:
+        assert tenants.num_giving[POOL] == len(giving)
 
 
 def check_eviction(cache: SessionAwareCache, num_pages: int) -> None:
