@@ -82,9 +82,9 @@ class Tenants:
     """Hold the accounts of all tenants with sessions or pages; others are unknown.
 
     `guarded` and `unheld`: the sums over all accounts, per pool; `num_giving`: how many give.
-    What changes one account costs
-    O(log tenants); a tenant that comes or goes costs O(tenants with sessions) once the weights of
-    all of these have outgrown what the minimums are parts of, or are less than a quarter of it.
+    What changes one account costs O(log tenants); a tenant that comes or goes costs O(tenants with
+    sessions) once the weights of all of these have outgrown what the minimums are parts of, or are
+    less than a quarter of it.
     """
 
     def __init__(self, ledgers: Mapping[PoolName, Ledger], bounded: Sequence[PoolName]) -> None:
