@@ -16,7 +16,9 @@ _Item = TypeVar("_Item", bound=Hashable)
 SWEPT_PER_PUSH: Final = 16
 """Entries that a sweep looks at with each push: a few microseconds."""
 
-_MIN_BOUND: Final = 1024
+_MIN_BOUND: Final = 16
+"""Entries that a heap may have beyond twice those that a sweep has left. There are heaps for each
+tenant, most of them with few items, so what is stale must be in proportion."""
 
 
 class LazyHeap(Generic[_Item]):

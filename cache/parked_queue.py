@@ -83,6 +83,7 @@ class ParkedQueue:
         tenant = self._tenants.pop(slot.session_id, None)
         if tenant is not None and not queue.slots:
             del self._reclaimable[tenant]
+            self._stores.tree.tenants.set_parked(tenant, is_parked=False)
 
     def remove_cold(self, slot: SessionSlot) -> None:
         """Remove a session that gives up its lease: PINNED, it holds nothing of the quota."""
@@ -106,7 +107,7 @@ class ParkedQueue:
 
     def __iter__(self) -> Iterator[ParkedSession]:
         """Yield the sessions to cool, in order. Do not change the cache while iterating."""
-        if len(self._stores.tree.tenants) > 1:
+        if self._stores.tree.tenants.num_present > 1:
             yield from self._in_rotation()
         else:
             for queue in self._reclaimable.values():
@@ -136,17 +137,13 @@ class ParkedQueue:
     def is_guarding(self) -> bool:
         """Return whether the minimums of tenants are kept. They are while several turns run, of
         which one can give way, or a session is parked whose tenant has more than its minimum.
-        Otherwise the one turn that runs, or waits, may have everything.
+        Otherwise the one turn that runs, or waits, may have everything. O(pools).
         """
         tenants, rows = self._stores.tree.tenants, self._stores.rows
-        if len(tenants) <= 1:
+        if tenants.num_present <= 1:
             return False
         num_lent = rows.num_rows - rows.num_free - len(self._tenants) - len(self._pinned.slots)
-        return num_lent > 1 or any(
-            tenants.excess(tenant, pool) > 0
-            for tenant in self._reclaimable
-            for pool in self._stores.paged
-        )
+        return num_lent > 1 or any(tenants.num_giving[pool] for pool in self._stores.paged)
 
     def guarded_pages(self) -> Mapping[PoolName, int]:
         """Return the evictable pages that minimums of tenants keep, per pool."""
@@ -202,6 +199,7 @@ class ParkedQueue:
         tenant = self._tenants[slot.session_id] = slot.namespace.tenant
         if tenant not in self._reclaimable:
             self._reclaimable[tenant] = _RetentionQueue(self._stores)
+            self._stores.tree.tenants.set_parked(tenant, is_parked=True)
         return self._reclaimable[tenant]
 
     def _queue(self, slot: SessionSlot) -> _RetentionQueue | None:

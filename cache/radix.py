@@ -88,7 +88,7 @@ class RadixCache:
         root = self._roots.get(namespace)
         if root is None:
             root = self._roots[namespace] = Root(namespace)
-            self.tenants.enter(namespace.tenant)
+            self.tenants.add_root(namespace.tenant)
         root.lock_ref += 1
         self._changes.record_node(root)
         receipt = LockReceipt(namespace, root)
@@ -510,7 +510,7 @@ class RadixCache:
     def _drop_if_idle(self, root: Root) -> None:
         if not root.children and root.lock_ref == 0:
             del self._roots[root.namespace]
-            self.tenants.leave(root.tenant)
+            self.tenants.remove_root(root.tenant)
             self._changes.record_node(root)
 
     def _key(self, tokens: Tokens) -> bytes:

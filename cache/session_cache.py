@@ -417,7 +417,7 @@ class SessionAwareCache:
     @property
     def num_tenants(self) -> int:
         """Return how many tenants have sessions."""
-        return len(self._stores.tree.tenants)
+        return self._stores.tree.tenants.num_present
 
     @property
     def num_turns(self) -> int:

@@ -2,8 +2,9 @@
 
 Memory is shared by weight. Pressure takes from the tenant that has most for its weight, so that one
 that floods the cache evicts itself. Half of what a tenant's share is at least is its minimum: pages
-of it are taken only where nothing else can be, see `cache.parked_queue`. Where there is one tenant
-nothing is counted as a minimum, and it has everything.
+of it are taken only where nothing else can be, see `cache.parked_queue`. A tenant has a minimum
+while it has a session, and others have: pages that it leaves in the tree are kept for nobody. Where
+there is one tenant nothing is counted as a minimum, and it has everything.
 """
 
 from __future__ import annotations
@@ -37,16 +38,21 @@ class Owned(Protocol):
 class Account:
     """Count what one tenant has in the tree, and order what of it can be evicted.
 
-    `num_users`: its sessions, and its namespaces in the tree. Per pool: `held` pages, of which
+    `num_sessions`: those in the engine; `num_roots`: its namespaces in the tree, which stay while
+    there are pages. Per pool: `held` pages, of which
     `protected` ones are locked; `guarded`: evictable ones that its minimum keeps; `unheld`: pages
-    that it lacks of its minimum.
+    that it lacks of its minimum. `gives`: whether it has more than its minimum while sessions of it
+    are parked (`is_parked`).
     """
 
     __slots__ = (
+        "gives",
         "guarded",
         "held",
+        "is_parked",
         "leaves",
-        "num_users",
+        "num_roots",
+        "num_sessions",
         "number",
         "orders",
         "protected",
@@ -57,7 +63,9 @@ class Account:
     def __init__(self, number: int, pools: Iterable[PoolName], bounded: Sequence[PoolName]) -> None:
         self.number = number
         self.weight = WHOLE_WEIGHT
-        self.num_users = 0
+        self.num_sessions = self.num_roots = 0
+        self.is_parked = False
+        self.gives = dict.fromkeys(pools, False)
         self.held = dict.fromkeys(pools, 0)
         self.protected = dict.fromkeys(pools, 0)
         self.guarded = dict.fromkeys(pools, 0)
@@ -73,22 +81,30 @@ class Account:
 class Tenants:
     """Hold the accounts of all tenants with sessions or pages; others are unknown.
 
-    `guarded` and `unheld`: the sums over all accounts, per pool. What changes one account costs
-    O(log tenants); a tenant that comes or goes costs O(tenants) once the weights of all have
-    doubled or halved since the minimums were set.
+    `guarded` and `unheld`: the sums over all accounts, per pool; `num_giving`: how many give.
+    What changes one account costs O(log tenants); a tenant that comes or goes costs O(tenants with
+    sessions) once the weights of all of these have outgrown what the minimums are parts of, or are
+    less than a quarter of it.
     """
 
     def __init__(self, ledgers: Mapping[PoolName, Ledger], bounded: Sequence[PoolName]) -> None:
         self._ledgers, self._bounded = ledgers, bounded
         self._accounts: dict[str, Account] = {}
+        self._present: dict[str, Account] = {}
+        """Those with sessions."""
+
         self._num_seen = 0
         self._weight = 0
+        """Of all that are present."""
+
         self._unit = 0
-        """What weights are parts of: a power of two, no less than all of them; 0 for one tenant."""
+        """What weights are parts of: a power of two, no less than all of them and no more than four
+        times that; 0 for one tenant."""
 
         self._givers = {pool: LazyHeap[Account]() for pool in ledgers}
         self.guarded = dict.fromkeys(ledgers, 0)
         self.unheld = dict.fromkeys(ledgers, 0)
+        self.num_giving = dict.fromkeys(ledgers, 0)
 
     def __len__(self) -> int:
         return len(self._accounts)
@@ -96,24 +112,24 @@ class Tenants:
     def __getitem__(self, tenant: str) -> Account:
         return self._accounts[tenant]
 
+    @property
+    def num_present(self) -> int:
+        """Return how many tenants have sessions."""
+        return len(self._present)
+
     def items(self) -> Iterator[tuple[str, Account]]:
         """Yield every known tenant with its account."""
         yield from self._accounts.items()
 
     def enter(self, tenant: str, weight: int | None = None) -> None:
-        """Count another session, or namespace, of a tenant; `weight`: what it is from now on."""
-        account = self._accounts.get(tenant)
-        if account is None:
-            self._num_seen += 1
-            account = self._accounts[tenant] = Account(self._num_seen, self._ledgers, self._bounded)
-            self._weight += account.weight
-        account.num_users += 1
-        if weight is not None and weight != account.weight:
-            self._weight += weight - account.weight
-            account.weight = weight
-            for pool in self._ledgers:
-                self._recount(account, pool)
-        self._set_unit()
+        """Count another session of a tenant; `weight`: what it is from now on."""
+        account = self._known(tenant)
+        before = account.weight if account.num_sessions else 0
+        account.num_sessions += 1
+        account.weight = account.weight if weight is None else weight
+        if account.weight != before:
+            self._present[tenant] = account
+            self._weigh(account, account.weight - before)
 
     def enter_into(self, others: Tenants, slots: Iterable[Owned]) -> None:
         """Count sessions in `others`, with the weights known here."""
@@ -122,25 +138,36 @@ class Tenants:
             others.enter(tenant, self._accounts[tenant].weight)
 
     def leave(self, tenant: str) -> None:
-        """Count a session, or namespace, less."""
+        """Count a session less."""
         account = self._accounts[tenant]
-        account.num_users -= 1
-        if account.num_users:
-            return
-        for pool in self._ledgers:
-            if account.held[pool]:
-                raise AuditFailed(f"{pool}: a tenant has pages in the tree and no place there")
-            self._givers[pool].remove(account)
-            self.unheld[pool] -= account.unheld[pool]
-        del self._accounts[tenant]
-        self._weight -= account.weight
-        self._set_unit()
+        account.num_sessions -= 1
+        if not account.num_sessions:
+            del self._present[tenant]
+            self._weigh(account, -account.weight)
+            self._forget_if_gone(tenant)
+
+    def set_parked(self, tenant: str, *, is_parked: bool) -> None:
+        """Say whether sessions of a tenant are parked that pressure may cool."""
+        account = self._accounts[tenant]
+        account.is_parked = is_parked
+        if len(self._accounts) > 1:
+            for pool in self._ledgers:
+                self._recount(account, pool)
+
+    def add_root(self, tenant: str) -> None:
+        """Count another namespace in the tree, where pages are about to be."""
+        self._known(tenant).num_roots += 1
+
+    def remove_root(self, tenant: str) -> None:
+        """Count a namespace less, which has no page any more."""
+        self._accounts[tenant].num_roots -= 1
+        self._forget_if_gone(tenant)
 
     def add(self, tenant: str, pool: PoolName, num_pages: int) -> None:
         """Count pages that have entered the tree, unlocked; negative ones have left it."""
         account = self._accounts[tenant]
         account.held[pool] += num_pages
-        if self._unit:
+        if len(self._accounts) > 1:
             self._recount(account, pool)
 
     def protect(self, tenant: str, pool: PoolName, num_pages: int) -> None:
@@ -152,7 +179,7 @@ class Tenants:
             self._ledgers[pool].protect(num_pages)
         account = self._accounts[tenant]
         account.protected[pool] += num_pages
-        if self._unit:
+        if len(self._accounts) > 1:
             self._recount(account, pool)
 
     def next_to_give(self, pool: PoolName) -> tuple[Account, int]:
@@ -162,7 +189,7 @@ class Tenants:
         Raises:
             AuditFailed: nothing is evictable; the caller checks the ledger before.
         """
-        if not self._unit:
+        if len(self._accounts) == 1:
             sole = next(iter(self._accounts.values()))
             return sole, sole.held[pool] - sole.protected[pool]
         if (account := self._givers[pool].first()) is None:
@@ -171,8 +198,9 @@ class Tenants:
         return account, num_evictable - account.guarded[pool] or num_evictable
 
     def minimum(self, account: Account, pool: PoolName) -> int:
-        """Return the pages of a pool that a tenant keeps while others have pages above theirs."""
-        if not self._unit:
+        """Return the pages of a pool that a tenant keeps while others have pages above theirs; none
+        without a session."""
+        if not (self._unit and account.num_sessions):
             return 0
         return (self._ledgers[pool].num_pages - 1) * account.weight // (2 * self._unit)
 
@@ -189,12 +217,39 @@ class Tenants:
         num_guarded = max(0, min(num_kept, account.evictable(pool) - num_pages))
         return num_pages - (account.guarded[pool] - num_guarded)
 
-    def _set_unit(self) -> None:
-        unit = 1 << (self._weight - 1).bit_length() if len(self._accounts) > 1 else 0
-        if unit == self._unit:
+    def _known(self, tenant: str) -> Account:
+        if (account := self._accounts.get(tenant)) is None:
+            self._num_seen += 1
+            account = self._accounts[tenant] = Account(self._num_seen, self._ledgers, self._bounded)
+            if len(self._accounts) == 2:
+                self._recount_all(self._accounts)  # nothing is counted of one alone
+        return account
+
+    def _forget_if_gone(self, tenant: str) -> None:
+        account = self._accounts[tenant]
+        if account.num_sessions or account.num_roots:
             return
-        self._unit = unit
-        for account in self._accounts.values():
+        for pool in self._ledgers:
+            if account.held[pool]:
+                raise AuditFailed(f"{pool}: a tenant has pages in the tree and no place there")
+            self._givers[pool].remove(account)
+        del self._accounts[tenant]
+
+    def _weigh(self, account: Account, weight: int) -> None:
+        """Add to the weight of those present, as an account came, has gone or weighs otherwise."""
+        self._weight += weight
+        unit = 1 << (self._weight - 1).bit_length() if len(self._present) > 1 else 0
+        # Not at once after it has grown: one who comes and goes would have all recounted each time.
+        if 0 < unit < self._unit <= 4 * self._weight:
+            unit = self._unit
+        if unit != self._unit:
+            self._unit = unit
+            self._recount_all(self._present)
+        for pool in self._ledgers:
+            self._recount(account, pool)
+
+    def _recount_all(self, accounts: Mapping[str, Account]) -> None:
+        for account in accounts.values():
             for pool in self._ledgers:
                 self._recount(account, pool)
 
@@ -209,8 +264,12 @@ class Tenants:
         if (before := account.unheld[pool]) != unheld:
             self.unheld[pool] += unheld - before
             account.unheld[pool] = unheld
+        gives = account.is_parked and account.held[pool] > minimum
+        if account.gives[pool] != gives:
+            self.num_giving[pool] += 1 if gives else -1
+            account.gives[pool] = gives
         givers = self._givers[pool]
-        if not (self._unit and num_evictable):
+        if not num_evictable:
             givers.remove(account)
             return
         rank = -account.held[pool] * _RESOLUTION // account.weight

@@ -24,6 +24,11 @@ PRIORITY_TOKENS: Final = 1 << 14
 much more than others. Within a tenant it is worth seconds, see `EngineConfig.priority_step_s`."""
 
 
+MAX_SERVED_TENANTS: Final = 1 << 14
+"""Tenants whose service is remembered. Of more, those are forgotten that were served least: these
+gain the least by it, and one that floods the server gains nothing by leaving."""
+
+
 class _Place(NamedTuple):
     """Order a tenant by what it was served, less what its first turn's priority is worth; those
     that are equal by that turn's order."""
@@ -113,10 +118,23 @@ class TenantLines:
                 del self._served[tenant]
             else:
                 heapq.heappush(self._paid, (self._served[tenant], tenant))
+        self._forget_some()
 
     def charge_outputs(self, turn: Turn) -> None:
         """Charge the tenant of a turn that ends for its answer."""
         self._add(turn.request.tenant, len(turn.outputs))
+        self._forget_some()
+
+    def _forget_some(self) -> None:
+        """Forget the tenants that were served least, while there are too many. Amortized O(log
+        tenants)."""
+        while len(self._served) > MAX_SERVED_TENANTS:
+            paid, tenant = heapq.heappop(self._paid)
+            if paid < (served := self._served[tenant]):
+                heapq.heappush(self._paid, (served, tenant))
+                continue
+            del self._served[tenant]
+            self._rank(tenant)
 
     def _add(self, tenant: str, num_tokens: int) -> None:
         if tenant not in self._served:

@@ -3,14 +3,16 @@ another's excess."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.checker import find_violations
 from cache.session_cache import SessionAwareCache
 from cache.tenants import Account
-from cache.types import Namespace, SessionId, TurnId, pages_for
+from cache.types import Namespace, PoolName, SessionId, TurnId, pages_for
 from tests.cache.kv_world import make_cache
+from tests.cache.work import count_calls
 
 PAGE = 4
 NUM_PAGES = 64
@@ -87,7 +89,7 @@ def test_a_minimum_is_half_of_the_least_that_a_share_can_be() -> None:
     open_session(cache, "c1", weight=500)
     assert minimum(cache, "a") == (NUM_PAGES - 1) // 8
     cache.close(SessionId("b1"))
-    assert minimum(cache, "c") == (NUM_PAGES - 1) // 4
+    assert minimum(cache, "c") == (NUM_PAGES - 1) // 8, "as it is, until a quarter is left"
     cache.close(SessionId("c1"))
     assert minimum(cache, "a") == 0
     cache.close(SessionId("a1"))
@@ -135,6 +137,84 @@ def test_its_own_minimum_is_there_for_a_tenant_that_comes_back() -> None:
     assert not find_violations(cache)
 
 
+def test_one_tenant_that_comes_and_goes_does_not_change_what_others_keep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache, num_counted = make(), 0
+    for number in range(64):
+        open_session(cache, f"{chr(1000 + number)}1", weight=16)
+    tenants = cache.inspect().stores.tree.tenants
+    recount = tenants._recount
+
+    def counted(account: Account, pool: PoolName) -> None:
+        nonlocal num_counted
+        num_counted += 1
+        recount(account, pool)
+
+    monkeypatch.setattr(tenants, "_recount", counted)
+    for _ in range(50):
+        open_session(cache, "x1", weight=16)
+        cache.close(SessionId("x1"))
+    assert num_counted <= 64 + 4 * 50, "all of them once"
+    assert minimum(cache, chr(1000)) == 63 * 16 // (2 * 2048)
+    for number in range(64):
+        cache.close(SessionId(f"{chr(1000 + number)}1"))
+        total = 16 * (63 - number)
+        assert tenants.num_present < 2 or total <= tenants._unit <= 4 * total
+    assert num_counted <= 2 * 64 + 6 * 64 + 4 * 50
+
+
+def test_what_headroom_costs_does_not_grow_with_the_tenants_that_are_parked() -> None:
+    def cost(num_tenants: int) -> int:
+        cache = make(num_pages=400)
+        for number in range(num_tenants):
+            keep(cache, f"{chr(1000 + number)}1", 4)
+        keep(cache, "a1", 4 * 2)
+        cache.close(SessionId("a1"))
+        open_session(cache, "b1")
+        return count_calls(lambda: (cache.headroom(), cache.shares("b").reserved_pages))
+
+    assert cost(30) == cost(3)
+
+
+def test_a_tenant_without_sessions_keeps_no_minimum() -> None:
+    cache = make()
+    for tenant in "abc":
+        keep(cache, f"{tenant}1", 4 * 2)
+        cache.close(SessionId(f"{tenant}1"))
+    keep(cache, "d1", 4 * 30)
+    assert cache.num_tenants == 1
+    assert minimum(cache, "d") == 0, "it is alone, whatever others have left in the tree"
+    keep(cache, "e1", 4 * 20)
+    tenants = cache.inspect().stores.tree.tenants
+    assert [minimum(cache, tenant) for tenant in "abcde"] == [0, 0, 0, 15, 15]
+    assert (tenants.guarded[POOL], tenants.unheld[POOL]) == (0, 0)
+    assert cache.shares("d").is_guarding
+    assert cache.shares("d").reserved_pages == (0,)
+    assert cache.headroom().pages == (63 - 50,), "what they have left is there for others"
+    open_session(cache, "a2")
+    assert minimum(cache, "a") == 63 // 8
+    assert (tenants.guarded[POOL], tenants.unheld[POOL]) == (2, 63 // 8 - 2), "it came back"
+    cache.close(SessionId("a2"))
+    assert (tenants.guarded[POOL], tenants.unheld[POOL]) == (0, 0)
+    assert not find_violations(cache)
+
+
+def test_a_tenant_that_is_gone_gives_what_it_has_most_of_and_is_forgotten_with_it() -> None:
+    cache = make()
+    keep(cache, "a1", 4 * 20)
+    cache.close(SessionId("a1"))
+    keep(cache, "b1", 4 * 18)
+    cache.cool(SessionId("b1"))
+    open_session(cache, "c1")
+    for _ in range(22):
+        evict(cache, 1)
+    assert (held(cache, "a"), held(cache, "b")) == (1, 15), "b has a minimum, and a has none"
+    evict(cache, 1)
+    assert "a" not in dict(cache.inspect().stores.tree.tenants.items())
+    assert held(cache, "b") == minimum(cache, "b") == 15
+
+
 def flush_sessions(cache: SessionAwareCache) -> None:
     """Leave everything to be evicted."""
     for session_id in cache.parked.session_ids():
@@ -169,6 +249,17 @@ def test_pressure_takes_by_weight_and_minimums_last(steps: list[Op]) -> None:
         elif op == "evict" and ledger.num_evictable:
             check_eviction(cache, 1 + draw % ledger.num_evictable)
         assert not find_violations(cache)
+        check_giving(cache)
+
+
+def check_giving(cache: SessionAwareCache) -> None:
+    """Nobody has borrowed a session: minimums are kept for whoever is parked with more than its."""
+    tenants = cache.inspect().stores.tree.tenants
+    parked = {session_id[0] for session_id in cache.parked.session_ids()}
+    giving = [tenant for tenant in parked if tenants.excess(tenant, POOL) > 0]
+    assert cache.parked.is_guarding == (tenants.num_present > 1 and len(giving) > 0)
+    if len(tenants) > 1:
+        assert tenants.num_giving[POOL] == len(giving)
 
 
 def check_eviction(cache: SessionAwareCache, num_pages: int) -> None:
@@ -178,8 +269,6 @@ def check_eviction(cache: SessionAwareCache, num_pages: int) -> None:
     cache.inspect().stores.evict(POOL, num_pages)
     lost = {name: held - a.held[POOL] for name, (a, held, _) in before.items()}
     assert sum(lost.values()) == num_pages
-    if len(tenants) != len(before):
-        return  # a tenant without sessions lost its last page: the weights of others changed
     can_give = {n: a for n, (a, _, _) in before.items() if a.evictable(POOL) > a.guarded[POOL]}
     for name, (giver, held, _) in before.items():
         if not lost[name]:

@@ -809,6 +809,12 @@ ENGINE = (
         "what it was away for longer does not count",
     ),
     _constant(
+        "engine.tenant_lines:MAX_SERVED_TENANTS",
+        "owners of whom it is remembered what they were served",
+        "owners",
+        "those that were served least are forgotten, and count as served as little as counts",
+    ),
+    _constant(
         "engine.tenant_lines:PRIORITY_TOKENS",
         "a level of priority between owners",
         "tokens",

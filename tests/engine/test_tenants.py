@@ -13,6 +13,7 @@ from cache.types import SessionId, TurnId
 from session_server.core.commands import OpenSession, SubmitTurn
 from session_server.core.events import TurnStarted
 from session_server.core.sampling import Grammar, SamplingParams
+from session_server.engine import tenant_lines
 from session_server.engine.config import MemoryCheck
 from session_server.engine.plan import plan_step
 from session_server.engine.plan_admission import KEPT_PLACES
@@ -367,6 +368,24 @@ def test_who_was_served_as_little_as_counts_is_forgotten() -> None:
         lines.charge(busy)
         lines.remove(busy)
     assert len(lines._served) == len(lines._paid) < 8
+
+
+def test_of_many_tenants_those_are_remembered_that_were_served_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tenant_lines, "MAX_SERVED_TENANTS", 10)
+    lines = TenantLines()
+    for number in range(200):
+        for tenant, num_tokens in (("flood", 20), (f"t{number}", 5)):
+            lines.insert(each := turn(tenant, number, num_tokens))
+            lines.charge(each)
+            lines.remove(each)
+            lines.charge_outputs(each)
+    assert len(lines._served) == len(lines._paid) == 10
+    assert lines.served("flood") == 200 * 20, "it gains nothing by leaving"
+    lines.insert(turn("flood", 1000, 1))
+    lines.insert(turn("t0", 1001, 1))
+    assert next(iter(lines)).request.tenant == "t0"
 
 
 def test_a_level_of_priority_is_worth_tokens_between_tenants() -> None:

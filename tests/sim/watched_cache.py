@@ -113,14 +113,16 @@ class WatchedTree(RadixCache):
     def _stakes(self, pool: PoolName) -> dict[str, Stake]:
         """What each tenant has of a pool, by what docs/memory.md says of minimums."""
         accounts = dict(self.tenants.items())
-        total = sum(account.weight for account in accounts.values())
-        unit = 1 << (total - 1).bit_length()
-        num_usable = self._ledgers[pool].num_pages - 1 if len(accounts) > 1 else 0
+        weights = [account.weight for account in accounts.values() if account.num_sessions]
+        unit = self.tenants._unit or 1  # which of those it may be depends on what was before
+        if len(weights) > 1 and not (sum(weights) <= unit <= 4 * sum(weights)):
+            raise AuditFailed(f"weights of {sum(weights)} in all are parts of {unit}")
+        num_usable = self._ledgers[pool].num_pages - 1 if len(weights) > 1 else 0
         return {
             tenant: Stake(
                 held=account.held[pool],
                 protected=account.protected[pool],
-                minimum=num_usable * account.weight // (2 * unit),
+                minimum=num_usable * account.weight // (2 * unit) if account.num_sessions else 0,
                 weight=account.weight,
             )
             for tenant, account in accounts.items()
@@ -141,11 +143,10 @@ class WatchedTree(RadixCache):
 def _check_givers(before: Mapping[str, Stake], after: Mapping[str, Stake]) -> None:
     """Who gives has more for its weight than whoever keeps what could be taken, and has its minimum
     still while anybody has more than that."""
-    if before.keys() != after.keys():
-        return  # a tenant that had nothing else left with its pages, and minimums are others now
     keepers = [stake for stake in after.values() if stake.num_spare > 0]
     for tenant, had in before.items():
-        num_given = had.held - after[tenant].held
+        # Without a session a tenant is forgotten with its last page.
+        num_given = had.held - (after[tenant].held if tenant in after else 0)
         if num_given > had.num_spare and keepers:
             raise AuditFailed(f"{tenant} gave {num_given} pages, of which {had.num_spare} to spare")
         for keeper in keepers:
