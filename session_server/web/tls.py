@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any, Final, Protocol, cast
 
 from session_server.web.certificate import Certificate
@@ -21,6 +23,10 @@ from session_server.web.tls_records import MAX_SILENT_RECORDS, Records
 HANDSHAKE_TIMEOUT_S: Final = 10.0
 MAX_HANDSHAKE_BYTES: Final = 1 << 16
 """Maximum bytes of a handshake from its peer; a ClientHello has some hundreds."""
+
+RECORDS_AT_ONCE: Final = 128
+"""Records of one connection that are decrypted before others are served: those that hold a byte
+take as long as full ones."""
 
 _RECORD_BYTES: Final = 1 << 14
 
@@ -54,6 +60,10 @@ class TlsConnection(asyncio.Protocol):
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = self._context.wrap_bio(self._incoming, self._outgoing, server_side=True)
         self._records = Records()
+        self._arrived: deque[bytes] = deque()
+        self._pieces: Iterator[bytes] = iter(())
+        self._next_slice: asyncio.Handle | None = None
+        self._is_read = True
         self._deadline: asyncio.TimerHandle | None = None
         self._encrypted: TlsTransport | None = None
         self._has_ended = False
@@ -72,6 +82,7 @@ class TlsConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection, or tell its protocol."""
+        self._arrived.clear()
         if self._encrypted is None:
             self._end_handshake()
         else:
@@ -86,14 +97,30 @@ class TlsConnection(asyncio.Protocol):
         self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Go on with the handshake, or pass on what was encrypted."""
+        """Go on with the handshake, or pass on what was encrypted, in slices."""
+        if not self._arrived:
+            self._pieces = self._cut_arrived()
+        self._arrived.append(data)
+        if self._next_slice is None and self._is_read:
+            self._take_slice()
+
+    def _cut_arrived(self) -> Iterator[bytes]:
+        while self._arrived:
+            yield from self._records.cut(self._arrived[0])
+            if self._arrived:  # else the connection was lost
+                self._arrived.popleft()
+
+    def _take_slice(self) -> None:
+        self._next_slice = None
         if self._has_ended:
+            self._arrived.clear()
             return
         content: list[bytes] = []
         is_over = False
         try:
-            for piece in self._records.cut(data):
+            for piece in islice(self._pieces, RECORDS_AT_ONCE):
                 if is_over or self._transport.is_closing():
+                    self._arrived.clear()
                     break
                 self._incoming.write(piece)
                 if self._encrypted is None:
@@ -107,6 +134,7 @@ class TlsConnection(asyncio.Protocol):
         self.flush()
         if self._encrypted is not None and not self._transport.is_closing():
             self._pass_on(self._encrypted.protocol, b"".join(content), is_over=is_over)
+        self.set_reading(is_read=self._is_read)
 
     def eof_received(self) -> bool:
         """Tell the protocol; a peer that ends its direction is answered, and closed."""
@@ -127,14 +155,32 @@ class TlsConnection(asyncio.Protocol):
     # -- for the transport
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Encrypt and send."""
-        rest = memoryview(data)
+        """Encrypt and send, a record at a time: OpenSSL never gives back what it once needed."""
+        rest = memoryview(data).cast("B")
         try:
             while rest and not self._has_ended:
-                rest = rest[self._tls.write(rest) :]
+                rest = rest[self._tls.write(rest[:_RECORD_BYTES]) :]
+                self.flush()
         except ssl.SSLError:  # the peer has broken the encryption
             self._transport.abort()
-        self.flush()
+
+    def set_reading(self, *, is_read: bool) -> None:
+        """Read from the socket, or stop. What has arrived is taken before more is read."""
+        self._is_read = is_read
+        if self._next_slice is not None:
+            self._next_slice.cancel()
+            self._next_slice = None
+        if self._arrived and is_read:
+            self._next_slice = asyncio.get_running_loop().call_soon(self._take_slice)
+        if self._arrived or not is_read:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
+
+    @property
+    def is_read(self) -> bool:
+        """Return whether the protocol takes what arrives."""
+        return self._is_read and not self._transport.is_closing()
 
     def end(self) -> None:
         """Say that nothing follows, and listen no more."""
@@ -256,15 +302,15 @@ class TlsTransport(asyncio.Transport):
 
     def pause_reading(self) -> None:
         """Read nothing from the socket."""
-        self._transport.pause_reading()
+        self._connection.set_reading(is_read=False)
 
     def resume_reading(self) -> None:
         """Read again."""
-        self._transport.resume_reading()
+        self._connection.set_reading(is_read=True)
 
     def is_reading(self) -> bool:
         """Return whether the socket is read."""
-        return self._transport.is_reading()
+        return self._connection.is_read
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         """Set when the protocol is told that its peer does not read."""
