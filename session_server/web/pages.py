@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -70,6 +71,15 @@ def _body(content: bytes) -> Representation:
     return Representation(content, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
 
 
+def _takes_gzip(accepted: str) -> bool:
+    """Return whether an `Accept-Encoding` names gzip, and not with a weight of 0."""
+    for offer in accepted.lower().split(","):
+        coding, _, weight = offer.partition(";")
+        if coding.strip() == "gzip":
+            return not re.fullmatch(r"\s*q\s*=\s*0(\.0*)?\s*", weight)
+    return False
+
+
 _PUBLIC: Final = IndexBody(
     dashboard=msgspec.UNSET, metrics=msgspec.UNSET, memory=msgspec.UNSET, all_sessions=msgspec.UNSET
 )
@@ -125,7 +135,7 @@ async def asset(name: str, request: Request) -> Response:
 
 def _send(name: str, request: Request) -> Response:
     file = FILES[name]
-    is_zipped = "gzip" in request.headers.get(ACCEPT_ENCODING, "")
+    is_zipped = _takes_gzip(request.headers.get(ACCEPT_ENCODING, ""))
     content, etag = file.zipped if is_zipped else file.plain
     headers = {
         "etag": etag,

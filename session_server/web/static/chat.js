@@ -133,7 +133,10 @@ class Chat {
   #adopt(conversation) {
     this.#open.set(conversation.id, conversation);
     const isShown = () => conversation === this.#shown;
-    conversation.addEventListener('turns', () => this.#drawList());
+    conversation.addEventListener('turns', () => {
+      this.#drawList();
+      if (!isShown()) this.#retire(conversation); // a turn that was refused answers nothing
+    });
     conversation.addEventListener('items', () => this.#drawList());
     conversation.addEventListener('status', () => {
       if (!isShown() || conversation.connection !== 'replaced') return;
