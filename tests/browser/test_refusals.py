@@ -56,3 +56,29 @@ def test_a_refusal_counts_down_and_the_same_is_sent_again(
         again.click()
         expect(again).to_have_text(re.compile("by itself$"))
     assert chat.texts()[2:] == 2 * ["What is my name?", "Your name is Ada."]
+
+
+LEAVE_AT_ONCE = """() => {
+  document.querySelector('#composer').requestSubmit();
+  document.querySelector('#new-chat').click();
+}"""
+
+
+def test_a_conversation_that_was_left_leaves_its_socket_when_its_turn_is_refused(
+    open_tab: OpenTab, limited: LocalServer
+) -> None:
+    chat = Chat(open_tab(url=limited.url))
+    use_up(limited)
+    with httpx.Client(base_url=limited.url, trust_env=False) as http:
+        refused = re.compile(r'^session_server_refusals_total\{code="quota_exceeded"\} (\d+)', re.M)
+
+        def num_refused() -> int:
+            return int(refused.findall(http.get("/metrics").text)[0])
+
+        before = num_refused()
+        for number in range(3):
+            chat.message.fill(f"Say {number}.")
+            chat.page.evaluate(LEAVE_AT_ONCE)
+        chat.until(lambda: num_refused() == before + 3)
+        left = 'session_server_connections{kind="websocket"} 0.0'
+        chat.until(lambda: left in http.get("/metrics").text)
