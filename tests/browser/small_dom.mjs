@@ -99,6 +99,10 @@ export class Text extends Node {
     Text.made += data.length;
   }
 
+  get length() {
+    return this.data.length;
+  }
+
   appendData(text) {
     this.data += text;
     Text.appended += text.length;

@@ -12,11 +12,17 @@ from tests.browser.axe import serious
 from tests.browser.chat import Chat
 from tests.browser.conftest import OpenTab
 
-DROP = """([text]) => {
+DROP = """async ([text]) => {
   const dataTransfer = new DataTransfer();
   dataTransfer.items.add(new File([text], 'dropped.json'));
   const options = {dataTransfer, bubbles: true, cancelable: true};
-  document.body.dispatchEvent(new DragEvent('drop', options));
+  const drag = (type) => document.body.dispatchEvent(new DragEvent(type, options));
+  drag('dragenter');
+  while (!document.documentElement.classList.contains('dropping')) {
+    await new Promise((resolve) => setTimeout(resolve, 10));
+    drag('dragover');
+  }
+  drag('drop');
 }"""
 
 

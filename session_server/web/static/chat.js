@@ -7,7 +7,6 @@ import { Conversation } from './conversation.js';
 import { Conversations, titleOf } from './conversations.js';
 import { loadAtRest, loaded } from './dialogs.js';
 import { copyText, el, icon, iconButton, replace } from './elements.js';
-import { takeDrops } from './file_drop.js';
 import { Notices } from './notices.js';
 import { keepSettings, keptSettings, setupOf } from './session_setup.js';
 import { Shortcuts } from './shortcuts.js';
@@ -286,6 +285,11 @@ class Chat {
   }
 
   /** Take the conversations of a file, and show the first of them. @param {File} file */
+  async #takeDrops(tell) {
+    const { takeDrops } = await loaded('drops');
+    takeDrops(document.documentElement, (file) => this.#import(file).catch(tell));
+  }
+
   async #import(file) {
     const { importFile } = await loaded('transfer');
     const { ids, words } = await importFile(file, this.#store);
@@ -468,9 +472,8 @@ class Chat {
         this.#shown.retry(turn);
     });
     at('composer').addEventListener('sent', () => this.transcript.follow());
-    takeDrops(document.documentElement, (file) =>
-      this.#import(file).catch(({ message }) => this.#notices.say(message)),
-    );
+    const tell = ({ message }) => this.#notices.say(message);
+    document.documentElement.addEventListener('dragenter', () => this.#takeDrops(tell).catch(tell), { once: true });
     window.addEventListener('pagehide', () => this.#open.forEach((each) => each.keep()));
     window.addEventListener('hashchange', () => {
       const name = location.hash.slice(1);

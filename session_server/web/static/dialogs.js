@@ -4,6 +4,7 @@ import { el } from './elements.js';
 
 const DIALOGS = {
   branches: () => import('./branch_view.js'),
+  drops: () => import('./file_drop.js'),
   editor: () => import('./message_editor.js'),
   key: () => import('./key_box.js'),
   rename: () => import('./rename_box.js'),

@@ -1,6 +1,7 @@
 /** @file The answer under way: it grows with its turn. */
 
 import { el } from './elements.js';
+import { GrowingText } from './growing_text.js';
 import { StreamedMarkdown } from './markdown.js';
 import { liveCallView } from './tool_call.js';
 
@@ -9,8 +10,8 @@ const whole = (number) => WHOLE.format(number);
 
 /** Shows a turn that runs, and renders only what is new of it. */
 export class LiveMessage {
-  #thought = document.createTextNode('');
   #folded;
+  #thoughts;
   #calls = el('div');
   #text = el('div', { class: 'text markdown' });
   #state = el('p', { class: 'small muted wait' });
@@ -19,11 +20,13 @@ export class LiveMessage {
   #views = [];
 
   constructor() {
+    const thoughts = el('div', { class: 'text thoughts' });
+    this.#thoughts = new GrowingText(thoughts);
     this.#folded = el(
       'details',
       { class: 'folded', hidden: true },
       el('summary', {}, 'Thinking …'),
-      el('div', { class: 'text thoughts' }, this.#thought),
+      thoughts,
     );
     this.node = el(
       'article',
@@ -42,19 +45,13 @@ export class LiveMessage {
   show(turn, connection) {
     if (turn.reasoning !== this.#shown.reasoning) {
       this.#folded.hidden = turn.reasoning === '';
-      this.#think(turn.reasoning);
+      this.#thoughts.set(turn.reasoning);
     }
     if (turn.text !== this.#shown.text) this.#markdown.set(turn.text);
     this.#showCalls(turn.toolCalls);
     this.#shown = { text: turn.text, reasoning: turn.reasoning };
     this.#state.hidden = turn.hasText;
     this.#state.textContent = stateOf(turn, connection);
-  }
-
-  #think(thoughts) {
-    const { reasoning } = this.#shown;
-    if (thoughts.startsWith(reasoning)) this.#thought.appendData(thoughts.slice(reasoning.length));
-    else this.#thought.data = thoughts;
   }
 
   #showCalls(calls) {

@@ -1,6 +1,7 @@
 /** @file Markdown as elements: only those made here, never markup of the text. */
 
 import { copyText, el, replace } from './elements.js';
+import { GrowingText } from './growing_text.js';
 import { Blocks, blocksOf } from './markdown_blocks.js';
 import { Lexer, Tokenizer } from './vendor/marked_lexer.js';
 
@@ -81,15 +82,16 @@ export class StreamedMarkdown {
 /** One block. Code and plain text grow in their place. */
 class BlockView {
   #block;
-  /** The text node that holds code or plain text. */
-  #text = document.createTextNode('');
+  #text;
 
   constructor(block, meter) {
     this.#block = block;
-    this.#text.data = block.kind === 'markdown' ? '' : block.text;
-    if (block.kind === 'code') this.node = codeView(block.language, this.#text);
-    else if (block.kind === 'text') this.node = plain(this.#text);
-    else this.node = el('div', {}, ...parsed(block.text, meter));
+    if (block.kind === 'markdown') this.node = el('div', {}, ...parsed(block.text, meter));
+    else {
+      const text = block.kind === 'code' ? el('code') : plain();
+      this.node = block.kind === 'code' ? codeView(block.language, text) : text;
+      this.#text = new GrowingText(text, block.text);
+    }
   }
 
   /** @returns {boolean} whether it shows `block` now */
@@ -98,9 +100,7 @@ class BlockView {
     if (block.kind !== kind || block.language !== language) return false;
     if (block.text.length === text.length && block.text === text) return true;
     if (kind === 'markdown') return false;
-    // Only the line under way changes: a longer text begins with the shorter one.
-    if (block.text.length > text.length) this.#text.appendData(block.text.slice(text.length));
-    else this.#text.data = block.text;
+    this.#text.set(block.text);
     this.#block = block;
     return true;
   }
@@ -137,7 +137,7 @@ function blockNode(token, depth) {
     case 'hr':
       return el('hr');
     case 'code':
-      return codeView(token.codeBlockStyle ? '' : (token.lang ?? '').trim().split(/\s/, 1)[0], token.text);
+      return codeView(token.codeBlockStyle ? '' : (token.lang ?? '').trim().split(/\s/, 1)[0], el('code', {}, token.text));
     case 'blockquote':
       return el('blockquote', {}, ...blockNodes(token.tokens, depth));
     case 'list':
@@ -166,8 +166,7 @@ function tableView({ header, rows }, depth) {
       rows.length > 0 && el('tbody', {}, ...rows.map((row) => el('tr', {}, ...row.map(cell('td')))))));
 }
 
-function codeView(language, text) {
-  const code = el('code', {}, text);
+function codeView(language, code) {
   const said = el('span', { class: 'hidden-text', role: 'status' });
   const copy = el('button', { type: 'button', class: 'ghost', on: { click: () => copyText(code.textContent).then(() => tell('Copied'), () => tell('Copying failed')) } }, 'Copy');
   const tell = (word) => {
