@@ -127,14 +127,18 @@ class TlsConnection(asyncio.Protocol):
     # -- for the transport
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Encrypt and send."""
-        rest = memoryview(data)
+        """Encrypt a record at a time, and send all at once: who is told to pause sees the whole."""
+        if self._has_ended or self._transport.is_closing():
+            return
+        rest, encrypted = memoryview(data), list[bytes]()
         try:
-            while rest and not self._has_ended:
-                rest = rest[self._tls.write(rest) :]
+            while rest:
+                rest = rest[self._tls.write(rest[:_RECORD_BYTES]) :]
+                encrypted.append(self._outgoing.read())  # a memory BIO never shrinks
         except ssl.SSLError:  # the peer has broken the encryption
             self._transport.abort()
-        self.flush()
+        else:
+            self._transport.write(b"".join(encrypted))
 
     def end(self) -> None:
         """Say that nothing follows, and listen no more."""
