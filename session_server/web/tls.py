@@ -22,6 +22,10 @@ HANDSHAKE_TIMEOUT_S: Final = 10.0
 MAX_HANDSHAKE_BYTES: Final = 1 << 16
 """Maximum bytes of a handshake from its peer; a ClientHello has some hundreds."""
 
+MANY_RECORDS: Final = 64
+"""Records that are decrypted at once; behind as many others are served. 64 of full size are more
+than a socket is read for at once."""
+
 _RECORD_BYTES: Final = 1 << 14
 
 
@@ -48,15 +52,15 @@ class TlsConnection(asyncio.Protocol):
         connections: set[Stoppable],
     ) -> None:
         self._make_protocol = make_protocol
-        self._context = certificate.context
         self._table = table
         self._connections = connections
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = self._context.wrap_bio(self._incoming, self._outgoing, server_side=True)
+        self._tls = certificate.context.wrap_bio(self._incoming, self._outgoing, server_side=True)
         self._records = Records()
         self._deadline: asyncio.TimerHandle | None = None
         self._encrypted: TlsTransport | None = None
         self._has_ended = False
+        self._next: asyncio.Handle | None = None
         self.address = ""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -87,26 +91,9 @@ class TlsConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Go on with the handshake, or pass on what was encrypted."""
-        if self._has_ended:
-            return
-        content: list[bytes] = []
-        is_over = False
-        try:
-            for piece in self._records.cut(data):
-                if is_over or self._transport.is_closing():
-                    break
-                self._incoming.write(piece)
-                if self._encrypted is None:
-                    self._shake_hands()
-                else:
-                    is_over = self._decrypt(content)
-        except ssl.SSLError:
-            self.flush()  # the alert
-            self._transport.abort()
-            return
-        self.flush()
-        if self._encrypted is not None and not self._transport.is_closing():
-            self._pass_on(self._encrypted.protocol, b"".join(content), is_over=is_over)
+        if not self._has_ended:
+            self._records.hold(data)
+            self._go_on()
 
     def eof_received(self) -> bool:
         """Tell the protocol; a peer that ends its direction is answered, and closed."""
@@ -145,6 +132,7 @@ class TlsConnection(asyncio.Protocol):
         if self._has_ended:
             return
         self._has_ended = True
+        self._records.drop()
         with contextlib.suppress(ssl.SSLError):  # the peer has not ended its own direction
             self._tls.unwrap()
         self.flush()
@@ -154,11 +142,48 @@ class TlsConnection(asyncio.Protocol):
         if self._outgoing.pending and not self._transport.is_closing():
             self._transport.write(self._outgoing.read())
 
+    def read_on(self) -> None:
+        """Go on with what is held back, or else read the socket, unless the protocol has paused."""
+        if self._encrypted is not None and self._encrypted.is_paused:
+            return
+        if not self._records.num_held_back:
+            self._transport.resume_reading()
+        elif self._next is None:
+            self._transport.pause_reading()
+            self._next = asyncio.get_running_loop().call_soon(self._go_on)
+
     def known_of_tls(self, name: str) -> Any:
         """Return what is known of the encryption; None for anything else."""
-        return {"sslcontext": self._context, "ssl_object": self._tls}.get(name)
+        return {"sslcontext": self._tls.context, "ssl_object": self._tls}.get(name)
 
     # -- the two phases
+
+    def _go_on(self) -> None:
+        """Decrypt some records. The rest comes next, and others are served in between."""
+        self._next = None
+        if self._encrypted is not None and self._encrypted.is_paused:
+            return  # `read_on` is called when it resumes
+        content: list[bytes] = []
+        is_over = False
+        try:
+            for _ in range(MANY_RECORDS):
+                if is_over or self._transport.is_closing() or not self._records.num_held_back:
+                    break
+                self._incoming.write(self._records.next_piece())
+                if self._encrypted is None:
+                    self._shake_hands()
+                else:
+                    is_over = self._decrypt(content)
+        except ssl.SSLError:
+            self.flush()  # the alert
+            self._transport.abort()
+        self.flush()
+        if self._transport.is_closing():
+            self._records.drop()
+            return
+        if self._encrypted is not None:
+            self._pass_on(self._encrypted.protocol, b"".join(content), is_over=is_over)
+        self.read_on()
 
     def _shake_hands(self) -> None:
         try:
@@ -168,7 +193,8 @@ class TlsConnection(asyncio.Protocol):
             if self._records.num_bytes > MAX_HANDSHAKE_BYTES:
                 self._transport.abort()
             else:
-                self._table.await_input(self, num_bytes=self._records.num_bytes)
+                num_bytes = self._records.num_bytes + self._records.num_held_back
+                self._table.await_input(self, num_bytes=num_bytes)
             return
         self.flush()
         self._end_handshake()
@@ -186,8 +212,7 @@ class TlsConnection(asyncio.Protocol):
             self._table.remove(self)
 
     def _decrypt(self, content: list[bytes]) -> bool:
-        """Add all that has arrived, however much the protocol wants: it counts what it keeps.
-        Return whether nothing follows."""
+        """Add what the piece holds. Return whether nothing follows."""
         num_before = len(content)
         try:
             while piece := self._tls.read(_RECORD_BYTES):
@@ -218,6 +243,7 @@ class TlsTransport(asyncio.Transport):
         self._connection = connection
         self._transport = transport
         self.protocol = protocol
+        self.is_paused = False
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         """Return what is known of the encryption or the socket."""
@@ -259,16 +285,18 @@ class TlsTransport(asyncio.Transport):
         return self._transport.is_closing()
 
     def pause_reading(self) -> None:
-        """Read nothing from the socket."""
+        """Read nothing from the socket, and decrypt nothing."""
+        self.is_paused = True
         self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Read again."""
-        self._transport.resume_reading()
+        """Go on with what has arrived, and read again."""
+        self.is_paused = False
+        self._connection.read_on()
 
     def is_reading(self) -> bool:
-        """Return whether the socket is read."""
-        return self._transport.is_reading()
+        """Return whether the protocol has not paused."""
+        return not self.is_paused
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         """Set when the protocol is told that its peer does not read."""

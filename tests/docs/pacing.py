@@ -260,6 +260,7 @@ BOUND_NOTHING = frozenset(
         "session_server.text.template_worker:_UTF8_BYTES",
         "session_server.web.http_guard:QUEUED_REQUEST_BYTES",
         "session_server.web.http_guard:MANY_PARTS",
+        "session_server.web.tls:MANY_RECORDS",
         "session_server.web.websocket_guard:FRAGMENT_BYTES",
         # From where on another way of doing the same is cheaper.
         "cache.components:_FIRST_BLOCK",

@@ -11,7 +11,7 @@ import trustme
 
 from session_server.web.certificate import Certificate
 from session_server.web.connection_table import ConnectionLimits, ConnectionTable
-from session_server.web.tls import TlsConnection
+from session_server.web.tls import MANY_RECORDS, TlsConnection
 
 RECORD_BYTES = 1 << 14
 RECORD_AND_FRAMING = RECORD_BYTES + 64
@@ -53,6 +53,9 @@ class Wire(asyncio.Transport):
 
     def resume_reading(self) -> None:
         self.is_read = True
+
+    def write_eof(self) -> None:
+        pass
 
     def is_closing(self) -> bool:
         return self.has_closed
@@ -181,5 +184,80 @@ def test_nothing_is_encrypted_for_a_connection_that_is_closed(certificate: Certi
         pair.inner.transport.write(bytes(1 << 20))
         assert pair.connection._outgoing.pending == 0
         assert not pair.wire.sent
+
+    asyncio.run(play())
+
+
+def test_many_records_are_decrypted_some_at_a_time(certificate: Certificate) -> None:
+    async def play() -> None:
+        pair = Pair(certificate)
+        pair.shake_hands()
+        content = bytes(range(MANY_RECORDS)) * 2 + b"!"
+        records = b"".join(pair.record(bytes([each])) for each in content)
+        pair.connection.data_received(records)
+        assert pair.inner.received == [content[:MANY_RECORDS]]
+        assert not pair.wire.is_read, "the rest comes before what the socket has"
+        await asyncio.sleep(0)
+        assert len(pair.inner.received) == 2
+        assert not pair.wire.is_read
+        await asyncio.sleep(0)
+        assert b"".join(pair.inner.received) == content
+        assert pair.wire.is_read
+
+    asyncio.run(play())
+
+
+def test_a_handshake_in_many_records_is_read_some_at_a_time(certificate: Certificate) -> None:
+    async def play() -> None:
+        pair = Pair(certificate)
+        hello = pair.begin()
+        records = b"".join(b"\x16\x03\x01\x00\x01" + bytes([each]) for each in hello[5:])
+        pair.connection.data_received(records)
+        assert not pair.wire.sent, "there is more to read"
+        assert not pair.wire.is_read
+        assert pair.table.num_input_bytes == len(records)
+        for _ in range(len(hello) // MANY_RECORDS + 1):
+            await asyncio.sleep(0)
+        assert pair.wire.sent
+        assert pair.wire.is_read
+
+    asyncio.run(play())
+
+
+def test_nothing_is_decrypted_for_a_protocol_that_has_paused(certificate: Certificate) -> None:
+    async def play() -> None:
+        pair = Pair(certificate)
+        pair.shake_hands()
+        records = b"".join(pair.record(b".") for _ in range(2 * MANY_RECORDS))
+        pair.connection.data_received(records)
+        pair.inner.transport.pause_reading()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert len(pair.inner.received) == 1
+        for _ in range(3):  # each asks to go on, and it does so once
+            pair.inner.transport.resume_reading()
+        assert not pair.wire.is_read
+        await asyncio.sleep(0)
+        assert len(b"".join(pair.inner.received)) == 2 * MANY_RECORDS
+        assert len(pair.inner.received) == 2
+        assert pair.wire.is_read
+
+    asyncio.run(play())
+
+
+def test_what_waits_behind_an_end_is_dropped_and_the_socket_read_on(
+    certificate: Certificate,
+) -> None:
+    """A peer that goes on sending is read until it has the refusal."""
+
+    async def play() -> None:
+        pair = Pair(certificate)
+        pair.shake_hands()
+        records = b"".join(pair.record(b".") for _ in range(3 * MANY_RECORDS))
+        pair.connection.data_received(records)
+        pair.inner.transport.write_eof()
+        await asyncio.sleep(0)
+        assert len(pair.inner.received) == 1
+        assert pair.wire.is_read
 
     asyncio.run(play())
