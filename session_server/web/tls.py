@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol, cast
 
 from session_server.web.certificate import Certificate
 from session_server.web.connection_table import ConnectionTable
-from session_server.web.tls_records import MAX_SILENT_RECORDS, Records
+from session_server.web.tls_records import MAX_SILENT_RECORDS, UNDECRYPTED, Records
 
 HANDSHAKE_TIMEOUT_S: Final = 10.0
 MAX_HANDSHAKE_BYTES: Final = 1 << 16
@@ -182,7 +182,7 @@ class TlsConnection(asyncio.Protocol):
             self._records.drop()
             return
         if self._encrypted is not None:
-            self._pass_on(self._encrypted.protocol, b"".join(content), is_over=is_over)
+            self._pass_on(self._encrypted, b"".join(content), is_over=is_over)
         self.read_on()
 
     def _shake_hands(self) -> None:
@@ -226,9 +226,12 @@ class TlsConnection(asyncio.Protocol):
             pass
         return True
 
-    def _pass_on(self, protocol: asyncio.Protocol, content: bytes, *, is_over: bool) -> None:
-        if content:
-            protocol.data_received(content)
+    def _pass_on(self, encrypted: TlsTransport, content: bytes, *, is_over: bool) -> None:
+        """Pass on what was said. The protocol counts what waits, if nothing was said too."""
+        num_before = encrypted.num_undecrypted
+        encrypted.num_undecrypted = self._records.num_undecrypted
+        if content or encrypted.num_undecrypted != num_before:
+            encrypted.protocol.data_received(content)
         if is_over and not self.eof_received():
             self._transport.close()
 
@@ -244,9 +247,12 @@ class TlsTransport(asyncio.Transport):
         self._transport = transport
         self.protocol = protocol
         self.is_paused = False
+        self.num_undecrypted = 0
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         """Return what is known of the encryption or the socket."""
+        if name == UNDECRYPTED:
+            return self.num_undecrypted
         found = self._connection.known_of_tls(name)
         return self._transport.get_extra_info(name, default) if found is None else found
 

@@ -12,6 +12,13 @@ MAX_SILENT_RECORDS: Final = 64
 """Maximum records of one connection that say nothing, behind its handshake. A client may change
 its key after millions of records."""
 
+RECORD_MEMORY_BYTES: Final = 24_576
+"""Bytes that a record counts, beside those that are here, while it is not whole: OpenSSL makes room
+for all of it."""
+
+UNDECRYPTED: Final = "session_server.undecrypted_bytes"
+"""What a transport is asked for: the bytes that have arrived and that its protocol has not seen."""
+
 _HEAD_BYTES: Final = 5
 
 
@@ -34,6 +41,17 @@ class Records:
     def num_held_back(self) -> int:
         """Return the bytes that are in no piece yet."""
         return len(self._held_back) - self._at
+
+    @property
+    def num_undecrypted(self) -> int:
+        """Return what the bytes take that say nothing yet: those held back, and a record that is
+        not whole."""
+        if self.is_between:
+            return self.num_held_back
+        is_head_whole = len(self._head) == _HEAD_BYTES
+        size = int.from_bytes(self._head[3:], "big") if is_head_whole else 0
+        num_begun = len(self._head) + size - self._missing
+        return self.num_held_back + RECORD_MEMORY_BYTES + num_begun
 
     def hold(self, data: bytes) -> None:
         """Put these bytes behind those that are held back."""

@@ -261,6 +261,7 @@ BOUND_NOTHING = frozenset(
         "session_server.web.http_guard:QUEUED_REQUEST_BYTES",
         "session_server.web.http_guard:MANY_PARTS",
         "session_server.web.tls:MANY_RECORDS",
+        "session_server.web.tls_records:RECORD_MEMORY_BYTES",
         "session_server.web.websocket_guard:FRAGMENT_BYTES",
         # From where on another way of doing the same is cheaper.
         "cache.components:_FIRST_BLOCK",

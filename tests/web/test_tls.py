@@ -30,9 +30,9 @@ from session_server.web import http_guard, tls, websocket_guard
 from session_server.web import server as web_server
 from session_server.web.certificate import Certificate, UnusableCertificate
 from session_server.web.connection_table import ConnectionLimits
-from session_server.web.tls_records import MAX_SILENT_RECORDS
+from session_server.web.tls_records import MAX_SILENT_RECORDS, RECORD_MEMORY_BYTES
 from tests.rig.echo_server import PROGRAM
-from tests.rig.raw_peer import upgrade
+from tests.rig.raw_peer import raw_frame, upgrade
 from tests.rig.tls_client import shaken_hands
 from tests.web.serving import DEADLINE_S, SUBPROTOCOL, Served, serving
 from tests.web.wire_client import narrow_socket
@@ -236,6 +236,67 @@ def test_connections_that_shake_no_hands_keep_nobody_out(files: tuple[Path, Path
             assert table.num_connections == 4
             for _, each in (*silent, (reader, writer)):
                 each.close()
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("is_socket", [False, True])
+def test_a_record_that_is_not_whole_is_unfinished_input(
+    files: tuple[Path, Path], tmp_path: Path, *, is_socket: bool
+) -> None:
+    async def play() -> None:
+        async with encrypted(files) as this:
+            table = this.app.state.connections
+            client, _, writer = await shaken_hands(trust(), this.port, tmp_path / "secrets")
+            if is_socket:
+                writer.write(client.record(upgrade("new")))
+                await this.until(lambda: this.sockets.num_attached == 1)
+                last = client.record(raw_frame(b"x", opcode=9))
+            else:
+                last = client.record(GET)
+            await this.until(lambda: table.num_input_bytes == 0)
+            writer.write(last[:-1])
+            expected = RECORD_MEMORY_BYTES + len(last) - 1
+            await this.until(lambda: table.num_input_bytes == expected)
+            writer.write(last[-1:])
+            await this.until(lambda: table.num_input_bytes == 0)
+            writer.close()
+
+    asyncio.run(play())
+
+
+def test_records_that_are_not_whole_are_bounded(files: tuple[Path, Path], tmp_path: Path) -> None:
+    async def play() -> None:
+        limits = ConnectionLimits(input_bytes=2 * RECORD_MEMORY_BYTES)
+        async with encrypted(files, connections=limits) as this:
+            table = this.app.state.connections
+            peers = [
+                await shaken_hands(trust(), this.port, tmp_path / f"secrets{n}") for n in range(2)
+            ]
+            for client, _, writer in peers:
+                writer.write(client.record(GET)[:-1])
+                await this.until(lambda: table.num_input_bytes > RECORD_MEMORY_BYTES)
+            _, first, _ = peers[0]
+            with contextlib.suppress(ConnectionError):
+                await first.read()  # the one that has waited longest is closed
+            await this.until(lambda: table.num_connections == 1)
+            for _, _, writer in peers:
+                writer.close()
+
+    asyncio.run(play())
+
+
+def test_a_message_has_its_time_from_the_first_byte_of_its_record_on(
+    files: tuple[Path, Path], tmp_path: Path
+) -> None:
+    async def play() -> None:
+        async with encrypted(files, message_timeout_s=0.05) as this:
+            client, _, writer = await shaken_hands(trust(), this.port, tmp_path / "secrets")
+            writer.write(client.record(upgrade("new")))
+            await this.until(lambda: this.sockets.num_attached == 1)
+            writer.write(client.record(raw_frame(b"x", opcode=9))[:-1])
+            await this.until(lambda: this.sockets.num_attached == 0)
+            writer.close()
 
     asyncio.run(play())
 

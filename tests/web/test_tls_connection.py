@@ -12,6 +12,7 @@ import trustme
 from session_server.web.certificate import Certificate
 from session_server.web.connection_table import ConnectionLimits, ConnectionTable
 from session_server.web.tls import MANY_RECORDS, TlsConnection
+from session_server.web.tls_records import RECORD_MEMORY_BYTES, UNDECRYPTED
 
 RECORD_BYTES = 1 << 14
 RECORD_AND_FRAMING = RECORD_BYTES + 64
@@ -257,7 +258,41 @@ def test_what_waits_behind_an_end_is_dropped_and_the_socket_read_on(
         pair.connection.data_received(records)
         pair.inner.transport.write_eof()
         await asyncio.sleep(0)
-        assert len(pair.inner.received) == 1
+        assert len(b"".join(pair.inner.received)) == MANY_RECORDS
         assert pair.wire.is_read
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("num_bytes", [1, 4, 5, 6, 1000, -1])
+def test_a_protocol_is_told_what_waits_of_a_record(
+    certificate: Certificate, num_bytes: int
+) -> None:
+    async def play() -> None:
+        pair = Pair(certificate)
+        pair.shake_hands()
+        record = pair.record(b"." * RECORD_BYTES)
+        begun = record[:num_bytes]
+        pair.connection.data_received(begun)
+        assert pair.inner.received == [b""]
+        counted = pair.inner.transport.get_extra_info(UNDECRYPTED)
+        assert counted == RECORD_MEMORY_BYTES + len(begun)
+        pair.connection.data_received(record[num_bytes:])
+        assert pair.inner.received == [b"", b"." * RECORD_BYTES]
+        assert pair.inner.transport.get_extra_info(UNDECRYPTED) == 0
+
+    asyncio.run(play())
+
+
+def test_a_protocol_is_told_what_waits_behind_many_records(certificate: Certificate) -> None:
+    async def play() -> None:
+        pair = Pair(certificate)
+        pair.shake_hands()
+        records = [pair.record(b".") for _ in range(MANY_RECORDS + 3)]
+        pair.connection.data_received(b"".join(records))
+        counted = pair.inner.transport.get_extra_info(UNDECRYPTED)
+        assert counted == sum(map(len, records[MANY_RECORDS:]))
+        await asyncio.sleep(0)
+        assert pair.inner.transport.get_extra_info(UNDECRYPTED) == 0
 
     asyncio.run(play())
