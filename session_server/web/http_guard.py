@@ -28,6 +28,7 @@ from session_server.web.connection_table import ConnectionTable
 from session_server.web.refusals import HttpRefusal, refusal_bytes, refusal_code
 from session_server.web.request_guard import DRAIN
 from session_server.web.services import AppServices
+from session_server.web.tls_records import UNDECRYPTED
 from session_server.web.unread_output import UnreadOutput
 
 MAX_HEADER_BYTES: Final = 16_384
@@ -77,6 +78,7 @@ class Guard(asyncio.Protocol):
     """Name the peer, watch what it does not read, and hold one deadline, for either protocol."""
 
     client: tuple[str, int] | None
+    transport: asyncio.Transport
     _unread: UnreadOutput
     _deadline: asyncio.TimerHandle | None = None
 
@@ -94,6 +96,10 @@ class Guard(asyncio.Protocol):
         """Stop counting: the peer has read everything."""
         super().resume_writing()
         self._unread.end()
+
+    def _num_undecrypted(self) -> int:
+        """Return the bytes that the transport cannot pass on yet; a socket's passes on all."""
+        return int(self.transport.get_extra_info(UNDECRYPTED, 0))
 
     def _stop_deadline(self) -> None:
         if self._deadline is not None:
@@ -363,11 +369,11 @@ class GuardedHttp(Guard, HttpToolsProtocol):
             return
         self.flow.hold(is_held=bool(self._held_back))
         self._set_deadline(self._phase_to_await())
-        num_bytes = len(self._held_back)
-        num_bytes += QUEUED_REQUEST_BYTES * max(0, self._num_unanswered - 1)
+        num_waiting = len(self._held_back) + self._num_undecrypted()
+        num_bytes = num_waiting + QUEUED_REQUEST_BYTES * max(0, self._num_unanswered - 1)
         if self._phase is not RequestPhase.COMPLETE:
             num_bytes += self._size.num_bytes
-        if self._num_unanswered == 0 or self._awaited_phase is not None or self._held_back:
+        if self._num_unanswered == 0 or self._awaited_phase is not None or num_waiting:
             self._table.await_input(self, num_bytes=num_bytes)
         else:
             self._table.mark_served(self)

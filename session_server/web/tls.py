@@ -11,22 +11,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections import deque
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Callable
 from typing import Any, Final, Protocol, cast
 
 from session_server.web.certificate import Certificate
 from session_server.web.connection_table import ConnectionTable
-from session_server.web.tls_records import MAX_SILENT_RECORDS, Records
+from session_server.web.tls_records import MAX_SILENT_RECORDS, UNDECRYPTED, Records
 
 HANDSHAKE_TIMEOUT_S: Final = 10.0
 MAX_HANDSHAKE_BYTES: Final = 1 << 16
 """Maximum bytes of a handshake from its peer; a ClientHello has some hundreds."""
 
-RECORDS_AT_ONCE: Final = 128
-"""Records of one connection that are decrypted before others are served: those that hold a byte
-take as long as full ones."""
+MANY_RECORDS: Final = 64
+"""Records that are decrypted at once; behind as many others are served. 64 of full size are more
+than a socket is read for at once."""
 
 _RECORD_BYTES: Final = 1 << 14
 
@@ -54,19 +52,15 @@ class TlsConnection(asyncio.Protocol):
         connections: set[Stoppable],
     ) -> None:
         self._make_protocol = make_protocol
-        self._context = certificate.context
         self._table = table
         self._connections = connections
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = self._context.wrap_bio(self._incoming, self._outgoing, server_side=True)
+        self._tls = certificate.context.wrap_bio(self._incoming, self._outgoing, server_side=True)
         self._records = Records()
-        self._arrived: deque[bytes] = deque()
-        self._pieces: Iterator[bytes] = iter(())
-        self._next_slice: asyncio.Handle | None = None
-        self._is_read = True
         self._deadline: asyncio.TimerHandle | None = None
         self._encrypted: TlsTransport | None = None
         self._has_ended = False
+        self._next: asyncio.Handle | None = None
         self.address = ""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -82,7 +76,6 @@ class TlsConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection, or tell its protocol."""
-        self._arrived.clear()
         if self._encrypted is None:
             self._end_handshake()
         else:
@@ -97,44 +90,10 @@ class TlsConnection(asyncio.Protocol):
         self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Go on with the handshake, or pass on what was encrypted, in slices."""
-        if not self._arrived:
-            self._pieces = self._cut_arrived()
-        self._arrived.append(data)
-        if self._next_slice is None and self._is_read:
-            self._take_slice()
-
-    def _cut_arrived(self) -> Iterator[bytes]:
-        while self._arrived:
-            yield from self._records.cut(self._arrived[0])
-            if self._arrived:  # else the connection was lost
-                self._arrived.popleft()
-
-    def _take_slice(self) -> None:
-        self._next_slice = None
-        if self._has_ended:
-            self._arrived.clear()
-            return
-        content: list[bytes] = []
-        is_over = False
-        try:
-            for piece in islice(self._pieces, RECORDS_AT_ONCE):
-                if is_over or self._transport.is_closing():
-                    self._arrived.clear()
-                    break
-                self._incoming.write(piece)
-                if self._encrypted is None:
-                    self._shake_hands()
-                else:
-                    is_over = self._decrypt(content)
-        except ssl.SSLError:
-            self.flush()  # the alert
-            self._transport.abort()
-            return
-        self.flush()
-        if self._encrypted is not None and not self._transport.is_closing():
-            self._pass_on(self._encrypted.protocol, b"".join(content), is_over=is_over)
-        self.set_reading(is_read=self._is_read)
+        """Go on with the handshake, or pass on what was encrypted."""
+        if not self._has_ended:
+            self._records.hold(data)
+            self._go_on()
 
     def eof_received(self) -> bool:
         """Tell the protocol; a peer that ends its direction is answered, and closed."""
@@ -155,38 +114,25 @@ class TlsConnection(asyncio.Protocol):
     # -- for the transport
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Encrypt and send, a record at a time: OpenSSL never gives back what it once needed."""
-        rest = memoryview(data).cast("B")
+        """Encrypt a record at a time, and send all at once: who is told to pause sees the whole."""
+        if self._has_ended or self._transport.is_closing():
+            return
+        rest, encrypted = memoryview(data), list[bytes]()
         try:
-            while rest and not self._has_ended:
+            while rest:
                 rest = rest[self._tls.write(rest[:_RECORD_BYTES]) :]
-                self.flush()
+                encrypted.append(self._outgoing.read())  # a memory BIO never shrinks
         except ssl.SSLError:  # the peer has broken the encryption
             self._transport.abort()
-
-    def set_reading(self, *, is_read: bool) -> None:
-        """Read from the socket, or stop. What has arrived is taken before more is read."""
-        self._is_read = is_read
-        if self._next_slice is not None:
-            self._next_slice.cancel()
-            self._next_slice = None
-        if self._arrived and is_read:
-            self._next_slice = asyncio.get_running_loop().call_soon(self._take_slice)
-        if self._arrived or not is_read:
-            self._transport.pause_reading()
         else:
-            self._transport.resume_reading()
-
-    @property
-    def is_read(self) -> bool:
-        """Return whether the protocol takes what arrives."""
-        return self._is_read and not self._transport.is_closing()
+            self._transport.write(b"".join(encrypted))
 
     def end(self) -> None:
         """Say that nothing follows, and listen no more."""
         if self._has_ended:
             return
         self._has_ended = True
+        self._records.drop()
         with contextlib.suppress(ssl.SSLError):  # the peer has not ended its own direction
             self._tls.unwrap()
         self.flush()
@@ -196,11 +142,48 @@ class TlsConnection(asyncio.Protocol):
         if self._outgoing.pending and not self._transport.is_closing():
             self._transport.write(self._outgoing.read())
 
+    def read_on(self) -> None:
+        """Go on with what is held back, or else read the socket, unless the protocol has paused."""
+        if self._encrypted is not None and self._encrypted.is_paused:
+            return
+        if not self._records.num_held_back:
+            self._transport.resume_reading()
+        elif self._next is None:
+            self._transport.pause_reading()
+            self._next = asyncio.get_running_loop().call_soon(self._go_on)
+
     def known_of_tls(self, name: str) -> Any:
         """Return what is known of the encryption; None for anything else."""
-        return {"sslcontext": self._context, "ssl_object": self._tls}.get(name)
+        return {"sslcontext": self._tls.context, "ssl_object": self._tls}.get(name)
 
     # -- the two phases
+
+    def _go_on(self) -> None:
+        """Decrypt some records. The rest comes next, and others are served in between."""
+        self._next = None
+        if self._encrypted is not None and self._encrypted.is_paused:
+            return  # `read_on` is called when it resumes
+        content: list[bytes] = []
+        is_over = False
+        try:
+            for _ in range(MANY_RECORDS):
+                if is_over or self._transport.is_closing() or not self._records.num_held_back:
+                    break
+                self._incoming.write(self._records.next_piece())
+                if self._encrypted is None:
+                    self._shake_hands()
+                else:
+                    is_over = self._decrypt(content)
+        except ssl.SSLError:
+            self.flush()  # the alert
+            self._transport.abort()
+        self.flush()
+        if self._transport.is_closing():
+            self._records.drop()
+            return
+        if self._encrypted is not None:
+            self._pass_on(self._encrypted, b"".join(content), is_over=is_over)
+        self.read_on()
 
     def _shake_hands(self) -> None:
         try:
@@ -210,7 +193,8 @@ class TlsConnection(asyncio.Protocol):
             if self._records.num_bytes > MAX_HANDSHAKE_BYTES:
                 self._transport.abort()
             else:
-                self._table.await_input(self, num_bytes=self._records.num_bytes)
+                num_bytes = self._records.num_bytes + self._records.num_held_back
+                self._table.await_input(self, num_bytes=num_bytes)
             return
         self.flush()
         self._end_handshake()
@@ -228,8 +212,7 @@ class TlsConnection(asyncio.Protocol):
             self._table.remove(self)
 
     def _decrypt(self, content: list[bytes]) -> bool:
-        """Add all that has arrived, however much the protocol wants: it counts what it keeps.
-        Return whether nothing follows."""
+        """Add what the piece holds. Return whether nothing follows."""
         num_before = len(content)
         try:
             while piece := self._tls.read(_RECORD_BYTES):
@@ -243,9 +226,12 @@ class TlsConnection(asyncio.Protocol):
             pass
         return True
 
-    def _pass_on(self, protocol: asyncio.Protocol, content: bytes, *, is_over: bool) -> None:
-        if content:
-            protocol.data_received(content)
+    def _pass_on(self, encrypted: TlsTransport, content: bytes, *, is_over: bool) -> None:
+        """Pass on what was said. The protocol counts what waits, if nothing was said too."""
+        num_before = encrypted.num_undecrypted
+        encrypted.num_undecrypted = self._records.num_undecrypted
+        if content or encrypted.num_undecrypted != num_before:
+            encrypted.protocol.data_received(content)
         if is_over and not self.eof_received():
             self._transport.close()
 
@@ -260,9 +246,13 @@ class TlsTransport(asyncio.Transport):
         self._connection = connection
         self._transport = transport
         self.protocol = protocol
+        self.is_paused = False
+        self.num_undecrypted = 0
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         """Return what is known of the encryption or the socket."""
+        if name == UNDECRYPTED:
+            return self.num_undecrypted
         found = self._connection.known_of_tls(name)
         return self._transport.get_extra_info(name, default) if found is None else found
 
@@ -301,16 +291,18 @@ class TlsTransport(asyncio.Transport):
         return self._transport.is_closing()
 
     def pause_reading(self) -> None:
-        """Read nothing from the socket."""
-        self._connection.set_reading(is_read=False)
+        """Read nothing from the socket, and decrypt nothing."""
+        self.is_paused = True
+        self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Read again."""
-        self._connection.set_reading(is_read=True)
+        """Go on with what has arrived, and read again."""
+        self.is_paused = False
+        self._connection.read_on()
 
     def is_reading(self) -> bool:
-        """Return whether the socket is read."""
-        return self._connection.is_read
+        """Return whether the protocol has not paused."""
+        return not self.is_paused
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         """Set when the protocol is told that its peer does not read."""

@@ -181,6 +181,7 @@ class GuardedWebSocket(Guard, WebSocketsSansIOProtocol):
         does one wait?"""
         has_begun = self.conn.current_size is not None
         num_bytes = len(self._held_back) + len(self.conn.reader.buffer) + self._queued_bytes
+        num_bytes += self._num_undecrypted()
         if self.close_sent or not (has_begun or num_bytes):
             self._stop_deadline()
             self._table.mark_served(self)

@@ -20,7 +20,6 @@ SLICES = (
         _NEXT,
     ),
     _constant("sessions.journal:READ_BYTES", "journal entries that a reader takes", "bytes", _NEXT),
-    _constant("web.tls:RECORDS_AT_ONCE", "records of TLS decrypted", "records", _NEXT),
     _constant("web.connection_table:EVICTED_AT_ONCE", "connections evicted", "connections", _NEXT),
     _constant("web.sockets:ENDED_AT_ONCE", "sockets ended by a shutdown", "sockets", _NEXT),
     _constant("sessions.rates:PAID_AT_ONCE", "owners whose rates may be paid", "owners", _NEXT),
@@ -261,6 +260,8 @@ BOUND_NOTHING = frozenset(
         "session_server.text.template_worker:_UTF8_BYTES",
         "session_server.web.http_guard:QUEUED_REQUEST_BYTES",
         "session_server.web.http_guard:MANY_PARTS",
+        "session_server.web.tls:MANY_RECORDS",
+        "session_server.web.tls_records:RECORD_MEMORY_BYTES",
         "session_server.web.websocket_guard:FRAGMENT_BYTES",
         # From where on another way of doing the same is cheaper.
         "cache.components:_FIRST_BLOCK",

@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import pytest
@@ -29,10 +29,10 @@ from session_server.local_server import LocalServer
 from session_server.web import http_guard, tls, websocket_guard
 from session_server.web import server as web_server
 from session_server.web.certificate import Certificate, UnusableCertificate
-from session_server.web.connection_table import ConnectionLimits, ConnectionTable
-from session_server.web.tls_records import MAX_SILENT_RECORDS
+from session_server.web.connection_table import ConnectionLimits
+from session_server.web.tls_records import MAX_SILENT_RECORDS, RECORD_MEMORY_BYTES
 from tests.rig.echo_server import PROGRAM
-from tests.rig.raw_peer import upgrade
+from tests.rig.raw_peer import raw_frame, upgrade
 from tests.rig.tls_client import shaken_hands
 from tests.web.serving import DEADLINE_S, SUBPROTOCOL, Served, serving
 from tests.web.wire_client import narrow_socket
@@ -236,6 +236,67 @@ def test_connections_that_shake_no_hands_keep_nobody_out(files: tuple[Path, Path
             assert table.num_connections == 4
             for _, each in (*silent, (reader, writer)):
                 each.close()
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("is_socket", [False, True])
+def test_a_record_that_is_not_whole_is_unfinished_input(
+    files: tuple[Path, Path], tmp_path: Path, *, is_socket: bool
+) -> None:
+    async def play() -> None:
+        async with encrypted(files) as this:
+            table = this.app.state.connections
+            client, _, writer = await shaken_hands(trust(), this.port, tmp_path / "secrets")
+            if is_socket:
+                writer.write(client.record(upgrade("new")))
+                await this.until(lambda: this.sockets.num_attached == 1)
+                last = client.record(raw_frame(b"x", opcode=9))
+            else:
+                last = client.record(GET)
+            await this.until(lambda: table.num_input_bytes == 0)
+            writer.write(last[:-1])
+            expected = RECORD_MEMORY_BYTES + len(last) - 1
+            await this.until(lambda: table.num_input_bytes == expected)
+            writer.write(last[-1:])
+            await this.until(lambda: table.num_input_bytes == 0)
+            writer.close()
+
+    asyncio.run(play())
+
+
+def test_records_that_are_not_whole_are_bounded(files: tuple[Path, Path], tmp_path: Path) -> None:
+    async def play() -> None:
+        limits = ConnectionLimits(input_bytes=2 * RECORD_MEMORY_BYTES)
+        async with encrypted(files, connections=limits) as this:
+            table = this.app.state.connections
+            peers = [
+                await shaken_hands(trust(), this.port, tmp_path / f"secrets{n}") for n in range(2)
+            ]
+            for client, _, writer in peers:
+                writer.write(client.record(GET)[:-1])
+                await this.until(lambda: table.num_input_bytes > RECORD_MEMORY_BYTES)
+            _, first, _ = peers[0]
+            with contextlib.suppress(ConnectionError):
+                await first.read()  # the one that has waited longest is closed
+            await this.until(lambda: table.num_connections == 1)
+            for _, _, writer in peers:
+                writer.close()
+
+    asyncio.run(play())
+
+
+def test_a_message_has_its_time_from_the_first_byte_of_its_record_on(
+    files: tuple[Path, Path], tmp_path: Path
+) -> None:
+    async def play() -> None:
+        async with encrypted(files, message_timeout_s=0.05) as this:
+            client, _, writer = await shaken_hands(trust(), this.port, tmp_path / "secrets")
+            writer.write(client.record(upgrade("new")))
+            await this.until(lambda: this.sockets.num_attached == 1)
+            writer.write(client.record(raw_frame(b"x", opcode=9))[:-1])
+            await this.until(lambda: this.sockets.num_attached == 0)
+            writer.close()
 
     asyncio.run(play())
 
@@ -446,130 +507,3 @@ def test_a_server_process_announces_https_and_takes_a_new_certificate_without_a_
             break
         except httpx.ConnectError:
             continue  # the files are looked at once a second
-
-
-class Wire(asyncio.Transport):
-    """A socket's transport that keeps what is written, and whether it is read."""
-
-    def __init__(self) -> None:
-        super().__init__({"peername": ("127.0.0.1", 1)})
-        self.writes: list[bytes] = []
-        self.reads = True
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        self.writes.append(bytes(data))
-
-    def is_closing(self) -> bool:
-        return False
-
-    def get_write_buffer_size(self) -> int:
-        return 0
-
-    def pause_reading(self) -> None:
-        self.reads = False
-
-    def resume_reading(self) -> None:
-        self.reads = True
-
-
-class Taker(asyncio.Protocol):
-    """Keep what arrives; read nothing while a test says so."""
-
-    def __init__(self) -> None:
-        self.taken = b""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self.taken += data
-
-
-class InMemory(NamedTuple):
-    """A connection without a socket. `outgoing`: what its client has sent."""
-
-    connection: tls.TlsConnection
-    wire: Wire
-    taker: Taker
-    client: ssl.SSLObject
-    outgoing: ssl.MemoryBIO
-
-    def arrive(self, content: bytes) -> None:
-        """Let the client send each byte in a record of its own, all of them at once."""
-        for byte in content:
-            self.client.write(bytes([byte]))
-        self.connection.data_received(self.outgoing.read())
-
-    async def until_read(self) -> None:
-        while not self.wire.reads:
-            await asyncio.sleep(0)
-
-
-def in_memory(files: tuple[Path, Path]) -> InMemory:
-    """A connection whose handshake is over."""
-    wire, taker = Wire(), Taker()
-    connection = tls.TlsConnection(
-        lambda: taker,
-        certificate=Certificate(*files),
-        table=ConnectionTable(ConnectionLimits()),
-        connections=set(),
-    )
-    connection.connection_made(wire)
-    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-    client = trust().wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
-    while True:
-        with contextlib.suppress(ssl.SSLWantReadError):
-            client.do_handshake()
-            break
-        connection.data_received(outgoing.read())
-        incoming.write(b"".join(wire.writes))
-        wire.writes.clear()
-    connection.data_received(outgoing.read())
-    wire.writes.clear()
-    return InMemory(connection, wire, taker, client, outgoing)
-
-
-def test_a_large_answer_needs_no_more_memory_of_openssl_than_a_record(
-    files: tuple[Path, Path],
-) -> None:
-    async def scenario() -> None:
-        this = in_memory(files)
-        this.taker.transport.write(os.urandom(1 << 20))
-        sizes = [len(each) for each in this.wire.writes]
-        assert len(sizes) == 64
-        assert (1 << 20) < sum(sizes) < (1 << 20) + 64 * 64
-        assert max(sizes) < (1 << 14) + 64
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("step", [-1, 0, 1])
-def test_records_that_come_together_are_decrypted_in_slices(
-    files: tuple[Path, Path], step: int
-) -> None:
-    async def scenario() -> None:
-        this, number = in_memory(files), tls.RECORDS_AT_ONCE + step
-        this.arrive(b"x" * number)
-        assert len(this.taker.taken) == min(number, tls.RECORDS_AT_ONCE)
-        this.arrive(b"y")
-        await this.until_read()
-        assert this.taker.taken == b"x" * number + b"y"
-
-    asyncio.run(scenario())
-
-
-def test_what_has_arrived_waits_for_a_protocol_that_reads_nothing(files: tuple[Path, Path]) -> None:
-    async def scenario() -> None:
-        this = in_memory(files)
-        this.arrive(b"x" * 2 * tls.RECORDS_AT_ONCE)
-        this.taker.transport.pause_reading()
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert len(this.taker.taken) == tls.RECORDS_AT_ONCE
-        assert not this.taker.transport.is_reading()
-        this.taker.transport.resume_reading()
-        await this.until_read()
-        assert len(this.taker.taken) == 2 * tls.RECORDS_AT_ONCE
-
-    asyncio.run(scenario())
