@@ -32,7 +32,7 @@ class Binds:
 @pytest.fixture(scope="module")
 def binds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Binds]:
     keys, lines = tmp_path_factory.mktemp("keys") / "keys", list[str]()
-    keys.write_text(f"{KEY}\n", "utf-8")
+    keys.write_text(f"{KEY} admin=1\n", "utf-8")
     keys.chmod(0o600)
     flags = ["--admin-port", "0", "--api-key-file", str(keys)]
     with LocalServer(flags, program=PROGRAM, on_line=lines.append) as process:

@@ -97,7 +97,7 @@ def assert_clean(text: str, where: object, *secrets: str) -> None:
 def test_a_secret_is_told_to_its_owner_alone(tmp_path: Path, log_format: str) -> None:
     (tmp_path / "tmp").mkdir()
     keys = tmp_path.with_suffix(".keys")  # beside what the server may write to
-    keys.write_text(f"alice {KEY}\n", "utf-8")
+    keys.write_text(f"alice {KEY} admin=1\n", "utf-8")
     keys.chmod(0o600)
     lines: list[str] = []
     flags = [*SMALL, "--log-level", "debug", "--log-format", log_format]
