@@ -33,6 +33,7 @@ help: ## show this list
 demo: $(STAMPS)/runtime ## start a server and hold 8 conversations with it, checking everything
 	$(SAY) 'demo: sessions over real sockets against a separate server process'
 	@$(BIN)/session-server demo
+	$(SAY) 'next: $(BIN)/session-server serve, and open http://127.0.0.1:30000'
 
 .PHONY: serve
 serve: $(STAMPS)/runtime ## serve the embedded model

@@ -37,6 +37,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from session_server.arguments import add_server
 from session_server.client import (
     ClientError,
     ClientOptions,
@@ -115,7 +116,7 @@ class Talk:
         script = dialogue(args.seed * 10_000 + self.number, args.turns).turns
         done = 0
         try:
-            options = ClientOptions(token=args.api_key)
+            options = ClientOptions(token=args.api_key, trust=args.trust)
             async with await connect(args.url, options=options) as session:
                 for due_s, exchange in zip(self.due_times(), script, strict=False):
                     done += 1
@@ -261,8 +262,7 @@ def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--url", default="http://127.0.0.1:30000", help="the server (default: %(default)s)")
-    add("--api-key", help="API key for the server")
+    add_server(parser, about="the server", default="http://127.0.0.1:30000")
     add("--sessions", type=int, default=16, help="conversations at once (default: 16)")
     add("--turns", type=int, default=10, help="turns of each (default: 10)")
     add("--loop", choices=("closed", "open"), default="closed", help="(default: closed)")
@@ -288,7 +288,11 @@ async def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     async with httpx.AsyncClient(
-        base_url=server_address(args.url), headers=headers, timeout=30.0, trust_env=False
+        base_url=server_address(args.url),
+        headers=headers,
+        timeout=30.0,
+        trust_env=False,
+        verify=args.trust or True,
     ) as http:
         before = await ledger(http)
         clock = asyncio.get_running_loop().time

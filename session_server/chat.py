@@ -61,7 +61,7 @@ HELP: Final = """\
 /help            show this list
 /paste           send several lines as one turn; end with a line of one dot
 /keep            exit, and keep the session for `chat --session ID`
-/quit            exit (so do Ctrl-D, and Ctrl-C at the prompt)
+/quit, /exit     exit (so do Ctrl-D, and Ctrl-C at the prompt)
 Ctrl-C while an answer streams cancels the turn and keeps the partial answer."""
 
 
@@ -186,7 +186,7 @@ class _Chat:
         try:
             while True:
                 line = self._read_line()
-                if line is None or line in {"/quit", "/keep"}:
+                if line is None or line in {"/quit", "/exit", "/keep"}:
                     break
                 self._run_line(line)
         except KeyboardInterrupt:

@@ -38,7 +38,7 @@ from typing import Final
 from rich.console import Console
 
 from session_server.arguments import add_key_file
-from session_server.core.owner import KEY_FILE_VARIABLE
+from session_server.core.owner import KEY_FILE_VARIABLE, KEY_VARIABLE
 from session_server.terminal import make_table
 from session_server.web.key_file import InvalidKeys, InvalidWords, lines_of, read_file
 from session_server.web.key_store import add_key, added_dates, revoke_keys, short_digest
@@ -110,6 +110,11 @@ def _add(path: Path, words: list[str], today: str) -> None:
     print(key)
     about = " ".join((name, short_digest(line.digest), *line.options))
     print(f"added {about} to {path}; the key is shown this once", file=sys.stderr)
+    print(
+        "clients send it as `Authorization: Bearer KEY`, ours take it from "
+        f"{KEY_VARIABLE}, and the page asks for it",
+        file=sys.stderr,
+    )
 
 
 def _revoke(path: Path, args: argparse.Namespace, today: str) -> None:

@@ -228,7 +228,7 @@ def test_a_server_that_goes_away_is_told_and_so_is_its_return() -> None:
             shown = await read_until(process, "you > ")
             assert "connected again" in shown
             assert "Back." in shown
-            shown = await finish(process, "and now?", "/quit")
+            shown = await finish(process, "and now?", "/exit")
             assert "At once." in shown
             # Who comes back within half a second says nothing.
             assert shown.count("connected again") == shown.count("connection lost")

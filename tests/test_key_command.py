@@ -28,7 +28,9 @@ def test_a_key_is_shown_once_and_alone_on_stdout(
     status, key, told = keys(capsys, "add", "alice", "share=0.2", "--file", str(path))
     assert (status, key.count("\n")) == (0, 1)
     digest = digest_of(key.strip())[:12]
-    assert told == f"added alice {digest} share=0.2 to {path}; the key is shown this once\n"
+    first, how = told.splitlines()
+    assert first == f"added alice {digest} share=0.2 to {path}; the key is shown this once"
+    assert "`Authorization: Bearer KEY`" in how
     monkeypatch.setenv(KEY_FILE_VARIABLE, str(path))
     status, table, _ = keys(capsys, "list")
     assert status == 0

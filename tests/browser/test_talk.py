@@ -231,3 +231,12 @@ def test_a_message_that_is_edited_stays_in_sight(open_tab: OpenTab, parrot: Loca
     expect(box).to_be_in_viewport(ratio=1)
     chat.page.keyboard.press("Escape")
     expect(box).to_have_count(0)
+
+
+def test_what_is_typed_behind_a_stop_is_the_next_message(open_tab: OpenTab) -> None:
+    chat = Chat(open_tab())
+    chat.send("Count from 1 to 1000.")
+    chat.button("Stop").click()
+    expect(chat.button("Stop")).to_be_hidden()
+    chat.page.keyboard.type("nice")
+    expect(chat.message).to_have_value("nice")

@@ -146,7 +146,6 @@ class Chat {
     conversation.addEventListener('answered', ({ detail }) => {
       if (isShown()) at('announcer').textContent = `Answer: ${detail}`;
       else this.#unread.add(conversation.id);
-      if (!isShown()) this.#retire(conversation);
     });
     return conversation;
   }

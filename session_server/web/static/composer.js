@@ -128,7 +128,9 @@ export class Composer {
     const { isBusy, drafted } = this.#conversation;
     const hasText = this.#area.value.trim() !== '';
     const names = { send: ['arrow_up', 'Send'], queue: ['arrow_up', 'Queue'], interrupt: ['forward', 'Interrupt'] };
+    const hasFocus = this.#stop === document.activeElement;
     this.#stop.hidden = !isBusy;
+    if (hasFocus && !isBusy) this.focus();
     this.#interrupt.hidden = !isBusy || !hasText;
     this.#send.hidden = isBusy && !hasText;
     this.#send.disabled = !hasText;

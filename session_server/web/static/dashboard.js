@@ -40,6 +40,7 @@ class Dashboard {
   #shownAlerts = '';
   #isPaused = false;
   #lost = null;
+  #hasShown = false;
 
   constructor() {
     byId('bar-buttons').append(
@@ -86,6 +87,7 @@ class Dashboard {
 
   #show(sample) {
     this.#lost = null;
+    this.#hasShown = true;
     const { engine, memory } = sample;
     const words = { up: ['good', 'Up'], stalled: ['bad', `No step for ${age(engine.stalled_s)}`], draining: ['warn', 'Draining'], down: ['bad', 'No engine'] };
     this.#say(...words[engine.state]);
@@ -101,12 +103,13 @@ class Dashboard {
   }
 
   #lose(error) {
+    const before = this.#hasShown ? ' What is shown is from before.' : '';
     this.#lost = error;
     if (error.status === 401 || error.status === 403) this.#table.stop(); // another key has to come first
     this.#say('bad', error.status === 403 ? 'Not for this key' : 'Not connected');
     const text = error.status === 403
-      ? 'This key may not see the sessions of others. Use one with admin=1 in the key file.'
-      : error.status === 401 ? 'The server wants a key. What is shown is from before.' : `${error.message} What is shown is from before; it is tried again.`;
+      ? 'This key may not see the sessions of others. Use one with admin=1 in the key file: session-server keys add NAME admin=1.'
+      : error.status === 401 ? `The server wants a key.${before}` : `${error.message}${before} It is tried again.`;
     this.#warn([[text, '']]);
   }
 

@@ -10,7 +10,6 @@ export class GrowingText {
   #parent;
   #text = '';
   #piece;
-  /** Whether the piece is long, and its last line has ended. */
   #isFull;
 
   /** @param {Element} parent shows nothing else */
