@@ -45,8 +45,10 @@ export class SampleStream extends EventTarget {
   async #follow(signal) {
     const response = await this.#api.open('GET', '/v1/admin/events', { headers: { accept: 'text/event-stream' }, signal });
     for await (const data of events(response.body)) {
+      const sample = JSON.parse(data);
+      if (sample.error) throw new Error(sample.error.message); // its last words: the key was taken back
       this.#waitMs = FIRST_WAIT_MS;
-      this.dispatchEvent(new CustomEvent('sample', { detail: JSON.parse(data) }));
+      this.dispatchEvent(new CustomEvent('sample', { detail: sample }));
     }
   }
 
