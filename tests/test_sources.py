@@ -254,7 +254,7 @@ def test_what_is_found_wrong_later_is_named_as_it_was_given(
 
 
 def test_what_the_engine_finds_wrong_is_named_as_it_was_given() -> None:
-    done = serve(SESSION_SERVER_ENGINE__SPECULATION="model")
+    done = serve(SESSION_SERVER_ENGINE__SPECULATION="model", SESSION_SERVER_HTTP__PORT="0")
     told = "SESSION_SERVER_ENGINE__SPECULATION model needs --speculative-draft-model-path"
     assert (done.returncode, told in done.stderr) == (2, True)
 
