@@ -55,7 +55,7 @@ async def watch_server(request: Request, caller: AdminCaller) -> Response:
     caller.connect(ReaderKind.SSE)
     watch = watch_of(request)
     chunks = watch.chunks(lambda: caller.owner.is_admin)
-    caller.place.enter_context(watch.listening())
+    caller.resources.enter_context(watch.listening())
     return EventStream(chunks)
 
 

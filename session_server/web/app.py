@@ -41,9 +41,8 @@ from session_server.web import (
     usage,
     ws_ticket,
 )
+from session_server.web.authenticator import Authenticator
 from session_server.web.connection_table import ConnectionTable
-from session_server.web.departures import Departures
-from session_server.web.door import Door
 from session_server.web.generation_run import SGLangState
 from session_server.web.key_watch import KeyWatch
 from session_server.web.live_state import live_state
@@ -54,11 +53,12 @@ from session_server.web.request_guard import guards
 from session_server.web.request_log import RequestLog
 from session_server.web.requests import authorize
 from session_server.web.responses_socket import responses_endpoint
+from session_server.web.revocable_request import RevocableRequests
+from session_server.web.revoked_owners import RevokedOwners
 from session_server.web.server_watch import ServerWatch
 from session_server.web.services import AppServices, WebSettings
 from session_server.web.shared_task import SharedTask
 from session_server.web.sockets import Sockets
-from session_server.web.visits import Visits
 from session_server.web.websocket import session_endpoint
 
 TICK_S: Final = 1.0
@@ -109,7 +109,7 @@ def create_app(services: AppServices) -> FastAPI:
     routers = ROUTERS if settings.admin_port is None else PUBLIC_ROUTERS
     app = _guarded_app(settings, routers, lifespan=_lifespan)
     app.state.services = services
-    app.state.door = Door(services.settings.keys, now_s=services.now_s)
+    app.state.authenticator = Authenticator(services.settings.keys, now_s=services.now_s)
     app.state.readers = Readers(services)
     app.state.sglang = SGLangState(services.sessions)
     app.state.unnamed = UnnamedConversations(
@@ -118,8 +118,8 @@ def create_app(services: AppServices) -> FastAPI:
     app.state.responses = ResponseTurns(
         services.sessions, count_readers=app.state.readers.num_readers
     )
-    app.state.departures = Departures(
-        services.sessions, app.state.unnamed, app.state.responses, app.state.door
+    app.state.revoked_owners = RevokedOwners(
+        services.sessions, app.state.unnamed, app.state.responses, app.state.authenticator
     )
     app.state.realtime = RealtimeRuns()
     app.state.sockets = Sockets(services.settings.max_connections)
@@ -144,7 +144,7 @@ def _guarded_app(settings: WebSettings, routers: Sequence[APIRouter], **options:
     app = describe(
         routers,
         dependencies=[Depends(authorize)],
-        middleware=[Middleware(RequestLog), *guards(settings), Middleware(Visits)],
+        middleware=[Middleware(RequestLog), *guards(settings), Middleware(RevocableRequests)],
         **options,
     )
     app.router.routes.append(WebSocketRoute("/v1/sessions/{session_id}/ws", session_endpoint))
@@ -200,13 +200,13 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     num_tasks = _count_tasks(asyncio.get_running_loop())
     services.metrics.live.read = partial(live_state, services, app.state.connections, num_tasks)
     tasks = [
-        asyncio.create_task(_tick(services, app.state.door), name="tick"),
+        asyncio.create_task(_tick(services, app.state.authenticator), name="tick"),
         asyncio.create_task(_probe_lag(services), name="loop lag"),
     ]
     sources = services.settings.keys.sources
     if sources is not None and sources.path is not None:
         watch = KeyWatch(services.settings.keys, sources, sources.path)
-        work = _watch_keys(watch, app.state.door, app.state.departures)
+        work = _watch_keys(watch, app.state.authenticator, app.state.revoked_owners)
         tasks.append(asyncio.create_task(work, name="watch keys"))
     try:
         yield
@@ -235,10 +235,10 @@ def _count_tasks(loop: asyncio.AbstractEventLoop) -> Callable[[], int]:
     return lambda: num_live
 
 
-async def _tick(services: AppServices, door: Door) -> None:
+async def _tick(services: AppServices, authenticator: Authenticator) -> None:
     while True:
         await asyncio.sleep(TICK_S)
-        door.tickets.drop_expired()
+        authenticator.tickets.drop_expired()
         try:
             services.sessions.tick()
         except Exception:
@@ -246,15 +246,17 @@ async def _tick(services: AppServices, door: Door) -> None:
             _logger.exception("tick failed")
 
 
-async def _watch_keys(watch: KeyWatch, door: Door, departures: Departures) -> None:
+async def _watch_keys(
+    watch: KeyWatch, authenticator: Authenticator, revoked_owners: RevokedOwners
+) -> None:
     while True:
         await asyncio.sleep(TICK_S)
         try:
             change = await watch.look()
             if change is not None:
-                departures.add(change.gone_owners)
-                await door.see_out(change.gone)
-            await departures.close_all()
+                revoked_owners.add(change.gone_owners)
+                await authenticator.revoke(change.gone)
+            await revoked_owners.close_all()
         except Exception:
             # What was taken over stays so, and the next change is seen all the same.
             _logger.exception("keys were not taken over")

@@ -140,7 +140,7 @@ class PromptRun:
         if self.is_computed.is_set() or not isinstance(entry, TurnDelta | TurnEnd):
             return
         call, view = self.first.call, self.first.view
-        call.place.callback(self._close_forks)
+        call.resources.callback(self._close_forks)
         for _ in self.answers[1:]:
             fork = call.sessions.edits.fork_before(call.owner, view.session_id, view.turn_id)
             self.forks.append(fork.session_id)
@@ -225,7 +225,7 @@ class CompletionRun:
             if (last := self.form.usage_chunk()) is not None:
                 yield data_event(last)
         except _TurnFailed as failure:
-            self.prompts[0].first.call.place.close()
+            self.prompts[0].first.call.resources.close()
             yield error_event(failure_body(failure.end))
         except SessionServerError as error:
             yield error_event(error_body(error))
@@ -253,7 +253,7 @@ class CompletionRun:
                 turn.leave()
                 self._num_open -= 1
                 if not self._num_open:
-                    turn.call.place.close()  # the client may send its next call now
+                    turn.call.resources.close()  # the client may send its next call now
                 async for chunk in self._last_chunks(answer, turn.reader, entry):
                     yield chunk
             elif isinstance(entry, TurnDelta) and _is_shown(entry, turn.reader):
@@ -289,7 +289,7 @@ async def submit_to(
     except ContextTooLong as error:
         raise ContextLengthExceeded(error.message, param=input_param) from None
     turn = ChoiceTurn(call, request, reader, keep_partial)
-    call.place.callback(turn.leave)
+    call.resources.callback(turn.leave)
     return turn
 
 

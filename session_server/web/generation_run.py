@@ -106,7 +106,7 @@ class GenerationRun:
                     yield HEARTBEAT
                     continue
                 if self.reader.has_ended:
-                    self.call.place.close()  # the client may send its next request now
+                    self.call.resources.close()  # the client may send its next request now
                 await self.add_entry(item[1])
                 if content := self._content(item[1]):
                     yield data_event(content)
@@ -177,7 +177,7 @@ async def start_generation(
 def _add(call: Call, state: SGLangState, job: Generation, session_id: str) -> None:
     """Let the turn be aborted by its rid, until the call ends."""
     turn = (session_id, job.request.turn_id)
-    call.place.callback(state.remove, call.owner, job.rid, turn)
+    call.resources.callback(state.remove, call.owner, job.rid, turn)
     state.add(call.owner, job.rid, turn)
 
 

@@ -45,10 +45,10 @@ from session_server.protocol.session_protocol import CloseCode
 from session_server.sessions.journal import Journal, OffsetLost
 from session_server.sessions.usage import rate_uses
 from session_server.sessions.views import DraftView, OpenRequest, SessionView
-from session_server.web.holdings import Holdings
 from session_server.web.refusals import deny
 from session_server.web.requests import Call, make_call, services_of
 from session_server.web.slices import run_in_slices
+from session_server.web.slim_exit_stack import SlimExitStack
 from session_server.web.socket_peer import SocketPeer
 from session_server.web.sockets import Sockets
 
@@ -104,8 +104,8 @@ async def realtime_endpoint(websocket: WebSocket) -> None:
     sockets = websocket.app.state.sockets
     assert isinstance(sockets, Sockets), "create_app set it"
     try:
-        with sockets.admit(), Holdings() as place:
-            await RealtimeSocket(websocket, sockets, place).run()
+        with sockets.admit(), SlimExitStack() as resources:
+            await RealtimeSocket(websocket, sockets, resources).run()
     except ServerBusy as error:
         await deny(websocket, error)
 
@@ -113,10 +113,10 @@ async def realtime_endpoint(websocket: WebSocket) -> None:
 class RealtimeSocket:
     """Serve one connection, from handshake to close."""
 
-    def __init__(self, websocket: WebSocket, sockets: Sockets, place: Holdings) -> None:
+    def __init__(self, websocket: WebSocket, sockets: Sockets, resources: SlimExitStack) -> None:
         self._websocket = websocket
         self._sockets = sockets
-        self._place = place
+        self._resources = resources
         self._services = services_of(websocket)
         self._peer = SocketPeer(websocket, subprotocol=REALTIME, key_prefix=KEY_PROTOCOL)
         self._queue = RealtimeQueue()
@@ -125,12 +125,12 @@ class RealtimeSocket:
         """Close soon, after sending what is already queued."""
         self._peer.end(code)
         if code is CloseCode.SUPERSEDED:
-            self._place.close()
+            self._resources.close()
 
     async def run(self) -> None:
         """Serve the connection to its end."""
         try:
-            self._call = make_call(self._websocket, self._peer.authenticate(), self._place)
+            self._call = make_call(self._websocket, self._peer.authenticate(), self._resources)
             view = await self._open()
         except SessionServerError as error:
             outbox = RealtimeOutbox()
@@ -143,8 +143,8 @@ class RealtimeSocket:
             await self._peer.accept()
             owner, session_id = self._call.owner, view.session_id
             reading = self._call.readers.reading(owner, session_id, is_bounded=False)
-            hosted = self._call.door.hosting(self._call.credential, self)
-            with reading, hosted, self._sockets.attach(owner, session_id, self):
+            tracked = self._call.authenticator.track(self._call.credential, self)
+            with reading, tracked, self._sockets.attach(owner, session_id, self):
                 await self._serve()
         finally:
             self._leave()

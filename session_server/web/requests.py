@@ -16,14 +16,14 @@ from session_server.core.owner import Owner
 from session_server.metrics.prometheus import ReaderKind
 from session_server.protocol.messages import decode
 from session_server.sessions.manager import SessionManager
-from session_server.web.door import Door
+from session_server.web.authenticator import Authenticator
 from session_server.web.headers import AUTHORIZATION, CONTENT_TYPE
-from session_server.web.holdings import Holdings
 from session_server.web.keys import Credential
 from session_server.web.readers import Readers
 from session_server.web.refusals import JSON, HttpRefusal
+from session_server.web.revocable_request import revocable_request
 from session_server.web.services import AppServices
-from session_server.web.visits import visit_of
+from session_server.web.slim_exit_stack import SlimExitStack
 
 PUBLIC_ROUTES: Final = frozenset(
     (
@@ -59,11 +59,11 @@ def header_key(connection: HTTPConnection) -> str | None:
     return key.strip() if scheme.lower() == "bearer" and key.strip() else None
 
 
-def door_of(connection: HTTPConnection) -> Door:
+def authenticator_of(connection: HTTPConnection) -> Authenticator:
     """Return what decides who gets in."""
-    door = connection.app.state.door
-    assert isinstance(door, Door), "create_app set it"
-    return door
+    authenticator = connection.app.state.authenticator
+    assert isinstance(authenticator, Authenticator), "create_app set it"
+    return authenticator
 
 
 async def authorize(connection: HTTPConnection) -> Credential | None:
@@ -75,9 +75,9 @@ async def authorize(connection: HTTPConnection) -> Credential | None:
     route = connection.scope.get("route")
     if getattr(route, "name", None) in PUBLIC_ROUTES:
         return None
-    door = door_of(connection)
-    credential = door.admit(header_key(connection))
-    visit_of(connection).begin(door, credential)
+    authenticator = authenticator_of(connection)
+    credential = authenticator.authenticate(header_key(connection))
+    revocable_request(connection).begin(authenticator, credential)
     return credential
 
 
@@ -94,8 +94,8 @@ class Call:
     credential: Credential
     services: AppServices
     readers: Readers
-    door: Door
-    place: Holdings
+    authenticator: Authenticator
+    resources: SlimExitStack
 
     @property
     def owner(self) -> Owner:
@@ -109,7 +109,7 @@ class Call:
 
     def connect(self, kind: ReaderKind = ReaderKind.HTTP) -> None:
         """Count the request as a connection. Raises QuotaExceeded, ServerBusy."""
-        self.place.enter_context(self.readers.connected(self.owner, kind))
+        self.resources.enter_context(self.readers.connected(self.owner, kind))
 
 
 async def call_of(
@@ -117,10 +117,10 @@ async def call_of(
 ) -> Call:
     """Return the call of a connection that `authorize` admitted."""
     assert credential is not None, "only public routes have none"
-    return make_call(connection, credential, visit_of(connection).place)
+    return make_call(connection, credential, revocable_request(connection).resources)
 
 
-def make_call(connection: HTTPConnection, credential: Credential, place: Holdings) -> Call:
+def make_call(connection: HTTPConnection, credential: Credential, resources: SlimExitStack) -> Call:
     """Return the call of somebody who was authorized in another way."""
     readers = connection.app.state.readers
     assert isinstance(readers, Readers), "create_app set it"
@@ -128,8 +128,8 @@ def make_call(connection: HTTPConnection, credential: Credential, place: Holding
         credential=credential,
         services=services_of(connection),
         readers=readers,
-        door=door_of(connection),
-        place=place,
+        authenticator=authenticator_of(connection),
+        resources=resources,
     )
 
 

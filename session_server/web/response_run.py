@@ -138,7 +138,7 @@ class ResponseRun:
             if entry is None:
                 yield None
             elif isinstance(entry, TurnEnd):
-                self.call.place.close()  # the client may send its next call now
+                self.call.resources.close()  # the client may send its next call now
                 async for event in self._closing(entry):
                     yield event
             elif isinstance(entry, TurnDelta) and not self.reader.has_gap:
@@ -351,7 +351,7 @@ async def start_response(
         events=ResponseEvents(body, stream_id=stream_id),
         is_bound=not body.background,
     )
-    call.place.callback(run.leave)
+    call.resources.callback(run.leave)
     return run
 
 

@@ -35,10 +35,10 @@ from session_server.protocol.responses_socket import (
 from session_server.protocol.session_protocol import CloseCode
 from session_server.sessions.response_turns import ResponseTurns
 from session_server.sessions.responses import StoredResponse
-from session_server.web.holdings import Holdings
 from session_server.web.refusals import HttpRefusal, deny
 from session_server.web.requests import BEARER_PROTOCOL, Call, make_call, services_of
 from session_server.web.response_run import ResponseRun, parse, start_response
+from session_server.web.slim_exit_stack import SlimExitStack
 from session_server.web.socket_peer import SocketPeer
 from session_server.web.sockets import Sockets
 
@@ -96,9 +96,9 @@ class ResponsesSocket:
 
     async def run(self) -> None:
         """Serve the connection to its end."""
-        with Holdings() as place:
+        with SlimExitStack() as resources:
             try:
-                call = make_call(self._websocket, self._peer.authenticate(), place)
+                call = make_call(self._websocket, self._peer.authenticate(), resources)
                 if call.sessions.is_draining:
                     raise ServerDraining("The server is shutting down.")
                 call.connect(ReaderKind.WEBSOCKET)
@@ -107,7 +107,7 @@ class ResponsesSocket:
                 await self._peer.refuse(error, self._protocol)
                 return
             await self._peer.accept()
-            with call.door.hosting(call.credential, self), self._sockets.join(self):
+            with call.authenticator.track(call.credential, self), self._sockets.join(self):
                 await self._serve(call)
 
     async def _serve(self, call: Call) -> None:
@@ -220,8 +220,8 @@ class ResponsesSocket:
         asked = parse(self._turns, call, message, scope=self)
         self._runs[name] = asked.response_id
         try:
-            with Holdings() as place:
-                lane = replace(call, place=place)
+            with SlimExitStack() as resources:
+                lane = replace(call, resources=resources)
                 run = await start_response(lane, self._turns, asked, scope=self, stream_id=name)
                 self._runs[name] = run
                 await self._tell(run, message, name)
@@ -232,7 +232,7 @@ class ResponsesSocket:
         """Send the events of a response, and keep what the next one of its lane goes on from."""
         is_canceled = has_failed = is_said = False
         try:
-            with run.call.place:
+            with run.call.resources:
                 async for event in run.read():
                     if event is not None:
                         if isinstance(event.response, ResponseBody):

@@ -291,7 +291,7 @@ async def read_events(
     """Follow a session. `Last-Event-ID` wins over `after`; without both it starts now."""
     caller.connect(ReaderKind.SSE)
     journal = caller.sessions.journal(caller.owner, session_id)
-    caller.place.enter_context(caller.readers.reading(caller.owner, session_id))
+    caller.resources.enter_context(caller.readers.reading(caller.owner, session_id))
     start = _last_event_id(request)
     if start is None:
         start = after

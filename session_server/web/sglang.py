@@ -49,12 +49,12 @@ from session_server.sessions.views import OpenRequest
 from session_server.web.admin import is_healthy
 from session_server.web.event_stream import EventStream, until_disconnect
 from session_server.web.generation_run import SGLangState, start_generation
-from session_server.web.holdings import Holdings
 from session_server.web.keys import Credential
 from session_server.web.openapi import answer, answers, body_of
 from session_server.web.refusals import HttpRefusal, JsonResponse, failure_response
 from session_server.web.request_guard import is_browser
 from session_server.web.requests import AdminCaller, Call, Caller, read_body
+from session_server.web.slim_exit_stack import SlimExitStack
 
 router = APIRouter(tags=["sglang"])
 operators = APIRouter(tags=["operations"])
@@ -196,8 +196,8 @@ async def _generate_one(caller: Call, state: SGLangState) -> bool:
     )
     try:
         async with asyncio.timeout(HEALTH_TIMEOUT_S):
-            with Holdings() as place:  # other callers wait for the same probe
-                probing = replace(caller, credential=Credential(PROBER, None), place=place)
+            with SlimExitStack() as resources:  # other callers wait for the same probe
+                probing = replace(caller, credential=Credential(PROBER, None), resources=resources)
                 run = await start_generation(
                     probing, state, job, arrived_s=probing.services.now_s()
                 )

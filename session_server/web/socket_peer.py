@@ -26,7 +26,7 @@ from session_server.protocol.frame_queue import FrameQueue
 from session_server.protocol.session_protocol import CloseCode
 from session_server.web.keys import Credential
 from session_server.web.refusals import deny
-from session_server.web.requests import TICKET_PROTOCOL, door_of, header_key, services_of
+from session_server.web.requests import TICKET_PROTOCOL, authenticator_of, header_key, services_of
 from session_server.web.signal import Signal
 from session_server.web.websocket_guard import CONNECTION, GuardedWebSocket
 
@@ -76,10 +76,10 @@ class SocketPeer:
     def authenticate(self) -> Credential:
         """Return who connects: by the Authorization header, else a ticket or a key among the
         subprotocols. Raises Unauthorized."""
-        door, ticket = door_of(self._websocket), self._offered(TICKET_PROTOCOL)
+        authenticator, ticket = authenticator_of(self._websocket), self._offered(TICKET_PROTOCOL)
         if ticket is not None and header_key(self._websocket) is None:
-            return door.admit_ticket(ticket)
-        return door.admit(self._offered_key())
+            return authenticator.redeem(ticket)
+        return authenticator.authenticate(self._offered_key())
 
     def _offered_key(self) -> str | None:
         return header_key(self._websocket) or self._offered(self._key_prefix)

@@ -36,9 +36,9 @@ from session_server.web.event_stream import (
     read_batches,
     until_disconnect,
 )
-from session_server.web.holdings import Holdings
 from session_server.web.requests import Call
 from session_server.web.slices import encode_scores
+from session_server.web.slim_exit_stack import SlimExitStack
 from session_server.web.views import snapshot_frame
 
 OnEntry = Callable[[SessionEntry], Awaitable[object]]
@@ -74,7 +74,7 @@ class TurnReader:
         self.has_ended = False
         """Whether the turn's end was read."""
 
-        self._scope = call.place.enter_context(Holdings())
+        self._scope = call.resources.enter_context(SlimExitStack())
         reading = call.readers.reading(call.owner, session_id, is_bounded=is_bounded)
         self._session_readers = self._scope.enter_context(reading)
 
@@ -159,7 +159,7 @@ class TurnReader:
         try:
             async for item in self.entries():
                 if self.has_ended:
-                    self._call.place.close()  # the client may send its next turn now
+                    self._call.resources.close()  # the client may send its next turn now
                 yield HEARTBEAT if item is None else await _event(*item)
         except SessionClosing as error:
             body = error_body(error, turn_id=self.view.turn_id)

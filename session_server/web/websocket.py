@@ -48,12 +48,18 @@ from session_server.protocol.session_protocol import (
 )
 from session_server.sessions.journal import OffsetLost
 from session_server.sessions.views import DraftView, OpenRequest, SessionView, TurnView
-from session_server.web.holdings import Holdings
 from session_server.web.keys import Credential
 from session_server.web.readers import SessionReaders
 from session_server.web.refusals import deny
-from session_server.web.requests import BEARER_PROTOCOL, Call, door_of, make_call, services_of
+from session_server.web.requests import (
+    BEARER_PROTOCOL,
+    Call,
+    authenticator_of,
+    make_call,
+    services_of,
+)
 from session_server.web.slices import encode_scores
+from session_server.web.slim_exit_stack import SlimExitStack
 from session_server.web.socket_peer import SocketPeer
 from session_server.web.sockets import Sockets
 from session_server.web.views import hello_frame, snapshot_frame
@@ -75,8 +81,8 @@ async def session_endpoint(websocket: WebSocket) -> None:
     sockets = websocket.app.state.sockets
     assert isinstance(sockets, Sockets), "create_app set it"
     try:
-        with sockets.admit(), Holdings() as place:
-            await SessionSocket(websocket, sockets, place).run()
+        with sockets.admit(), SlimExitStack() as resources:
+            await SessionSocket(websocket, sockets, resources).run()
     except ServerBusy as error:
         await deny(websocket, error)
 
@@ -84,10 +90,10 @@ async def session_endpoint(websocket: WebSocket) -> None:
 class SessionSocket:
     """Serve one connection, from handshake to close."""
 
-    def __init__(self, websocket: WebSocket, sockets: Sockets, place: Holdings) -> None:
+    def __init__(self, websocket: WebSocket, sockets: Sockets, resources: SlimExitStack) -> None:
         self._websocket = websocket
         self._sockets = sockets
-        self._place = place
+        self._resources = resources
         self._services = services_of(websocket)
         self._peer = SocketPeer(websocket, subprotocol=SUBPROTOCOL, key_prefix=BEARER_PROTOCOL)
         self._position = 0
@@ -98,13 +104,13 @@ class SessionSocket:
         """Close soon, after sending what is already queued."""
         self._peer.end(code)
         if code is CloseCode.SUPERSEDED:
-            self._place.close()
+            self._resources.close()
 
     async def run(self) -> None:
         """Serve the connection to its end."""
         try:
-            door = door_of(self._websocket)
-            needs_auth = not door.is_open and not self._peer.offers_credential
+            authenticator = authenticator_of(self._websocket)
+            needs_auth = not authenticator.is_open and not self._peer.offers_credential
             self._protocol = SessionProtocol(
                 defaults=self._services.model.defaults,
                 needs_auth=needs_auth,
@@ -116,7 +122,7 @@ class SessionSocket:
                     credential = await self._first_message_credential()
             else:
                 credential = self._peer.authenticate()
-            call = make_call(self._websocket, credential, self._place)
+            call = make_call(self._websocket, credential, self._resources)
             view = self._open(call)
         except SessionServerError as error:
             self._protocol.send_error(error)
@@ -127,7 +133,7 @@ class SessionSocket:
         await self._peer.accept()
         with (
             call.readers.reading(call.owner, view.session_id, is_bounded=False) as readers,
-            call.door.hosting(call.credential, self),
+            call.authenticator.track(call.credential, self),
             self._sockets.attach(call.owner, view.session_id, self),
         ):
             await self._serve(call, view, readers)
@@ -152,7 +158,7 @@ class SessionSocket:
         if not isinstance(command, SessionAuth):
             self._protocol.take_frame()
             raise Unauthorized("The first message must be session.auth.", param="type")
-        credential = door_of(self._websocket).admit(command.token)
+        credential = authenticator_of(self._websocket).authenticate(command.token)
         self._protocol.on_authenticated()
         return credential
 

@@ -17,6 +17,6 @@ router = APIRouter(prefix="/v1", tags=["sockets"])
 @router.post("/ws-ticket", responses=answers(TicketBody, "The ticket, for one handshake."))
 async def make_ticket(caller: Caller) -> Response:
     """Make a ticket that opens one WebSocket, in place of this request's key."""
-    ticket = caller.door.tickets.issue(caller.credential)
+    ticket = caller.authenticator.tickets.issue(caller.credential)
     body = TicketBody(ticket=ticket, expires_in_s=TICKET_TTL_S)
     return JsonResponse(body, headers={"cache-control": "no-store"})

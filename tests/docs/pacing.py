@@ -23,9 +23,14 @@ SLICES = (
     _constant("web.connection_table:EVICTED_AT_ONCE", "connections evicted", "connections", _NEXT),
     _constant("web.sockets:ENDED_AT_ONCE", "sockets ended by a shutdown", "sockets", _NEXT),
     _constant("sessions.rates:PAID_AT_ONCE", "owners whose rates may be paid", "owners", _NEXT),
-    _constant("web.door:SEEN_OUT_AT_ONCE", "sockets and requests of revoked keys ended", "", _NEXT),
     _constant(
-        "web.departures:CLOSED_AT_ONCE",
+        "web.authenticator:REVOKED_AT_ONCE",
+        "sockets and requests of revoked keys ended",
+        "",
+        _NEXT,
+    ),
+    _constant(
+        "web.revoked_owners:CLOSED_AT_ONCE",
         "sessions, responses and conversations closed of a tenant whose last key was revoked",
         "of each",
         _NEXT,

@@ -13,7 +13,7 @@ from session_server.metrics.prometheus import ServerMetrics
 from session_server.sources import variable_of
 from tests.docs import import_graph, limits, protocol_tables, published
 from tests.faults.programme import EXPECTED, FEWER, NOT_YET, injections
-from tests.mutants.at_door import CAUGHT
+from tests.mutants.at_access import CAUGHT
 from tests.mutants.registry import MUTANTS, SURVIVORS
 from tests.mutants.search import recorded
 from tests.observe import dashboard
@@ -161,7 +161,7 @@ def mutant_table() -> str:
     return "\n".join(rows())
 
 
-def door_mutant_table() -> str:
+def access_mutant_table() -> str:
     """Every seeded bug of keys and quotas, and the test that finds it."""
 
     def rows() -> Iterator[str]:
@@ -239,7 +239,7 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("scenarios.md", "scenarios"): scenario_table,
     ("testing.md", "faults"): fault_table,
     ("testing.md", "mutants"): mutant_table,
-    ("testing.md", "door mutants"): door_mutant_table,
+    ("testing.md", "access mutants"): access_mutant_table,
 }
 
 

@@ -22,7 +22,7 @@ from session_server.sessions.quotas import QuotaLimits
 from session_server.sessions.views import OpenRequest
 from session_server.web import app as web_app
 from session_server.web import key_watch
-from session_server.web.door import SEEN_OUT_AT_ONCE, Door
+from session_server.web.authenticator import REVOKED_AT_ONCE, Authenticator
 from session_server.web.key_file import InvalidKeys
 from session_server.web.key_store import add_key, revoke_keys
 from session_server.web.key_watch import KeyWatch
@@ -297,7 +297,7 @@ def test_sockets_of_a_key_close_with_it_and_those_of_others_stay(
             await this.until(lambda: this.sockets.num_attached == 6)
             assert all(each.close_code is None for each in staying)
             assert (await this.http.get("/v1/sessions/s", headers=SECOND)).status_code == 200
-            assert this.app.state.door.num_guests == 6
+            assert this.app.state.authenticator.num_revocables == 6
 
     asyncio.run(asyncio.wait_for(check(), DEADLINE_S))
 
@@ -321,7 +321,7 @@ def test_a_socket_whose_key_is_taken_back_is_heard_no_more_though_it_reads_nothi
                 replace_file(path, "alice alice-2\n")
                 await denied(this, ALICE)
                 await this.until(lambda: this.sockets.num_attached == 0)
-                assert this.app.state.door.num_guests == 0
+                assert this.app.state.authenticator.num_revocables == 0
                 await socket.send(json.dumps({"type": "turn.create", "turn_id": "t", **turn()}))
             assert (
                 await this.http.get("/v1/sessions/s/turns/t", headers=SECOND)
@@ -396,7 +396,7 @@ def test_a_body_that_arrives_behind_its_key_is_not_read(
             reader, writer = await asyncio.open_connection("127.0.0.1", this.port)
             head = b"POST /v1/sessions HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer alice-1"
             writer.write(head + b"\r\ncontent-length: 12\r\n\r\n{")
-            await this.until(lambda: this.app.state.door.num_guests == 1)
+            await this.until(lambda: this.app.state.authenticator.num_revocables == 1)
             replace_file(path, "alice alice-2\n")
             assert (await reader.readline()).startswith(b"HTTP/1.1 401")
             writer.write(b'"id": "x"}\n')
@@ -414,7 +414,7 @@ def test_what_a_tenant_holds_goes_with_its_last_key(
 
     async def check() -> None:
         async with watched(path, monkeypatch) as this:
-            monkeypatch.setattr("session_server.web.departures.CLOSED_AT_ONCE", 2)
+            monkeypatch.setattr("session_server.web.revoked_owners.CLOSED_AT_ONCE", 2)
             for number in range(5):
                 await open_by(this, ALICE, f"s{number}")
             await open_by(this, BOB, "s0")
@@ -426,7 +426,7 @@ def test_what_a_tenant_holds_goes_with_its_last_key(
             assert (await this.http.get("/v1/sessions/s4", headers=SECOND)).status_code == 200
             replace_file(path, "bob bobs-key\n")
             await this.until(lambda: not quotas.holds(owner))
-            await this.until(lambda: len(this.app.state.departures) == 0)
+            await this.until(lambda: len(this.app.state.revoked_owners) == 0)
             assert this.sessions.stats().closed_sessions["revoked"] >= 5
             assert (await this.http.get("/v1/sessions/s0", headers=BOB)).status_code == 200
             replace_file(path, EVERYBODY)
@@ -471,32 +471,32 @@ def test_a_session_that_opens_behind_its_tenant_is_closed_too(
                 await denied(this, ALICE)
                 this.sessions.open(owner, OPEN)
                 await this.until(lambda: not quotas.sessions.held_by(owner))
-                assert len(this.app.state.departures) == 1
-            await this.until(lambda: len(this.app.state.departures) == 0)
+                assert len(this.app.state.revoked_owners) == 1
+            await this.until(lambda: len(this.app.state.revoked_owners) == 0)
 
     asyncio.run(asyncio.wait_for(check(), DEADLINE_S))
 
 
-@pytest.mark.parametrize("num_guests", [SEEN_OUT_AT_ONCE + step for step in (-1, 0, 1)])
-def test_guests_are_seen_out_in_slices(num_guests: int) -> None:
+@pytest.mark.parametrize("num_revocables", [REVOKED_AT_ONCE + step for step in (-1, 0, 1)])
+def test_what_a_revoked_key_opened_is_ended_in_slices(num_revocables: int) -> None:
     ended: list[CloseCode] = []
 
-    class Guest:
+    class Revocable:
         def end(self, code: CloseCode) -> None:
             ended.append(code)
 
     async def check() -> None:
-        door = Door(KeyRing.of("the-secret"), now_s=lambda: 0.0)
-        credential = door.admit("the-secret")
+        authenticator = Authenticator(KeyRing.of("the-secret"), now_s=lambda: 0.0)
+        credential = authenticator.authenticate("the-secret")
         assert credential.digest is not None
-        with contextlib.ExitStack() as hosted:
-            for _ in range(num_guests):
-                hosted.enter_context(door.hosting(credential, Guest()))
-            leaving = asyncio.create_task(door.see_out([credential.digest]))
+        with contextlib.ExitStack() as tracked:
+            for _ in range(num_revocables):
+                tracked.enter_context(authenticator.track(credential, Revocable()))
+            revoking = asyncio.create_task(authenticator.revoke([credential.digest]))
             await asyncio.sleep(0)
-            assert len(ended) == min(num_guests, SEEN_OUT_AT_ONCE)
-            await leaving
-        assert ended == [CloseCode.UNAUTHORIZED] * num_guests
+            assert len(ended) == min(num_revocables, REVOKED_AT_ONCE)
+            await revoking
+        assert ended == [CloseCode.UNAUTHORIZED] * num_revocables
 
     asyncio.run(check())
 
@@ -530,7 +530,7 @@ def test_tenants_that_go_together_leave_in_slices(
             count_pass()
             replace_file(path, "bob bobs-key\n")
             await this.until(lambda: len(closed_in) == 20)
-            await this.until(lambda: len(this.app.state.departures) == 0)
+            await this.until(lambda: len(this.app.state.revoked_owners) == 0)
 
     asyncio.run(asyncio.wait_for(check(), DEADLINE_S))
     assert len(set(closed_in)) == 20, "others are served between two tenants"
@@ -573,6 +573,6 @@ def test_a_ticket_goes_with_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             replace_file(path, "alice alice-2\n")
             await denied(this, ALICE)
             with pytest.raises(Unauthorized):
-                this.app.state.door.admit_ticket(ticket)
+                this.app.state.authenticator.redeem(ticket)
 
     asyncio.run(asyncio.wait_for(check(), DEADLINE_S))

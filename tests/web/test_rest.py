@@ -13,8 +13,8 @@ import pytest
 from session_server.core.owner import ANONYMOUS
 from session_server.core.session_events import TurnCancelled
 from session_server.web.generation_run import GenerationRun
-from session_server.web.holdings import Holdings
 from session_server.web.requests import Call
+from session_server.web.slim_exit_stack import SlimExitStack
 from session_server.web.turns import TurnReader, session_events
 from tests.web.serving import Served, served, serving, small_journal, turn
 
@@ -291,11 +291,11 @@ def call_on(this: Served[Any]) -> Call:
     """A call of somebody without a key."""
     state = this.app.state
     return Call(
-        credential=state.door.admit(None),
+        credential=state.authenticator.authenticate(None),
         services=this.services,
         readers=state.readers,
-        door=state.door,
-        place=Holdings(),
+        authenticator=state.authenticator,
+        resources=SlimExitStack(),
     )
 
 
@@ -330,7 +330,7 @@ def test_a_turn_whose_end_was_lost_with_its_session_ends_in_an_error(dialect: st
             asking.cancel()
             view = this.sessions.turn(ANONYMOUS, session_id, "t1")
             journal = this.sessions.journal(ANONYMOUS, session_id)
-            with call.place:
+            with call.resources:
                 reader = TurnReader(call, session_id, journal, keep_partial=None).follow(view)
                 chunks = reader.events() if dialect == "ours" else of_sglang(call, reader)
                 for number in range(9):

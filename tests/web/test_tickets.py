@@ -13,7 +13,7 @@ from websockets.exceptions import InvalidStatus
 from session_server.core.errors import QuotaExceeded, ServerBusy, Unauthorized
 from session_server.core.owner import Owner
 from session_server.web import tickets as tickets_module
-from session_server.web.door import Door
+from session_server.web.authenticator import Authenticator
 from session_server.web.key_file import digest_of
 from session_server.web.keys import Credential, KeyRing
 from session_server.web.tickets import (
@@ -119,10 +119,10 @@ def test_the_first_to_expire_is_found_at_once_behind_all_that_were_dropped() -> 
 
 
 def test_a_ticket_ends_with_the_key_it_was_made_for() -> None:
-    door = Door(KeyRing.of("one"), now_s=Clock())
-    ticket = door.tickets.issue(Credential(Owner(digest_of("two")), digest_of("two")))
+    authenticator = Authenticator(KeyRing.of("one"), now_s=Clock())
+    ticket = authenticator.tickets.issue(Credential(Owner(digest_of("two")), digest_of("two")))
     with pytest.raises(Unauthorized):
-        door.admit_ticket(ticket)
+        authenticator.redeem(ticket)
 
 
 def socket_of(this: Served, path: str, *offers: str, **options: Any) -> connect:

@@ -1,4 +1,4 @@
-"""A place leaves what it holds: all of it, the last first, once."""
+"""A stack leaves what it holds: all of it, the last first, once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from session_server.web.holdings import Holdings
+from session_server.web.slim_exit_stack import SlimExitStack
 
 
 def test_everything_is_left_in_reverse_whatever_one_of_them_raises() -> None:
@@ -22,19 +22,19 @@ def test_everything_is_left_in_reverse_whatever_one_of_them_raises() -> None:
             if name == "bad":
                 raise RuntimeError(name)
 
-    place = Holdings()
-    assert place.enter_context(held("first")) == "first"
-    place.callback(left.append, "called")
-    place.enter_context(held("bad"))
-    inner = place.enter_context(Holdings())
+    stack = SlimExitStack()
+    assert stack.enter_context(held("first")) == "first"
+    stack.callback(left.append, "called")
+    stack.enter_context(held("bad"))
+    inner = stack.enter_context(SlimExitStack())
     inner.enter_context(held("last"))
     with pytest.raises(RuntimeError, match="bad"):
-        place.close()
+        stack.close()
     assert left == ["last", "bad", "called", "first"]
-    place.close()
+    stack.close()
     assert len(left) == 4, "once"
-    place.callback(left.append, "again")
-    with pytest.raises(KeyError), place:
+    stack.callback(left.append, "again")
+    with pytest.raises(KeyError), stack:
         raise KeyError
     assert left[4:] == ["again"]
 
@@ -46,9 +46,9 @@ def test_what_cannot_be_entered_is_not_left() -> None:
         yield
 
     left: list[str] = []
-    with Holdings() as place:
-        place.callback(left.append, "before")
+    with SlimExitStack() as stack:
+        stack.callback(left.append, "before")
         with pytest.raises(ValueError, match="full"):
-            place.enter_context(refused())
+            stack.enter_context(refused())
         assert not left
     assert left == ["before"]

@@ -1,4 +1,4 @@
-"""`Holdings`: what a request or a socket holds while it is served, given back once."""
+"""`SlimExitStack`: what a request or a socket holds while it is served, given back once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Self, TypeVar
 T = TypeVar("T")
 
 
-class Holdings:
+class SlimExitStack:
     """Hold context managers, and leave them when it is closed, the last first.
 
     Does for them what `contextlib.ExitStack` does, in a quarter of its bytes: every idle socket has
@@ -34,13 +34,13 @@ class Holdings:
         self.close()
 
     def enter_context(self, context: AbstractContextManager[T]) -> T:
-        """Enter a context manager, and leave it with the place. Raises what entering it does."""
+        """Enter a context manager, and leave it with the others. Raises what entering it does."""
         entered = context.__enter__()
         self._exits.append(context.__exit__)
         return entered
 
     def callback(self, function: Callable[..., object], *args: object) -> None:
-        """Call a function when the place is closed."""
+        """Call a function when this is closed."""
         self._exits.append(lambda *_: function(*args))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The gate of the door: the tests that are named find every seeded bug of keys and quotas."""
+"""The gate of access: the tests that are named find every seeded bug of keys and quotas."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 import pytest
 
 from session_server.core.errors import SessionServerError
-from tests.mutants.at_door import CAUGHT, Caught
+from tests.mutants.at_access import CAUGHT, Caught
 from tests.mutants.registry import MUTANTS
 
 SHOWN = (AssertionError, SessionServerError, pytest.fail.Exception)

@@ -1,7 +1,7 @@
-"""Seeded bugs of the door, of keys, of quotas and of floods, each with the test that finds it.
+"""Seeded bugs of access: of keys, quotas and floods, each with the test that finds it.
 
 Clients of the simulator have keys that stay and hardly ever flood it, so it finds none of these.
-Each names a test of the suite, which `test_door_gate.py` runs with the bug and expects to fail.
+Each names a test of the suite, which `test_access_gate.py` runs with the bug and expects to fail.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ CAUGHT: Final = (
     Caught(
         "A key that was taken back goes on working on the sockets that it has opened.",
         Edit(
-            "session_server.web.door:Door.see_out",
-            "guest.end(CloseCode.UNAUTHORIZED)",
+            "session_server.web.authenticator:Authenticator.revoke",
+            "revocable.end(CloseCode.UNAUTHORIZED)",
             "pass",
         ),
-        "tests.web.test_key_watch:test_guests_are_seen_out_in_slices",
-        num_guests=1,
+        "tests.web.test_key_watch:test_what_a_revoked_key_opened_is_ended_in_slices",
+        num_revocables=1,
     ),
     Caught(
         "A key that was taken back opens what it opened before.",
@@ -79,7 +79,7 @@ CAUGHT: Final = (
             '                raise HttpRefusal(403, "not yours")\n'
             "            raise SessionNotFound(_NOT_FOUND)",
         ),
-        "tests.web.test_door:test_what_another_key_owns_is_as_unknown_as_what_never_was",
+        "tests.web.test_access:test_what_another_key_owns_is_as_unknown_as_what_never_was",
     ),
     Caught(
         "A ticket may be used twice.",
@@ -107,7 +107,7 @@ CAUGHT: Final = (
     Caught(
         "A ticket outlives the key that it was made for.",
         Edit(
-            "session_server.web.door:Door.admit_ticket",
+            "session_server.web.authenticator:Authenticator.redeem",
             "credential is None or not self._keys.has(credential)",
             "credential is None",
         ),

@@ -18,17 +18,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from session_server.core.errors import Unauthorized
 from session_server.protocol.errors import error_body
 from session_server.protocol.session_protocol import CloseCode
-from session_server.web.door import Door
+from session_server.web.authenticator import Authenticator
 from session_server.web.event_stream import EVENT_STREAM, error_event
-from session_server.web.holdings import Holdings
 from session_server.web.keys import Credential
 from session_server.web.refusals import error_response
+from session_server.web.slim_exit_stack import SlimExitStack
 
-VISIT: Final = "session_server.visit"
+REVOCABLE_REQUEST: Final = "session_server.revocable_request"
 
 
-class Visits:
-    """Give every HTTP request a `HttpVisit`, as ASGI middleware."""
+class RevocableRequests:
+    """Give every HTTP request a `RevocableRequest`, as ASGI middleware."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -39,13 +39,14 @@ class Visits:
         return serve(scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        visit = scope.setdefault("state", {})[VISIT] = HttpVisit(scope, receive, send)
-        with visit.scope, visit.place:
-            await self._app(scope, visit.receive, visit.send)
-        await visit.finish()
+        request = RevocableRequest(scope, receive, send)
+        scope.setdefault("state", {})[REVOCABLE_REQUEST] = request
+        with request.scope, request.resources:
+            await self._app(scope, request.receive, request.send)
+        await request.finish()
 
 
-class HttpVisit:
+class RevocableRequest:
     """Stand between a route and the connection of its request."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,14 +56,14 @@ class HttpVisit:
         self._end: asyncio.Future[None] | None = None
         self._has_started = self._is_complete = self._is_stream = False
         self.scope = contextlib.ExitStack()
-        self.place = Holdings()
-        """What its route holds while it waits for turns; see `Call.place`."""
+        self.resources = SlimExitStack()
+        """What its route holds while it waits for turns; see `Call.resources`."""
 
-    def begin(self, door: Door, credential: Credential) -> None:
+    def begin(self, authenticator: Authenticator, credential: Credential) -> None:
         """Begin to run on a key, until the request ends or the key is taken back."""
         if credential.digest is not None and self._end is None:
             self._end = asyncio.get_running_loop().create_future()
-            self.scope.enter_context(door.hosting(credential, self))
+            self.scope.enter_context(authenticator.track(credential, self))
 
     def end(self, code: CloseCode) -> None:
         """Tell the route that its client has left."""
@@ -96,7 +97,7 @@ class HttpVisit:
         is_body = message["type"] == "http.response.body"
         self._is_complete |= is_body and not message.get("more_body", False)
         if self._is_complete:
-            self.place.close()  # the client may send its next request when it has all of this
+            self.resources.close()  # the client may send its next request when it has all of this
         await self._send(message)
 
     async def finish(self) -> None:
@@ -111,8 +112,8 @@ class HttpVisit:
         await error_response(error)(self._request, self._receive, self._send)
 
 
-def visit_of(connection: HTTPConnection) -> HttpVisit:
-    """Return the visit of an HTTP request."""
-    visit = connection.scope["state"][VISIT]
-    assert isinstance(visit, HttpVisit), "`Visits` set it"
-    return visit
+def revocable_request(connection: HTTPConnection) -> RevocableRequest:
+    """Return what stands between the route and the connection of its request."""
+    request = connection.scope["state"][REVOCABLE_REQUEST]
+    assert isinstance(request, RevocableRequest), "`RevocableRequests` set it"
+    return request

@@ -13,13 +13,13 @@ from session_server.core.owner import Owner
 from session_server.sessions.conversations import UnnamedConversations
 from session_server.sessions.manager import SessionManager
 from session_server.sessions.response_turns import ResponseTurns
-from session_server.web.door import Door
+from session_server.web.authenticator import Authenticator
 
 CLOSED_AT_ONCE: Final = 32
 """Sessions closed before others are served."""
 
 
-class Departures:
+class RevokedOwners:
     """Hold the tenants that have no key and may still hold something."""
 
     def __init__(
@@ -27,38 +27,38 @@ class Departures:
         sessions: SessionManager,
         unnamed: UnnamedConversations,
         responses: ResponseTurns,
-        door: Door,
+        authenticator: Authenticator,
     ) -> None:
         self._sessions = sessions
         self._unnamed = unnamed
         self._responses = responses
-        self._door = door
+        self._has_key = authenticator.has_key
         self._quotas = sessions.edits.parts.quotas
-        self._leaving: dict[str, Owner] = {}
+        self._owners: dict[str, Owner] = {}
 
     def __len__(self) -> int:
-        return len(self._leaving)
+        return len(self._owners)
 
     def add(self, owners: Iterable[Owner]) -> None:
         """Begin to close what these hold."""
-        self._leaving.update((owner.owner_id, owner) for owner in owners)
+        self._owners.update((owner.owner_id, owner) for owner in owners)
 
     async def close_all(self) -> None:
         """Close what they hold, in slices. Call it until nobody is left: requests that ran when
         their key went may open something behind this."""
-        for owner_id, owner in list(self._leaving.items()):
-            if not self._door.has_key(owner):
+        for owner_id, owner in list(self._owners.items()):
+            if not self._has_key(owner):
                 await self._close(owner)
-            if self._door.has_key(owner) or not self._quotas.holds(owner):
-                del self._leaving[owner_id]
+            if self._has_key(owner) or not self._quotas.holds(owner):
+                del self._owners[owner_id]
             await asyncio.sleep(0)  # many may go at once
 
     async def _close(self, owner: Owner) -> None:
         self._unnamed.resting.close_all(owner)
-        while not self._door.has_key(owner) and self._responses.forget_some(owner, CLOSED_AT_ONCE):
+        while not self._has_key(owner) and self._responses.forget_some(owner, CLOSED_AT_ONCE):
             await asyncio.sleep(0)
         after: str | None = None
-        while not self._door.has_key(owner):
+        while not self._has_key(owner):
             page = self._sessions.list(owner, limit=CLOSED_AT_ONCE, after=after)
             for view in page.sessions:
                 with contextlib.suppress(SessionNotFound):
