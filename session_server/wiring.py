@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from errno import EADDRINUSE
 from functools import partial
@@ -211,7 +211,7 @@ async def _serve(settings: Settings, entrance: Entrance, logger: logging.Logger)
     try:
         with contextlib.ExitStack() as open_listeners:
             listeners = [
-                open_listeners.enter_context(contextlib.closing(_listen(*address)))
+                open_listeners.enter_context(contextlib.closing(_bind(*address)))
                 for address in _addresses(settings.http)
             ]
             return await _serve_on(
@@ -238,9 +238,23 @@ def _admin_host(http: HttpOptions) -> str:
     return http.admin_host or LOOPBACK
 
 
-def _listen(host: str, port: int, flag: str) -> socket.socket:
-    try:
+def _bind(host: str, port: int, flag: str) -> socket.socket:
+    with _saying_what_to_do(host, port, flag):
         return bind(host, port)
+
+
+def _listen(listeners: Sequence[socket.socket], http: HttpOptions) -> None:
+    """Listen, before anything announces it: another server may have been started meanwhile, and
+    two sockets can be bound to one address until one of them listens."""
+    for listener, address in zip(listeners, _addresses(http), strict=True):
+        with _saying_what_to_do(*address):
+            listener.listen()
+
+
+@contextlib.contextmanager
+def _saying_what_to_do(host: str, port: int, flag: str) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         advice = f"; pass another {flag} (0: any free port)" if error.errno == EADDRINUSE else ""
         raise _CannotListen(f"cannot listen on {host}:{port}: {error}{advice}") from error
@@ -269,6 +283,7 @@ async def _serve_on(
         )
         app = web_app.create_app(services)
         _settle_collector()
+        _listen(listeners, settings.http)
         serving = asyncio.create_task(web_server.serve(app, services, listeners=listeners))
         assert engine.failed is not None, "a started engine can fail"
         ends: tuple[asyncio.Future[Any], ...] = (serving, engine.failed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from websockets.exceptions import InvalidStatus
 
 from session_server.demo import MODEL_DIR
 from session_server.local_server import LocalServer
+from session_server.web.listener import bind
 from tests.rig.processes import engine_pid
 from tests.rig.recovery import assert_books_balance
 from tests.web.wire_client import Wire, greeted, open_wire
@@ -135,6 +137,22 @@ def test_an_address_in_use_is_one_line_and_exit_status_one(server: LocalServer) 
     assert "cannot listen" in done.stderr
     assert "Traceback" not in done.stderr
     assert "pass another --port" in done.stderr
+
+
+def test_an_address_that_is_taken_while_the_engine_starts_is_one_line_too() -> None:
+    with bind("127.0.0.1", 0) as other:
+        argv = [sys.executable, "-m", "session_server", "serve", *FLAGS]
+        argv += ["--log-level", "info", "--port", str(other.getsockname()[1])]
+        with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            log = list(
+                itertools.takewhile(lambda line: "starting the engine" not in line, process.stderr)
+            )
+            other.listen()
+            rest = process.stderr.read()
+    assert process.returncode == 1, log
+    assert "Traceback" not in rest
+    assert "pass another --port" in rest.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
