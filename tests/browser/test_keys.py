@@ -151,6 +151,27 @@ def test_a_key_that_is_revoked_ends_the_session_and_no_text(
     assert chat.texts() == [*before, "What is my name?", "Your name is Eve."]
 
 
+def test_a_chat_goes_on_with_its_own_key_behind_a_look_at_the_dashboard(
+    open_tab: OpenTab, guarded: LocalServer, keys: Keys
+) -> None:
+    tab = open_tab(url=guarded.url)
+    tab.witness.allow(REFUSALS + "|403")
+    with taken_soon(tab, keys.add("ada")):
+        chat = Chat(tab)
+    chat.say("My name is Ada.")
+    tab.page.goto(f"{guarded.url}/dashboard")
+    expect(tab.page.get_by_role("alert")).to_contain_text("may not see the sessions of others")
+    tab.page.get_by_role("button", name="API key").click()
+    with taken_soon(tab, keys.do("add", "operator", "admin=1").split()[-1]):
+        expect(tab.page.get_by_role("status").get_by_text("Up")).to_be_visible()
+    tab.page.reload()
+    expect(tab.page.get_by_role("status").get_by_text("Up")).to_be_visible()
+    tab.page.go_back()
+    chat.say("What is my name?")
+    assert chat.texts()[-1] == "Your name is Ada."
+    keys.do("revoke", "operator")
+
+
 def test_an_operator_whose_key_is_revoked_is_told_and_asked_once(
     open_tab: OpenTab, guarded: LocalServer, keys: Keys
 ) -> None:

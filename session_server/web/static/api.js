@@ -1,4 +1,4 @@
-/** @file The server's REST routes, with the key of this tab. */
+/** @file The REST routes, with a key. */
 
 import { tabStore } from './stores.js';
 
@@ -20,20 +20,22 @@ export class ApiError extends Error {
 
 /**
  * Calls the server. Events: `unauthorized` when it wants another key, `key` when that has changed.
- * The key stays in this tab, and ends with it.
+ * The key ends with this tab.
  */
 export class Api extends EventTarget {
   /** Whether the user was asked for a key: nothing asks again before they give one, or send something. */
   hasAsked = false;
 
+  /** Where its key is; else it has the chat's. */
+  keyName = KEY;
+
   /** @returns {string} the key, or nothing */
   get key() {
-    return tabStore.getItem(KEY) ?? '';
+    return tabStore.getItem(this.keyName) ?? tabStore.getItem(KEY) ?? '';
   }
 
   set key(key) {
-    if (key) tabStore.setItem(KEY, key);
-    else tabStore.removeItem(KEY);
+    tabStore.setItem(this.keyName, key);
     this.hasAsked = !key; // who forgets a key does not want to be asked for one
     this.dispatchEvent(new Event('key'));
   }

@@ -27,7 +27,7 @@ const COUNTS = [
 const GROUPS = [['evictions', 'KV lost'], ['resumes', 'Readers back'], ['refusals', 'Refused']];
 
 class Dashboard {
-  #api = new Api();
+  #api = Object.assign(new Api(), { keyName: 'session-server.operators-key' }); // the chat of this tab keeps its own
   #stream = new SampleStream(this.#api);
   #alerts = byId('alerts');
   #state = byId('state');
