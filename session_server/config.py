@@ -267,7 +267,11 @@ class HttpOptions(_Section):
             "else the new one refused: 503, `server_busy`",
         ),
     ] = _setting(
-        None, "maximum open connections of one address; half of all by default", ge=1, le=1 << 20
+        None,
+        "maximum open connections of one address; half of all by default, which are 256 more than "
+        "--max-connections",
+        ge=1,
+        le=1 << 20,
     )
     max_input_bytes: Annotated[
         int, Bound("bytes", "the oldest unfinished one is refused: 503, or close code 1013")

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import enum
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import httptools
 import uvicorn
@@ -39,6 +39,9 @@ MAX_FRAMING_PER_BODY_BYTE: Final = 16
 
 PARSE_BYTES: Final = 4_096
 """Bytes given to the parser at a time."""
+
+LEAST_PARSE_BYTES: Final = 64
+"""The same, behind bytes that held many parts."""
 
 MANY_PARTS: Final = 4
 """Parts of a body, or frames, in so many bytes; behind as many others are served."""
@@ -75,12 +78,15 @@ def guarded(config: uvicorn.Config) -> GuardedConfig:
 
 
 class Guard(asyncio.Protocol):
-    """Name the peer, watch what it does not read, and hold one deadline, for either protocol."""
+    """Name the peer, watch what it does not read, hold one deadline, and choose how much is parsed
+    at a time, for either protocol."""
 
     client: tuple[str, int] | None
     transport: asyncio.Transport
     _unread: UnreadOutput
     _deadline: asyncio.TimerHandle | None = None
+    _most_parse_bytes: ClassVar[int]
+    _parse_bytes: int
 
     @property
     def address(self) -> str:
@@ -96,6 +102,12 @@ class Guard(asyncio.Protocol):
         """Stop counting: the peer has read everything."""
         super().resume_writing()
         self._unread.end()
+
+    def _pace(self, num_parts: int) -> None:
+        """Choose how many bytes are parsed next, behind some that held so many parts: as many of
+        the smallest parts would take milliseconds, and those of many peers seconds."""
+        least, more = LEAST_PARSE_BYTES, 2 * self._parse_bytes
+        self._parse_bytes = least if num_parts >= MANY_PARTS else min(more, self._most_parse_bytes)
 
     def _num_undecrypted(self) -> int:
         """Return the bytes that the transport cannot pass on yet; a socket's passes on all."""
@@ -156,6 +168,7 @@ class GuardedHttp(Guard, HttpToolsProtocol):
     """
 
     flow: GatedFlow
+    _most_parse_bytes = _parse_bytes = PARSE_BYTES
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -202,6 +215,7 @@ class GuardedHttp(Guard, HttpToolsProtocol):
     def evict(self) -> None:
         """Close at once, with a 503 if the peer is in the middle of a request."""
         is_mid_request = self._size.num_bytes > 0 and self._phase is not RequestPhase.COMPLETE
+        is_mid_request = is_mid_request and not self._is_early
         has_unsent_answer = self._is_over or self.transport.get_write_buffer_size() > 0
         if is_mid_request and self._is_refusable() and not has_unsent_answer:
             self._write_refusal(ServerBusy("Too many unfinished requests are open."))
@@ -222,6 +236,7 @@ class GuardedHttp(Guard, HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """Start a request."""
+        self._unset_keepalive_if_required()  # set by the answer before, if this one was held back
         super().on_message_begin()
         self.scope["state"][DRAIN] = self.flow.drain
         self._phase, self._size = RequestPhase.HEAD, RequestSize()
@@ -233,8 +248,13 @@ class GuardedHttp(Guard, HttpToolsProtocol):
             self._refuse(431, "The request target is too long.")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Limit headers and trailers, in number and in total size."""
-        super().on_header(name, value)
+        """Limit headers and trailers, in number and in total size.
+
+        What comes behind a body is dropped (RFC 9110, section 6.5.1): a proxy that checked the head
+        has not seen it, and uvicorn would append it to the head.
+        """
+        if self._phase is RequestPhase.HEAD:
+            super().on_header(name, value)
         self._size.head_bytes += len(name) + len(value) + 4
         self._size.num_headers += 1
         if self._size.head_bytes > MAX_HEADER_BYTES or self._size.num_headers > MAX_HEADERS:
@@ -265,21 +285,31 @@ class GuardedHttp(Guard, HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Record that the request has arrived."""
+        if self._is_early and not self.transport.is_closing():
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
         self._phase = RequestPhase.COMPLETE
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Parse what was held back; close if the answered request has not arrived."""
+        """Parse what was held back: the rest of the answered request, which is dropped as it comes,
+        or the next one."""
         self._num_unanswered -= 1
-        is_early = self._num_unanswered == 0 and self._phase is RequestPhase.BODY
-        if is_early and not self.transport.is_closing():
-            self._linger()
+        if self._is_early and self.expect_100_continue and not self.transport.is_closing():
+            self._linger()  # the peer may send the body or not: nobody knows what comes next
         super().on_response_complete()
         if self._is_over:
             self._unset_keepalive_if_required()
         elif not self.transport.is_closing():
             self._parse()
             self._update()
+
+    @property
+    def _is_early(self) -> bool:
+        """Return whether the newest request was answered and has not arrived."""
+        return self._num_unanswered == 0 and self._phase is RequestPhase.BODY
 
     def handle_websocket_upgrade(self) -> None:
         """Hand the connection over to the WebSocket protocol."""
@@ -294,10 +324,11 @@ class GuardedHttp(Guard, HttpToolsProtocol):
         next, and others are served in between."""
         held_back, start, num_parts = self._held_back, 0, 0
         while start < len(held_back) and self._is_parsing() and num_parts < MANY_PARTS:
-            piece, before = held_back[start : start + PARSE_BYTES], self._size.num_parts
+            piece, before = held_back[start : start + self._parse_bytes], self._size.num_parts
             start += len(piece)
             self._parse_piece(piece)
             num_parts = self._size.num_parts - before
+            self._pace(num_parts)
         self._held_back = b"" if self._is_over else held_back[start:]
         if self._held_back and self._is_parsing():
             self.loop.call_soon(self._go_on)
@@ -371,7 +402,7 @@ class GuardedHttp(Guard, HttpToolsProtocol):
         self._set_deadline(self._phase_to_await())
         num_waiting = len(self._held_back) + self._num_undecrypted()
         num_bytes = num_waiting + QUEUED_REQUEST_BYTES * max(0, self._num_unanswered - 1)
-        if self._phase is not RequestPhase.COMPLETE:
+        if self._phase is not RequestPhase.COMPLETE and not self._is_early:
             num_bytes += self._size.num_bytes
         if self._num_unanswered == 0 or self._awaited_phase is not None or num_waiting:
             self._table.await_input(self, num_bytes=num_bytes)
@@ -384,7 +415,7 @@ class GuardedHttp(Guard, HttpToolsProtocol):
             case RequestPhase.HEAD:
                 return self._phase if self._num_unanswered == 0 else None
             case RequestPhase.BODY:
-                return self._phase if self._num_unanswered == 1 else None
+                return self._phase if self._num_unanswered <= 1 else None
             case RequestPhase.COMPLETE:
                 return None
 
@@ -415,12 +446,13 @@ class GuardedHttp(Guard, HttpToolsProtocol):
         raise self._refusal
 
     def _refuse_and_linger(self, refusal: Exception) -> None:
-        """Answer the newest request with a refusal, and close."""
+        """Answer the newest request with a refusal, unless it is answered, and close."""
         if self._num_unanswered and self.cycle.response_started:
             self._stop_reading()
             self.transport.abort()
             return
-        self._write_refusal(refusal)
+        if not self._is_early:
+            self._write_refusal(refusal)
         self._linger()
 
     def _write_refusal(self, refusal: Exception) -> None:

@@ -9,14 +9,14 @@ turn runs on.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from session_server.core.errors import QuotaExceeded, ServerBusy, SessionServerError
+from session_server.core.errors import ServerBusy, SessionServerError
 from session_server.core.owner import Owner
 from session_server.metrics.prometheus import ReaderKind
+from session_server.sessions.budget import OwnerBudget
 from session_server.web.services import AppServices
 
 MAX_BOUND_TURNS: Final = 64
@@ -54,16 +54,23 @@ class Readers:
     def __init__(self, services: AppServices) -> None:
         self._sessions = services.sessions
         self._metrics = services.metrics
-        self._max_connections = services.settings.max_connections
         num_turns = 1 + services.settings.max_queued_turns
         self._max_session_readers = MAX_SESSION_READERS + num_turns
-        self.num_connections = 0
-        self._num_of: Counter[Owner] = Counter()
+        self._budget = OwnerBudget(
+            "connections",
+            services.settings.max_connections,
+            limit_of=lambda owner: owner.limits.max_connections,
+        )
         self._by_session: dict[tuple[Owner, str], SessionReaders] = {}
+
+    @property
+    def num_connections(self) -> int:
+        """Return how many connections there are."""
+        return self._budget.total
 
     def num_of(self, owner: Owner) -> int:
         """Return how many connections an owner has."""
-        return self._num_of[owner]
+        return self._budget.held_by(owner)
 
     @contextlib.contextmanager
     def connected(self, owner: Owner, kind: ReaderKind) -> Iterator[None]:
@@ -71,24 +78,14 @@ class Readers:
 
         Raises:
             ServerBusy: the maximum number of connections of the server is open.
-            QuotaExceeded: that of the owner.
+            QuotaExceeded: that of the owner, or its share of the server's.
         """
-        most = owner.limits.max_connections
-        if most is not None and self._num_of[owner] >= most and not owner.is_exempt:
-            raise QuotaExceeded(f"you would have more than {most:,} connections")
-        if self.num_connections >= self._max_connections:
-            raise ServerBusy(f"{self.num_connections} connections are open, the maximum.")
-        self._num_of[owner] += 1
-        self.num_connections += 1
-        self._metrics.connection_opened(kind)
-        try:
-            yield
-        finally:
-            self._metrics.connection_closed(kind)
-            self.num_connections -= 1
-            self._num_of[owner] -= 1
-            if not self._num_of[owner]:
-                del self._num_of[owner]
+        with self._budget.held(owner, 1):
+            self._metrics.connection_opened(kind)
+            try:
+                yield
+            finally:
+                self._metrics.connection_closed(kind)
 
     def num_readers(self, owner: Owner, session_id: str) -> int:
         """Return how many readers a session has."""

@@ -29,6 +29,11 @@ MAX_FRAGMENTS: Final = 1_024
 PARSE_BYTES: Final = 1_024
 """Bytes given to the parser at a time."""
 
+MAX_CONTROL_FRAMES: Final = 64
+"""Pings and pongs that a peer may send at once; later as many as `CONTROL_FRAMES_PER_S` allows."""
+
+CONTROL_FRAMES_PER_S: Final = 4
+
 LINGER_S: Final = 5.0
 """Seconds until a WebSocket whose peer reads nothing is aborted, after its handler has returned or
 a ping has timed out."""
@@ -40,6 +45,8 @@ FRAGMENT_BYTES: Final = 64
 class GuardedWebSocket(Guard, WebSocketsSansIOProtocol):
     """Serve one WebSocket connection within bounds, from its handshake on."""
 
+    _most_parse_bytes = _parse_bytes = PARSE_BYTES
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.queue = MessageQueue()  # type: ignore[assignment]
@@ -50,6 +57,7 @@ class GuardedWebSocket(Guard, WebSocketsSansIOProtocol):
         self._settings = config.web_settings
         self._held_back = b""
         self._num_fragments = 0
+        self._control_s = 0.0
         self._queued_bytes = 0
         self._unread_at_ping = 0
 
@@ -124,10 +132,31 @@ class GuardedWebSocket(Guard, WebSocketsSansIOProtocol):
 
     def handle_ping(self) -> None:
         """Answer a ping unless the peer does not read the answers."""
+        if not self._may_send_control():
+            return
         if self.writable.is_set():
             super().handle_ping()
         else:
             self.conn.data_to_send()
+
+    def handle_pong(self, event: Frame) -> None:
+        """Take a pong as uvicorn does."""
+        if self._may_send_control():
+            super().handle_pong(event)
+
+    def _may_send_control(self) -> bool:
+        """Count a frame that says nothing, whoever sends it; close with 1008 at too many of them.
+
+        They need no key, and nothing waits for them. The bound is a generic cell rate algorithm
+        (ITU-T I.371): `_control_s` is when all that came would have been allowed one by one.
+        """
+        now_s = self.loop.time()
+        self._control_s = max(self._control_s, now_s) + 1 / CONTROL_FRAMES_PER_S
+        if self._control_s <= now_s + MAX_CONTROL_FRAMES / CONTROL_FRAMES_PER_S:
+            return True
+        if not self.close_sent:
+            self._fail(CloseCode.POLICY, "too many pings or pongs")
+        return False
 
     def send_receive_event_to_app(self) -> None:
         """Pass a message on to the application; one that is not UTF-8 closes with 1007.
@@ -151,9 +180,10 @@ class GuardedWebSocket(Guard, WebSocketsSansIOProtocol):
         others are served in between."""
         held_back, start, num_frames = self._held_back, 0, 0
         while start < len(held_back) and not self.read_paused and num_frames < MANY_PARTS:
-            piece = held_back[start : start + PARSE_BYTES]
+            piece = held_back[start : start + self._parse_bytes]
             start += len(piece)
             num_frames = self._parse_piece(piece)
+            self._pace(num_frames)
         self._held_back = held_back[start:]
         if self._held_back and not self.read_paused:
             self.transport.pause_reading()

@@ -45,6 +45,18 @@ CONNECTIONS = (
         "web.websocket_guard:MAX_FRAGMENTS", "a message's fragments", "fragments", "close code 1009"
     ),
     _constant(
+        "web.websocket_guard:MAX_CONTROL_FRAMES",
+        "pings and pongs of a WebSocket at once",
+        "frames",
+        "close code 1008",
+    ),
+    _constant(
+        "web.websocket_guard:CONTROL_FRAMES_PER_S",
+        "pings and pongs of a WebSocket in the long run",
+        "per second",
+        "close code 1008",
+    ),
+    _constant(
         "web.listener:REQUEST_CONNECTIONS",
         "connections beside those of readers",
         "connections",
@@ -311,7 +323,12 @@ REQUESTS = (
         "characters",
         "the rest is cut off",
     ),
-    _constant("web.sglang:HEALTH_TIMEOUT_S", "time of `/health_generate`", "s", "503"),
+    _constant(
+        "web.sglang:HEALTH_TIMEOUT_S",
+        "time of `/health_generate`, which costs its caller nothing: all callers share one probe",
+        "s",
+        "503",
+    ),
     _constant(
         "web.admin:SCRAPE_TIMEOUT_S",
         "time in which `/metrics` waits for the engine",

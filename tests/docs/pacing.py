@@ -14,6 +14,12 @@ SLICES = (
     _constant("web.http_guard:PARSE_BYTES", "bytes of a request parsed", "bytes", _NEXT),
     _constant("web.websocket_guard:PARSE_BYTES", "bytes of a frame parsed", "bytes", _NEXT),
     _constant(
+        "web.http_guard:LEAST_PARSE_BYTES",
+        "bytes of either parsed, behind some that held many parts; twice as many each time",
+        "bytes",
+        _NEXT,
+    ),
+    _constant(
         "engine_host.event_slices:EVENTS_AT_ONCE",
         "events of the engine handed on; outputs of one turn that wait are one",
         "events",

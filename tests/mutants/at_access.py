@@ -116,9 +116,9 @@ CAUGHT: Final = (
     Caught(
         "A tenant may have one connection more than its quota.",
         Edit(
-            "session_server.web.readers:Readers.connected",
-            "self._num_of[owner] >= most",
-            "self._num_of[owner] > most",
+            "session_server.web.readers:Readers.__init__",
+            "limit_of=lambda owner: owner.limits.max_connections",
+            "limit_of=lambda owner: (owner.limits.max_connections or 1 << 20) + 1",
         ),
         "tests.web.test_quotas:test_a_connection_too_many_is_refused_until_another_ends",
     ),

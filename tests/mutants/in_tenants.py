@@ -119,7 +119,7 @@ LOST_CONNECTION_COUNTS = Mutant(
     "systematic",
     Edit(
         "session_server.web.readers:Readers.connected",
-        "self._num_of[owner] -= 1",
-        "pass",
+        "with self._budget.held(owner, 1):",
+        "with contextlib.nullcontext(self._budget.take(owner)):",
     ),
 )

@@ -189,7 +189,7 @@ class SimServer:
             "queued turns": stats.queued_turns,
             "owners": len(self.sessions._quotas.owners),
             "connections": len(self.sockets),
-            "counted connections": self._readers._num_of.total(),
+            "counted connections": self._readers.num_connections,
             "counted KV": self.sessions._quotas.kv_tokens.total,
             "tasks": self.num_tasks,
         }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final
+import contextlib
+from collections.abc import Callable
+from typing import Final
 from unittest import mock
 
 import pytest
@@ -78,6 +80,11 @@ RAW = [
         "trailers of a megabyte",
         CHUNKED + b"2\r\n{}\r\n0\r\n" + (b"X: " + b"a" * 999 + b"\r\n") * 1000,
         431,
+    ),
+    (
+        "a host that comes behind the body",
+        CHUNKED.replace(b"Host: localhost\r\n", b"") + b"2\r\n{}\r\n0\r\nHost: localhost\r\n\r\n",
+        400,
     ),
     ("chunks that are none", CHUNKED + b"no\r\n", 400),
     ("chunks of a byte each", CHUNKED + b"1\r\n \r\n" * 9999 + b"2\r\n{}\r\n0\r\n\r\n", 201),
@@ -188,13 +195,14 @@ async def test_a_ping_behind_a_long_frame_is_waited_for_while_the_peer_reads(thi
 
 
 class Turns:
-    """Count what happens in one turn of the event loop, at most."""
+    """Count what happens in one turn of the event loop, at most, and the turns in which it does."""
 
     def __init__(self) -> None:
-        self.most = self.num = self.num_now = 0
+        self.most = self.num = self.num_now = self.num_turns = 0
 
     def count(self) -> None:
         if self.num_now == 0:
+            self.num_turns += 1
             asyncio.get_running_loop().call_soon(self.reset)
         self.num, self.num_now = self.num + 1, self.num_now + 1
         self.most = max(self.most, self.num_now)
@@ -202,58 +210,104 @@ class Turns:
     def reset(self) -> None:
         self.num_now = 0
 
+    def counting(self, monkeypatch: pytest.MonkeyPatch, guard: type, *names: str) -> None:
+        """Count the calls of these methods."""
+        for name in names:
+            monkeypatch.setattr(guard, name, self._counted(getattr(guard, name)))
 
-PINGS = 20_000
+    def _counted(self, handle: Callable[..., None]) -> Callable[..., None]:
+        def counted(*args: object) -> None:
+            self.count()
+            handle(*args)
+
+        return counted
 
 
-@pytest.mark.parametrize("frame", [b"\x89\x80" + bytes(4), b"\x8a\x80" + bytes(4)])
-def test_a_flood_of_small_frames_is_parsed_in_pieces(
-    frame: bytes, monkeypatch: pytest.MonkeyPatch
+PARTS = 20_000
+AT_ONCE = 2 * http_guard.LEAST_PARSE_BYTES // 6
+"""The smallest parts that are parsed in a turn of the loop, behind the first."""
+
+
+@pytest.mark.parametrize("opcode", [b"\x89", b"\x8a"])
+def test_a_flood_of_frames_that_say_nothing_ends_its_socket(
+    opcode: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pings and pongs need no key, and none of them waits for an application."""
     turns = Turns()
-    for name in ("handle_ping", "handle_pong"):
-        handle = getattr(GuardedWebSocket, name)
+    turns.counting(monkeypatch, GuardedWebSocket, "handle_ping", "handle_pong")
+    frame, most = opcode + b"\x80" + bytes(4), websocket_guard.MAX_CONTROL_FRAMES
 
-        def handled(self: GuardedWebSocket, *event: object, handle: Any = handle) -> None:
-            turns.count()
-            handle(self, *event)
+    @served()
+    async def test(this: Served) -> None:
+        for num_frames in (most - 1, most, PARTS):
+            reader, writer = await asyncio.open_connection("127.0.0.1", this.port)
+            writer.write(SOCKET + b"\r\n")
+            assert (await reader.readuntil(b"\r\n\r\n")).split()[1] == b"101"
+            writer.write(frame * num_frames)
+            if num_frames <= most:
+                writer.write(masked(b"\x81", b'{"type":"ping","t":7}'))
+                await reader.readuntil(b'"pong"')
+            else:
+                with contextlib.suppress(ConnectionResetError):  # it was still sending
+                    await reader.read()
+            writer.close()
 
-        monkeypatch.setattr(GuardedWebSocket, name, handled)
+    test()
+    assert turns.most <= websocket_guard.PARSE_BYTES // 6 + 1
+    assert turns.num < 3 * most + websocket_guard.PARSE_BYTES // 6
+
+
+@served()
+async def test_one_who_pings_as_often_as_allowed_is_not_closed(this: Served) -> None:
+    async with this.socket():
+        await this.until(lambda: len(websockets_of(this)) == 1)
+        (connection,) = websockets_of(this)
+        now_s = connection.loop.time()
+        with mock.patch.object(connection.loop, "time") as time:
+            for number in range(1000):
+                time.return_value = now_s + number / websocket_guard.CONTROL_FRAMES_PER_S
+                assert connection._may_send_control()
+
+
+def test_a_message_of_small_fragments_is_parsed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, num_fragments = Turns(), websocket_guard.MAX_FRAGMENTS - 2
+    turns.counting(monkeypatch, GuardedWebSocket, "handle_cont")
 
     @served()
     async def test(this: Served) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", this.port)
+        begin, end = masked(b"\x01", b'{"type":"ping"'), masked(b"\x80", b',"t":7}')
         writer.write(SOCKET + b"\r\n")
-        assert (await reader.readline()).split()[1] == b"101"
-        writer.write(frame * PINGS)
-        reading = asyncio.create_task(reader.read())
-        await this.until(lambda: turns.num == PINGS)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(begin + masked(b"\x00", b"") * num_fragments + end)
+        await reader.readuntil(b'"pong"')
         writer.close()
-        await reading
 
     test()
-    assert turns.most <= websocket_guard.PARSE_BYTES // len(frame) + 1
+    assert turns.num == num_fragments + 1
+    assert turns.most <= websocket_guard.PARSE_BYTES // 6 + 1
+    assert turns.num_turns >= num_fragments / AT_ONCE / 2
 
 
 def test_a_body_of_small_chunks_is_parsed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns, on_body = Turns(), http_guard.GuardedHttp.on_body
-
-    def counted(self: http_guard.GuardedHttp, body: bytes) -> None:
-        turns.count()
-        on_body(self, body)
-
-    monkeypatch.setattr(http_guard.GuardedHttp, "on_body", counted)
+    turns = Turns()
+    turns.counting(monkeypatch, http_guard.GuardedHttp, "on_body")
 
     @served()
     async def test(this: Served) -> None:
-        body = b"1\r\n{\r\n" + b"1\r\n \r\n" * PINGS + b"1\r\n}\r\n0\r\n\r\n"
+        body = b"1\r\n{\r\n" + b"1\r\n \r\n" * PARTS + b"1\r\n}\r\n0\r\n\r\n"
         answer = await this.until_closed(CHUNKED + body)
         assert answer.startswith(b"HTTP/1.1 201")
 
     test()
-    assert turns.num == PINGS + 2
+    assert turns.num == PARTS + 2
     assert turns.most <= http_guard.PARSE_BYTES // 6 + 1
+    assert turns.num_turns >= PARTS / AT_ONCE
+
+
+def masked(first: bytes, payload: bytes) -> bytes:
+    """A frame of a client whose mask is zero."""
+    return first + bytes([0x80 | len(payload)]) + bytes(4) + payload
 
 
 def websockets_of(this: Served) -> list[GuardedWebSocket]:

@@ -15,13 +15,23 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
-from session_server.core.owner import ANONYMOUS, TenantLimits
+from session_server.core.errors import QuotaExceeded, ServerBusy
+from session_server.core.owner import ANONYMOUS, Owner, TenantLimits
 from session_server.sessions.manager import SessionManager
 from session_server.sessions.salts import TenantSalts
 from session_server.web.keys import KeyRing, key_sources
 from tests.sessions.paper_engine import PaperEngine
 from tests.web.realtime_client import realtime
-from tests.web.serving import DEADLINE_S, WORD, Served, Wire, model_text, serving, serving_over
+from tests.web.serving import (
+    DEADLINE_S,
+    WORD,
+    Served,
+    Wire,
+    model_text,
+    served,
+    serving,
+    serving_over,
+)
 from tests.web.serving import turn as small_turn
 from tests.web.test_responses_socket import lanes_of
 
@@ -110,6 +120,29 @@ def test_a_connection_too_many_is_refused_until_another_ends() -> None:
             assert (await turn(this, session_id)).status_code == 200
 
     asyncio.run(scenario())
+
+
+def test_one_tenant_leaves_connections_to_others() -> None:
+    most, others, newcomer = (Owner(f"name:{who}", share=0.5) for who in "abc")
+
+    @served(max_connections=10)
+    async def test(this: Served) -> None:
+        readers = this.app.state.readers
+        with contextlib.ExitStack() as stack:
+            for _ in range(5):
+                stack.enter_context(readers.connected(most, "http"))
+            with pytest.raises(QuotaExceeded), readers.connected(most, "http"):
+                pass
+            for _ in range(4):
+                stack.enter_context(readers.connected(others, "http"))
+            with pytest.raises(QuotaExceeded), readers.connected(others, "http"):
+                pass  # the last tenth is for owners that hold little
+            stack.enter_context(readers.connected(newcomer, "http"))
+            with pytest.raises(ServerBusy), readers.connected(newcomer, "http"):
+                pass
+        assert (readers.num_connections, readers.num_of(most)) == (0, 0)
+
+    test()
 
 
 def test_requests_that_come_at_once_are_no_more_connections_than_may_be() -> None:

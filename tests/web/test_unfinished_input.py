@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -250,9 +251,10 @@ async def test_pings_of_a_peer_that_does_not_read_are_not_answered_into_memory(
         (connection,) = (c for c in connections(this) if isinstance(c, GuardedWebSocket))
         peer.reader._transport.pause_reading()  # type: ignore[attr-defined]
         ping = raw_frame(b" " * 125, opcode=9)
-        for _ in range(200):
-            await peer.send(ping * 500)  # 13 MB, of which the kernel takes a few
-            await asyncio.sleep(0)
+        with mock.patch.object(websocket_guard, "MAX_CONTROL_FRAMES", 1_000_000):
+            for _ in range(200):
+                await peer.send(ping * 500)  # 13 MB, of which the kernel takes a few
+                await asyncio.sleep(0)
         assert connection.transport.get_write_buffer_size() < 200_000
 
 
@@ -270,9 +272,10 @@ def test_connections_that_are_being_closed_keep_nobody_out(
 ) -> None:
     @served(connections=ConnectionLimits(connections=3))
     async def test(this: Served) -> None:
+        waits = b"\r\nContent-Length: 9\r\nExpect: 100-continue\r\n\r\n"
         async with peers_of(this, 3) as answered:
             for peer in answered:
-                await peer.send(GET.replace(b"\r\n\r\n", b"\r\nContent-Length: 9\r\n\r\n"))
+                await peer.send(GET.replace(b"\r\n\r\n", waits))
                 assert (await peer.rest()).startswith(b"HTTP/1.1 200")
             async with peers_of(this, 3) as late:
                 for peer in late:
@@ -282,6 +285,63 @@ def test_connections_that_are_being_closed_keep_nobody_out(
 
     test()
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+@served()
+async def test_a_connection_goes_on_behind_a_request_that_is_answered_before_it_arrives(
+    this: Served,
+) -> None:
+    """As clients send them: the head, then the body, which the route does not read."""
+    async with peers_of(this) as (peer,):
+        for pause in (True, False) * 3:
+            await peer.send(GET.replace(b"\r\n\r\n", b"\r\nContent-Length: 9\r\n\r\n"))
+            if pause:
+                assert b" 200 " in await peer.read_until(b"ok")
+            await peer.send(b"123456789")
+            if not pause:
+                assert b" 200 " in await peer.read_until(b"ok")
+        (connection,) = connections(this)
+        await this.until(lambda: connection.timeout_keep_alive_task is not None)
+
+
+def test_an_answered_request_that_never_arrives_is_not_waited_for() -> None:
+    @served(message_timeout_s=0.1)
+    async def test(this: Served) -> None:
+        for rest in (b"", b"1234", b"\r\n\r\n"):
+            async with peers_of(this) as (peer,):
+                await peer.send(GET.replace(b"\r\n\r\n", b"\r\nContent-Length: 9\r\n\r\n"))
+                answer = await peer.read_until(b"ok")
+                await peer.send(rest)
+                answer += await peer.rest()
+            assert answer.count(b"HTTP/1.1 ") == 1, "nothing is said behind the answer"
+
+    test()
+
+
+def test_a_request_that_was_held_back_is_not_cut_by_the_time_between_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @served()
+    async def test(this: Served) -> None:
+        this.is_held = True
+        turn = b'{"input_ids":[300],"sampling":{"max_tokens":1}}'
+        head = b"POST /v1/sessions/%s/turns HTTP/1.1\r\nHost: localhost\r\n"
+        head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        session_id = await this.open()
+        async with peers_of(this) as (peer,):
+            first = GET[:-2] + b"X: %s\r\n\r\n"
+            first %= b"x" * (http_guard.PARSE_BYTES - len(first) + 2)  # the next is another piece
+            await peer.send(first + head % (session_id.encode(), len(turn)) + turn)
+            await peer.read_until(b"ok")
+            (connection,) = (
+                c for c in connections(this) if c.client == peer.writer.get_extra_info("sockname")
+            )
+            await this.until(lambda: connection.cycle.scope["method"] == "POST")
+            assert connection.timeout_keep_alive_task is None
+            this.is_held = False
+            assert b" 200 " in await peer.read_until(b"output")
+
+    test()
 
 
 @served(connections=ConnectionLimits(connections=3))
