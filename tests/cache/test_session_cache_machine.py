@@ -171,8 +171,13 @@ def test_no_program_of_verbs_loses_a_page_or_misreads_a_history(
     assert_reached(Machine.reached, (INTERESTING | OF_MIXTURE[mixture]) - RARE)
 
 
-@pytest.mark.parametrize("mixture", ["full + window", "window"])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize(
+    ("page_size", "mixture"),
+    at_depth(
+        [(1, "full + window"), (4, "full + window"), (16, "window")],
+        proof=list(product((1, 4, 16), ("full + window", "window"))),
+    ),
+)
 def test_long_walks_over_layers_that_forget_end_with_every_page_back(
     page_size: int, mixture: Mixture
 ) -> None:

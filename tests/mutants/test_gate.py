@@ -8,6 +8,7 @@ import itertools
 
 import pytest
 
+from tests.depth import at_depth
 from tests.mutants.registry import MUTANTS, SURVIVORS
 from tests.mutants.search import BUDGET_STEPS, recorded, search
 from tests.sim.simulation import run
@@ -30,7 +31,8 @@ def test_the_simulator_finds(name: str) -> None:
 
 
 def test_without_a_bug_the_same_seeds_pass() -> None:
-    for seed in {found.seed for found in FOUND.values()}:
+    seeds = sorted({found.seed for found in FOUND.values()})
+    for seed in seeds[:: at_depth(3, proof=1)]:
         run(seed)
 
 

@@ -121,8 +121,9 @@ def test_after_a_detour_a_session_goes_on_as_if_it_had_taken_none(
     house = House(setup, checkpoints[setup.family])
     lengths = range(FIRST_LEN, FIRST_LEN + setup.page_size)
     places = list(itertools.product(lengths, DEPTHS))
-    # Of many, every third: still every length, and every depth at lengths of every kind.
-    for length, depth in places if setup.page_size < WINDOW else places[::3]:
+    # Of many, every fifth: every depth, at lengths of every kind; in a proof more.
+    step = at_depth(5, proof=1 if setup.page_size < WINDOW else 3) if setup.page_size > 1 else 1
+    for length, depth in places[::step]:
         guest, other = house.open(), house.open()
         house.say(guest, length - 1, 1)
         house.say(other, SHALLOW, 1)
@@ -149,7 +150,7 @@ def test_a_retracted_turn_goes_on_as_if_it_never_was(
     num_retracted = 0
     lengths = range(FIRST_LEN, FIRST_LEN + max(4, page_size))
     # Of many, every second, which are others in the next family; in a proof all of them.
-    step = at_depth(max(1, page_size // 8), proof=1)
+    step = at_depth(2, proof=1)
     for length in lengths[FAMILIES.index(family) % step :: step]:
         guests = [house.open() for _ in range(3)]
         house.hold([house.submit(guest, length - 11, 20) for guest in guests])

@@ -18,7 +18,7 @@ from session_server.models.config import FULL_POOL
 from session_server.models.registry import load_config
 from session_server.runner.model_runner import BackendName, ModelRunner
 from session_server.runner.weights import load_decoder
-from tests.depth import cases
+from tests.depth import at_depth, cases
 from tests.models.raw_configs import VOCAB_SIZE
 from tests.oracle.checkpoints import (
     FAMILIES,
@@ -30,11 +30,14 @@ from tests.oracle.checkpoints import (
 )
 from tests.oracle.conversations import Layout, capacity
 from tests.oracle.oracle import TOLERANCE, Oracle
-from tests.oracle.record import CHUNKS, PAGE_SIZES, recorded
+from tests.oracle.record import CHUNKS, recorded
+from tests.oracle.record import PAGE_SIZES as ALL_PAGE_SIZES
 from tests.oracle.talks import Reference, Setup, Talk, assert_like_reference, run_talks
 from tests.runner.rows import Rows
 
 PIECES = ((20, 1, 1, 18, 1, 19), (7, 5, 1, 9, 3), (1, 33, 2, 1, 4))
+
+PAGE_SIZES = at_depth((1, 16, 256), proof=ALL_PAGE_SIZES)
 
 MATRIX = [Setup(*values) for values in cases(LAYERED_FAMILIES, PAGE_SIZES, CHUNKS, (False, True))]
 

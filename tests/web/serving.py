@@ -9,8 +9,10 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
+from unittest import mock
 
 import httpx
+import uvicorn
 from fastapi import FastAPI
 
 from session_server.config import Settings, model_directory
@@ -219,22 +221,34 @@ async def serving_live(engine: LiveT) -> AsyncIterator[Served[LiveT]]:
         yield this
 
 
+class _OftenAwake:
+    """`asyncio` as uvicorn's server sees it, which looks every 0.1 s whether it should end: here
+    every 5 ms, as a server is started and ended in each of hundreds of tests."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, delay_s: float) -> None:
+        await asyncio.sleep(delay_s / 20)
+
+
 @contextlib.asynccontextmanager
 async def _listening(engine: LiveT, services: AppServices) -> AsyncIterator[Served[LiveT]]:
     """The application on a port of its own."""
     listener, is_listening = bind("127.0.0.1", 0), asyncio.Event()
     app = create_app(services)
     server = DrainingServer(config_for(app, services), is_listening.set)
-    serve = asyncio.create_task(server.serve(sockets=[listener]))
-    await is_listening.wait()
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    try:
-        async with http_client(url) as http:
-            yield Served(url, engine, services.sessions, services, server, app, http)
-    finally:
-        server.should_exit = True
-        await serve
-        await services.sessions.stop()
+    with mock.patch.object(uvicorn.server, "asyncio", _OftenAwake()):
+        serve = asyncio.create_task(server.serve(sockets=[listener]))
+        await is_listening.wait()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        try:
+            async with http_client(url) as http:
+                yield Served(url, engine, services.sessions, services, server, app, http)
+        finally:
+            server.should_exit = True
+            await serve
+            await services.sessions.stop()
 
 
 def small_journal(max_entries: int) -> SessionLimits:

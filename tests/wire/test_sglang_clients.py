@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from session_server.local_server import LocalServer
+from tests.depth import at_depth
 from tests.rig.recovery import assert_books_balance
 from tests.wire.conftest import SMALL
 from tests.wire.layered_models import write_model
@@ -41,14 +42,16 @@ class Layout:
         return f"{self.family or 'embedded'}-page{self.page_size}"
 
 
-LAYOUTS = [
-    Layout(None, 1),
-    Layout("gemma3_text", 4),
-    Layout("gemma3_text", 256),
-    Layout("deepseek_v2", 256),
-    Layout("lfm2", 4),
-    Layout("granitemoehybrid", 256),
-]
+USUAL = [Layout(None, 1), Layout("gemma3_text", 4), Layout("granitemoehybrid", 256)]
+LAYOUTS = at_depth(
+    USUAL,
+    proof=[
+        *USUAL,
+        Layout("gemma3_text", 256),
+        Layout("deepseek_v2", 256),
+        Layout("lfm2", 4),
+    ],
+)
 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=str)
