@@ -26,10 +26,10 @@ FIRST = turn(input_ids=[7, 8, 9], max_tokens=3)
 STRUCK = turn(input_ids=[10, 11], max_tokens=3)
 NEXT = turn(input_ids=[12], max_tokens=3)
 FAULTS = (Fault.HALF_CLOSE, Fault.BLACKHOLE)
-UP_STEP, DOWN_STEP = at_depth((6, 15), proof=(2, 5))
+UP_STEP, DOWN_STEP = at_depth((8, 20), proof=(2, 5))
 """Between two bytes that are struck, of the words and of the longer answer."""
 
-MIN_STRUCK = at_depth(34, proof=101)
+MIN_STRUCK = at_depth(25, proof=101)
 """Lines that each fault strikes, at least."""
 
 PAST_END = 16

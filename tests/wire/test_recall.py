@@ -16,7 +16,7 @@ from session_server.local_server import LocalServer
 from tests.depth import at_depth
 from tests.text.local_text import load_local_text
 
-NUM_PROBES = 150
+NUM_PROBES = at_depth(100, proof=150)
 NUM_AT_ONCE = 8
 FIRST_SEED = 777_000
 

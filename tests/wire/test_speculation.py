@@ -14,10 +14,11 @@ from session_server.client import connect
 from session_server.demo import MODEL_DIR
 from session_server.demo.corpus import dialogue
 from session_server.local_server import LocalServer
+from tests.depth import at_depth
 from tests.rig.recovery import assert_books_balance
 from tests.wire.conftest import CONTEXT_LEN, SMALL
 
-NUM_TURNS = 6
+NUM_TURNS = at_depth(4, proof=6)
 SAMPLINGS: dict[str, dict[str, object]] = {
     "greedy": {"temperature": 0},
     "sampled": {"temperature": 1.2, "top_p": 0.95, "seed": 3},
