@@ -1,13 +1,15 @@
 """How much one tenant feels another: a quiet one alone, and beside one that floods the server.
 
-    python -m tests.bench.tenants [--turns 60] [--flooders 24] [SERVE FLAGS]
+    python -m tests.bench.tenants [--turns 60] [--rounds 3] [--flooders 24] [SERVE FLAGS]
 
 Server processes with two keys, one for the quiet tenant alone and one for the rest. The quiet
 tenant sends turns of some hundred new tokens into new sessions, and waits a little after each. The
-flood opens session after session and sends each a long prompt, as fast as the server takes them.
+flood, in a process of its own, opens session after session and sends each a long prompt, as fast as
+the server takes them.
 What is compared is the time to the first token of the quiet tenant's turns, measured by the client,
-and how much of its history was cached afterwards. The input tokens of the flood are counted before
-the quiet tenant has a session, after, and while it sends turns.
+in rounds of some turns beside the flood and some alone, so that a machine that grows slower does so
+for both; and how much of its history was cached afterwards. The input tokens of the flood are
+counted before the quiet tenant has a session, after, and while it sends turns.
 """
 
 from __future__ import annotations
@@ -15,15 +17,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import multiprocessing
+import os
 import random
+import signal
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import httpx
 
@@ -37,6 +43,7 @@ class Load:
     """What is sent: tokens of a quiet turn and of a flooding one, and how many flood."""
 
     num_turns: int
+    num_rounds: int
     num_flooders: int
     quiet_len: int
     flood_len: int
@@ -79,7 +86,6 @@ class Tenant:
         limits = httpx.Limits(max_connections=None)
         self.client = httpx.AsyncClient(base_url=url, headers=headers, timeout=600, limits=limits)
         self._random = random.Random(key)
-        self.num_input_tokens = 0
 
     async def open(self) -> str:
         answer = await self.client.post("/v1/sessions", json={})
@@ -91,14 +97,13 @@ class Tenant:
         sampling = {"max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
         body = {"input_ids": ids, "sampling": sampling}
         answer = await self.client.post(f"/v1/sessions/{session_id}/turns", json=body)
-        self.num_input_tokens += num_tokens if answer.status_code < 300 else 0
         return dict(answer.json()) if answer.status_code < 300 else {}
 
 
 async def measure(quiet: Tenant, load: Load) -> list[float]:
     """Seconds to the first token of each turn, in a session of its own."""
     waits = []
-    for _ in range(load.num_turns):
+    for _ in range(load.num_turns // load.num_rounds):
         session_id = await quiet.open()
         began_s = time.perf_counter()
         assert await quiet.turn(session_id, load.quiet_len, 1), "a quiet turn was refused"
@@ -108,43 +113,88 @@ async def measure(quiet: Tenant, load: Load) -> list[float]:
     return waits
 
 
-async def flood(tenant: Tenant, load: Load) -> None:
-    while True:
-        session_id = await tenant.open()
-        await tenant.turn(session_id, load.flood_len, load.flood_answer_len)
+def flood_until_killed(url: str, load: Load, num_tokens: Synchronized[int]) -> None:
+    """What the flooding process runs; `num_tokens`: input of its turns that ended."""
+
+    async def one(tenant: Tenant) -> None:
+        while True:
+            session_id = await tenant.open()
+            if await tenant.turn(session_id, load.flood_len, load.flood_answer_len):
+                num_tokens.value += load.flood_len
+
+    async def all_of_them() -> None:
+        tenant = Tenant(url, FLOOD)
+        await asyncio.gather(*(one(tenant) for _ in range(load.num_flooders)))
+
+    asyncio.run(all_of_them())
 
 
-async def tokens_per_s(tenant: Tenant, during: Awaitable[T]) -> tuple[float, T]:
-    """Input tokens per second of a tenant's turns that end meanwhile."""
-    began_s, num_tokens = time.perf_counter(), tenant.num_input_tokens
-    result = await during
-    rate = (tenant.num_input_tokens - num_tokens) / (time.perf_counter() - began_s)
-    return rate, result
+class Flood:
+    """A flood that can stand still.
+
+    Its clients have a process of their own, so that a quiet client's clock does not stand still
+    while they write their requests.
+    """
+
+    def __init__(self, url: str, load: Load) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._settle_s = load.flood_s / 4
+        self._num_tokens = spawn.Value("q", 0)
+        self._process = spawn.Process(
+            target=flood_until_killed, args=(url, load, self._num_tokens), daemon=True
+        )
+
+    async def __aenter__(self) -> Self:
+        self._process.start()
+        while not self._num_tokens.value:
+            await asyncio.sleep(0.1)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join()
+
+    async def tokens_per_s(self, during: Awaitable[T]) -> tuple[float, T]:
+        """Input tokens per second of turns that end meanwhile."""
+        await asyncio.sleep(self._settle_s)
+        began_s, before = time.perf_counter(), self._num_tokens.value
+        result = await during
+        return (self._num_tokens.value - before) / (time.perf_counter() - began_s), result
+
+    @contextlib.asynccontextmanager
+    async def standing_still(self) -> AsyncIterator[None]:
+        """No clients of the flood, and none of their turns, while the block runs."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(self._settle_s)
+            yield
+        finally:
+            os.kill(self._process.pid, signal.SIGCONT)
 
 
 async def run(load: Load, flags: list[str]) -> None:
-    async with serving(flags) as url:
-        quiet = Tenant(url, QUIET)
-        await Tenant(url, FLOOD).open()
-        for _ in range(2):  # the first of both is warmed up and thrown away
-            alone = await measure(quiet, load)
-    async with serving(flags) as url:
-        quiet, other = Tenant(url, QUIET), Tenant(url, FLOOD)
-        flooders = [asyncio.create_task(flood(other, load)) for _ in range(load.num_flooders)]
-        await asyncio.sleep(load.flood_s / 2)
-        unshared, _ = await tokens_per_s(other, asyncio.sleep(load.flood_s))
-        session_id = await quiet.open()
-        await quiet.turn(session_id, load.quiet_len, 1)
-        shared, _ = await tokens_per_s(other, asyncio.sleep(load.flood_s))
-        busy, beside = await tokens_per_s(other, measure(quiet, load))
-        for task in flooders:
-            task.cancel()
-        await asyncio.gather(*flooders, return_exceptions=True)
+    async with serving(flags) as at_rest, serving(flags) as flooded:
+        lonely, quiet = Tenant(at_rest, QUIET), Tenant(flooded, QUIET)
+        await Tenant(at_rest, FLOOD).open()
+        await measure(lonely, load)  # warms up
+        alone, beside, rates = [], [], []
+        async with Flood(flooded, load) as flood:
+            unshared, _ = await flood.tokens_per_s(asyncio.sleep(load.flood_s))
+            session_id = await quiet.open()
+            await quiet.turn(session_id, load.quiet_len, 1)
+            shared, _ = await flood.tokens_per_s(asyncio.sleep(load.flood_s))
+            for _ in range(load.num_rounds):
+                rate, waits = await flood.tokens_per_s(measure(quiet, load))
+                beside += waits
+                rates.append(rate)
+                async with flood.standing_still():
+                    alone += await measure(lonely, load)
         usage = (await quiet.turn(session_id, 1, 1))["usage"]
         report(alone, beside, usage)
         print(
             f"flood, input tokens/s: alone {unshared:.0f}, beside an idle tenant {shared:.0f},"
-            f" beside its turns {busy:.0f}"
+            f" beside its turns {statistics.mean(rates):.0f}"
         )
 
 
@@ -161,6 +211,7 @@ def report(alone: list[float], beside: list[float], usage: dict[str, Any]) -> No
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--flooders", type=int, default=24)
     parser.add_argument("--quiet-len", type=int, default=256)
     parser.add_argument("--flood-len", type=int, default=1500)
@@ -169,6 +220,7 @@ def main() -> None:
     given, flags = parser.parse_known_args()
     load = Load(
         given.turns,
+        given.rounds,
         given.flooders,
         given.quiet_len,
         given.flood_len,
