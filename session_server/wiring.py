@@ -80,9 +80,9 @@ _SECRET: Final = {
 _TOKEN_TEXTS_KEPT: Final = 1 << 16
 """Size of the cache of single tokens' texts, for logprobs."""
 
-_GC_THRESHOLDS: Final = (10_000, 5, 100)
-"""A young collection walks 60,000 objects at most, which takes milliseconds. A full one follows
-five million allocations that were not freed; a request leaves a handful of objects in a cycle."""
+_GC_THRESHOLDS: Final = (5_000, 2, 400)
+"""A young collection walks 20,000 objects at most, which takes milliseconds. A full one follows
+six million allocations that were not freed; a request leaves a handful of objects in a cycle."""
 
 _MAX_TURNS: Final = 16_384
 """Maximum turns that wait or run, over all sessions."""

@@ -13,6 +13,7 @@ from session_server.sessions.manager import SessionManager
 from session_server.web.certificate import Certificate
 from session_server.web.connection_table import ConnectionLimits
 from session_server.web.keys import KeyRing
+from session_server.web.turnstile import Turnstile
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ class AppServices:
     server_args: dict[str, object] = field(default_factory=dict)
     now_s: Callable[[], float] = time.monotonic
     wall_clock_s: Callable[[], float] = time.time
+    turnstile: Turnstile = field(default_factory=Turnstile)
 
     def check_model(self, name: str | None) -> None:
         """Reject the name of another model; none takes the one that is served. Raises

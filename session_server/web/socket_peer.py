@@ -1,7 +1,8 @@
 """Talk to the peer of one WebSocket, whatever protocol it speaks: handshake, frames, end.
 
-The peer's next message is not read while too much waits for it, and nothing is written behind what
-it has not read. `wake` tells the writer that there is something to do.
+The peer's next message is not read while too much waits for it, nor let in before those that came
+earlier on other connections, and nothing is written behind what it has not read. `wake` tells the
+writer that there is something to do.
 """
 
 from __future__ import annotations
@@ -136,7 +137,8 @@ class SocketPeer:
             if self._origin is not None:
                 self._origin.received_s = self._services.now_s()
             text: str = message["text"]
-            return text
+            await self._services.turnstile.enter()
+            return None if self.is_dismissed else text
         return None
 
     def set_behind(self, num_bytes: int) -> None:

@@ -26,6 +26,7 @@ SLICES = (
         _NEXT,
     ),
     _constant("sessions.journal:READ_BYTES", "journal entries that a reader takes", "bytes", _NEXT),
+    _constant("web.turnstile:MESSAGES_AT_ONCE", "messages on sockets let in", "messages", _NEXT),
     _constant("web.connection_table:EVICTED_AT_ONCE", "connections evicted", "connections", _NEXT),
     _constant("web.sockets:ENDED_AT_ONCE", "sockets ended by a shutdown", "sockets", _NEXT),
     _constant("sessions.rates:PAID_AT_ONCE", "owners whose rates may be paid", "owners", _NEXT),
