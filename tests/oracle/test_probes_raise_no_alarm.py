@@ -193,6 +193,17 @@ def dialogues() -> list[Text]:
     return [tuple(tokenizer.encode_content(text)) for text in joined]
 
 
+LAYOUTS = [
+    ("gemma3_text", 560),
+    ("deepseek_v3", 800),
+    ("granitemoehybrid", 560),
+    ("mistral_window", 480),
+    ("lfm2", 560),
+    ("qwen3_5_text", 560),
+]
+"""Families and the tokens that a pool holds."""
+
+
 def noise() -> list[Text]:
     """Anything, for models that were not trained."""
     random = Random(0)
@@ -226,14 +237,7 @@ def test_no_honest_page_in_halves_of_a_model_in_full_is_called_wrong() -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("family", "pool_tokens"),
-    [
-        ("gemma3_text", 560),
-        ("mistral_window", 480),
-        ("deepseek_v3", 800),
-        ("lfm2", 560),
-        ("granitemoehybrid", 560),
-        ("qwen3_5_text", 560),
-    ],
+    at_depth(LAYOUTS[:3], proof=LAYOUTS),
 )
 def test_no_honest_page_of_another_layout_is_called_wrong(
     family: str, pool_tokens: int, checkpoints: Mapping[str, Path]
