@@ -79,7 +79,7 @@ def load_decoder(
         if progress is not None:
             expected = expected_tensors(config, checkpoint.tensors)
             reader.report_to(progress, len(expected))
-        return _build(config, reader)
+        return build_decoder(config, reader)
 
 
 def open_checkpoint(directory: Path, config: ModelConfig) -> Checkpoint:
@@ -100,14 +100,14 @@ def expected_tensors(config: ModelConfig, names: Iterable[str] = ()) -> dict[str
     `names`: the tensors that exist; they decide between the spellings of a family.
     """
     expected = ExpectedTensors(names)
-    _build(config, expected)
+    build_decoder(config, expected)
     return expected.shapes
 
 
 def weight_bytes(config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> int:
     """Return the bytes of the parameters once they are loaded, without the padding of layouts."""
     expected = ExpectedTensors((), dtype)
-    _build(config, expected)
+    build_decoder(config, expected)
     num_shared = config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0
     # An embedding is read by rows, so an LM head in a packed layout is a second copy.
     is_copied = is_packed(num_shared, dtype, device)
@@ -124,7 +124,8 @@ def _ignorable(config: ModelConfig, names: Iterable[str]) -> set[str]:
     return ignorable | {_HEAD} if config.tie_word_embeddings else ignorable
 
 
-def _build(config: ModelConfig, tensors: WeightSource) -> Decoder:
+def build_decoder(config: ModelConfig, tensors: WeightSource) -> Decoder:
+    """Build a decoder from the tensors of a checkpoint, or of any other source."""
     shape = (config.vocab_size, config.hidden_size)
     embedding = tensors.take(_EMBEDDING, *shape)
     layers = [_layer(config, index, tensors) for index in range(len(config.layers))]

@@ -23,13 +23,14 @@ from tests.oracle.conversations import (
     conversations,
     pool_pages,
 )
+from tests.oracle.device import DEVICE
 
 TOLERANCE = 1e-4
 
 
 def load(directory: Path) -> Decoder:
     config = load_config(directory)
-    return load_decoder(directory, config, device=torch.device("cpu"), dtype=torch.float32)
+    return load_decoder(directory, config, device=DEVICE, dtype=torch.float32)
 
 
 class Oracle:
@@ -67,7 +68,7 @@ class Oracle:
         # The last answer token was sampled but never computed.
         computed = session.tokens[: session.num_computed]
         expected = reference_logits(directory, computed)
-        seen = torch.stack([session.logits[position] for position in range(len(computed))])
+        seen = torch.stack([session.logits[position] for position in range(len(computed))]).cpu()
         worst = (seen - expected).abs().max().item()
         assert worst <= TOLERANCE
         assert len(session.answers) == NUM_TURNS * ANSWER_LEN

@@ -25,6 +25,7 @@ from session_server.runner.capacity import MemoryLimits
 from session_server.runner.loader import RunnerOptions, load_runner
 from session_server.runner.model_runner import ModelRunner
 from tests.models.raw_configs import VOCAB_SIZE
+from tests.oracle.device import DEVICE
 
 NUM_OUTPUTS = 6
 MAX_STEPS = 5_000
@@ -106,7 +107,8 @@ def load_engine(
         RunnerOptions(
             page_size=setup.page_size,
             num_rows=8,
-            device="cpu",
+            device=str(DEVICE),
+            dtype="float32",
             max_context_len=256,
             draft=draft,
             memory=MemoryLimits(

@@ -1,0 +1,410 @@
+"""`python -m tests.bench.gpu`: what a step costs on a GPU, for a random model in the shape of one of 8B.
+
+Decode and prefill against the bytes they must read and the operations they must do, at the rates
+that this device is measured to have; decode against `transformers`; and how much of a step the
+device computes. The weights are made on the device, and the KV of histories is noise: neither
+changes the time. Each part prints its rows as soon as it has them, so a run that is cut short has
+told what it knew. Needs msgspec and transformers, nothing of the web.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cache.spec import Capacity
+from cache.types import RowId, TableWrite, TurnId, pages_for
+from session_server.core.batch import Batch, BatchRow, PendingStep, SamplingStart, StepResult
+from session_server.core.sampling import SamplingParams
+from session_server.models.registry import load_config
+from session_server.runner.checkpoint import WeightSource
+from session_server.runner.model_runner import ModelRunner
+from session_server.runner.weights import build_decoder
+
+SHAPES: Final[dict[str, dict[str, Any]]] = {
+    "8b": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 12_288,
+        "vocab_size": 151_936,
+    },
+    "tiny": {
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 256,
+        "vocab_size": 2048,
+    },
+}
+"""Qwen3-8B, and one to try the benchmark with."""
+
+PAGE_SIZE: Final = 16
+NUM_STEPS: Final = 24
+WARM_UP: Final = 4
+_NO_TOKENS: Final = np.zeros(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """Rates of a device: bytes per second of a large copy, read and written, operations of a bf16 product."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+
+class RandomWeights(WeightSource):
+    """Normal noise of standard deviation 0.02, made on the device; gains of norms are ones."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Create the source; it has every tensor that is asked for."""
+        self.dtype = dtype
+        self._device = device
+
+    def has(self, name: str) -> bool:
+        """Return whether the checkpoint has a tensor of that name: no spelling but the usual."""
+        del name
+        return False
+
+    def take_as(self, dtype: torch.dtype, name: str, *shape: int) -> Tensor:
+        """Return noise, or ones."""
+        tensor = torch.empty(shape, dtype=dtype, device=self._device)
+        return tensor.fill_(1.0) if name.endswith("norm.weight") else tensor.normal_(0.0, 0.02)
+
+
+class Bench:
+    """A runner whose rows have histories of noise, and the steps it is timed with."""
+
+    def __init__(
+        self, config: dict[str, Any], device: torch.device, *, num_rows: int, max_len: int
+    ) -> None:
+        """Make the model and pools for `num_rows` rows of `max_len` tokens in all."""
+        self.device = device
+        self.config = config
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(config))
+            parsed = load_config(Path(folder))
+        decoder = build_decoder(parsed, RandomWeights(device, dtype))
+        self.spec = parsed.cache_spec(PAGE_SIZE, decoder.dtype_name)
+        self.num_pages = pages_for(max_len, PAGE_SIZE) + num_rows
+        self._capacity = Capacity(dict.fromkeys(parsed.pools, self.num_pages + 1), num_rows, max_len)
+        self.runner = ModelRunner(decoder, self.spec, self._capacity)
+        for pool in self.runner.pools.values():
+            pool._storage.normal_()  # noqa: SLF001, noise of the whole pool in one kernel
+        self.num_weight_bytes = _num_weights(config) * dtype.itemsize
+        self._step = 0
+
+    def place(self, num_rows: int, length: int) -> None:
+        """Give each row pages for `length` tokens, scattered over the pool."""
+        of_row = pages_for(length, PAGE_SIZE)
+        assert of_row * num_rows <= self.num_pages, "the pool has room"
+        order = np.random.default_rng(0).permutation(self.num_pages).astype(np.int32) + 1
+        writes = tuple(
+            TableWrite(pool, RowId(row + 1), 0, order[row * of_row : (row + 1) * of_row])
+            for pool in self.runner.pools
+            for row in range(num_rows)
+        )
+        self._launch((), writes).wait()
+
+    def prefill(self, start: int, num_tokens: int) -> StepResult:
+        """Compute `num_tokens` new tokens of one row behind `start`, and sample one."""
+        tokens = np.random.default_rng(1).integers(0, self.config["vocab_size"], num_tokens)
+        return self._launch([self._row(1, start, tokens.astype(np.int32), begins=True)]).wait()
+
+    def begin(self, num_rows: int, history: int) -> None:
+        """Compute one token of every row, so that what follows is sampled on the device."""
+        token = np.ones(1, dtype=np.int32)
+        rows = [self._row(row, history, token, begins=True) for row in range(1, num_rows + 1)]
+        self._launch(rows).wait()
+
+    def decode(self, num_rows: int, position: int) -> PendingStep:
+        """Launch one decode step of all rows."""
+        return self._launch(
+            [self._row(row, position, None, begins=False) for row in range(1, num_rows + 1)]
+        )
+
+    def _row(self, row: int, start: int, tokens: Any, *, begins: bool) -> BatchRow:
+        params = SamplingParams(temperature=0.0)
+        return BatchRow(
+            turn_id=TurnId(f"t{row}"),
+            attempt=0,
+            row=RowId(row),
+            start=start,
+            num_tokens=1 if tokens is None else len(tokens),
+            tokens=tokens,
+            sample=True,
+            sampling=SamplingStart(params, 0, 0, _NO_TOKENS, _NO_TOKENS) if begins else None,
+        )
+
+    def _launch(
+        self, rows: Iterable[BatchRow], writes: tuple[TableWrite, ...] = ()
+    ) -> PendingStep:
+        self._step += 1
+        return self.runner.launch(Batch(self._step, tuple(rows), writes))
+
+
+def _num_weights(config: dict[str, Any]) -> int:
+    """Return the weights that a step reads: the embedding is read by rows, the head as a whole."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    attention = (2 * heads + 2 * config["num_key_value_heads"]) * config["head_dim"]
+    layer = hidden * (attention + 3 * config["intermediate_size"])
+    return int(config["num_hidden_layers"] * layer + hidden * config["vocab_size"])
+
+
+def ceilings(device: torch.device) -> Ceilings:
+    """Measure what the device can do: the floors below are in these rates."""
+    is_gpu = device.type == "cuda"
+    data = torch.empty((1 << 31) if is_gpu else (1 << 24), dtype=torch.bfloat16, device=device)
+    data.normal_()
+    copy = torch.empty_like(data)
+    rate = 2 * data.nbytes / _median_s(lambda: copy.copy_(data), device, 10)
+    del data, copy
+    size = 8192 if is_gpu else 512
+    a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+    return Ceilings(rate, 2 * size**3 / _median_s(lambda: a @ b, device, 10))
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _median_s(call: Callable[[], Any], device: torch.device, num_times: int) -> float:
+    times = []
+    for _ in range(num_times + 2):
+        _synchronize(device)
+        began = time.perf_counter()
+        call()
+        _synchronize(device)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[2:])
+
+
+def decode(bench: Bench, limits: Ceilings, cases: list[tuple[int, int]]) -> None:
+    """Time decode steps, one at a time and two in flight, as the server runs them."""
+    kv_bytes = sum(group.bytes_per_token for group in bench.spec.groups)
+    print("\n| decode rows | history | lockstep ms | overlapped ms | floor ms | x floor | tokens/s |")
+    print("|---|---|---|---|---|---|---|", flush=True)
+    for num_rows, history in cases:
+        bench.place(num_rows, history + 3 * NUM_STEPS)
+        bench.begin(num_rows, history)
+        position = history + 1
+        lockstep = []
+        for _ in range(NUM_STEPS):
+            began = time.perf_counter()
+            result = bench.decode(num_rows, position).wait()
+            lockstep.append(time.perf_counter() - began)
+            assert result.error is None, result.error
+            position += 1
+        ahead = bench.decode(num_rows, position)
+        ends = []
+        for _ in range(NUM_STEPS):
+            position += 1
+            nexts = bench.decode(num_rows, position)
+            ahead.wait()
+            ends.append(time.perf_counter())
+            ahead = nexts
+        ahead.wait()
+        overlapped = statistics.median(np.diff(ends[WARM_UP:]))
+        floor = (bench.num_weight_bytes + num_rows * history * kv_bytes) / limits.bytes_per_s
+        plain = statistics.median(lockstep[WARM_UP:])
+        print(
+            f"| {num_rows} | {history:,} | {plain * 1e3:.2f} | {overlapped * 1e3:.2f} "
+            f"| {floor * 1e3:.2f} | {overlapped / floor:.2f} | {num_rows / overlapped:,.0f} |",
+            flush=True,
+        )
+
+
+def prefill(bench: Bench, limits: Ceilings, cases: list[tuple[int, int]]) -> None:
+    """Time the new tokens of a turn behind a history."""
+    attended = 4 * bench.config["num_attention_heads"] * bench.config["head_dim"]
+    attended *= bench.config["num_hidden_layers"]
+    print("\n| new tokens | history | ms | tokens/s | floor ms | x floor |")
+    print("|---|---|---|---|---|---|", flush=True)
+    for num_tokens, history in cases:
+        bench.place(1, history + num_tokens)
+        times = []
+        for _ in range(7):
+            began = time.perf_counter()
+            result = bench.prefill(history, num_tokens)
+            times.append(time.perf_counter() - began)
+            assert result.error is None, result.error
+        head = bench.config["vocab_size"] * bench.config["hidden_size"]
+        work = 2 * (_num_weights(bench.config) - head) * num_tokens + 2 * head
+        work += attended * num_tokens * (history + num_tokens / 2)
+        floor = max(work / limits.flops_per_s, bench.num_weight_bytes / limits.bytes_per_s)
+        seconds = statistics.median(times[2:])
+        print(
+            f"| {num_tokens:,} | {history:,} | {seconds * 1e3:.2f} | {num_tokens / seconds:,.0f} "
+            f"| {floor * 1e3:.2f} | {seconds / floor:.2f} |",
+            flush=True,
+        )
+
+
+def profile(bench: Bench, cases: list[tuple[int, int]]) -> None:
+    """Say how long the device computes in a step, in how many kernels, and where the host waits."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiled
+
+    num_steps = 4
+    for num_rows, history in cases:
+        bench.place(num_rows, history + 3 * NUM_STEPS)
+        bench.begin(num_rows, history)
+        for position in range(history + 1, history + 4):
+            bench.decode(num_rows, position).wait()
+        _synchronize(bench.device)
+        with profiled(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            for position in range(history + 4, history + 4 + num_steps):
+                bench.decode(num_rows, position).wait()
+        kernels: Counter[str] = Counter()
+        times: Counter[str] = Counter()
+        for event in profiler.events():
+            if event.device_type == torch.autograd.DeviceType.CUDA:
+                kernels[event.name] += 1
+                times[event.name] += event.device_time
+        print(
+            f"\n{num_rows} rows behind {history:,}: {sum(kernels.values()) / num_steps:.0f} kernels "
+            f"and copies a step, {sum(times.values()) / num_steps / 1e3:.2f} ms on the device"
+        )
+        for name, total in times.most_common(14):
+            print(f"  {total / num_steps / 1e3:8.3f} ms {kernels[name] / num_steps:7.1f}x {name[:96]}")
+        if bench.device.type == "cuda":
+            _print_waits(bench, num_rows, history + 4 + num_steps)
+        sys.stdout.flush()
+
+
+def _print_waits(bench: Bench, num_rows: int, position: int) -> None:
+    """Print the lines of a launch that wait for the device."""
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step = bench.decode(num_rows, position)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    step.wait()
+    lines = Counter(f"{Path(w.filename).name}:{w.lineno}" for w in caught)
+    print(f"  waits in one launch: {sum(lines.values())}", dict(lines.most_common(8)))
+
+
+def of_transformers(
+    config: dict[str, Any], device: torch.device, num_tokens: int, cases: list[tuple[int, int]]
+) -> None:
+    """Time `transformers` at decode: `generate`, then its continuous batching."""
+    import transformers
+
+    settings = transformers.AutoConfig.for_model(**config)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(settings, dtype=dtype).eval()
+    model.generation_config.eos_token_id = None
+    print("\n| transformers | rows | history | ms a step | tokens/s |\n|---|---|---|---|---|", flush=True)
+    for num_rows, history in cases:
+        ids = torch.randint(3, config["vocab_size"], (num_rows, history), device=device)
+
+        def generate(count: int, ids: Tensor = ids) -> None:
+            mask = torch.ones_like(ids)
+            model.generate(
+                ids, attention_mask=mask, max_new_tokens=count, min_new_tokens=count,
+                do_sample=False, pad_token_id=0,
+            )  # fmt: skip
+
+        long, short = (_median_s(lambda n=n: generate(n), device, 1) for n in (num_tokens, 1))
+        seconds = (long - short) / (num_tokens - 1)
+        print(
+            f"| generate | {num_rows} | {history:,} | {seconds * 1e3:.2f} | {num_rows / seconds:,.0f} |",
+            flush=True,
+        )
+    num_rows, history = cases[-1]
+    prompts = [
+        torch.randint(3, config["vocab_size"], (history,)).tolist() for _ in range(num_rows)
+    ]
+    try:
+        counts = []
+        for count in (num_tokens, 1):
+            chosen = transformers.GenerationConfig(
+                max_new_tokens=count, do_sample=False, eos_token_id=-1, pad_token_id=0
+            )
+            began = time.perf_counter()
+            model.generate_batch(inputs=prompts, generation_config=chosen, progress_bar=False)
+            counts.append(time.perf_counter() - began)
+        seconds = (counts[0] - counts[1]) / (num_tokens - 1)
+        print(
+            f"| generate_batch | {num_rows} | {history:,} | {seconds * 1e3:.2f} "
+            f"| {num_rows / seconds:,.0f} | whole {counts[0]:.2f} s, 1 token {counts[1]:.2f} s",
+            flush=True,
+        )
+    except Exception as error:  # noqa: BLE001, a peer's failure must not cost our own figures
+        print(f"generate_batch failed: {type(error).__name__}: {error}", flush=True)
+
+
+def main() -> None:
+    """Measure on the device that is there."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--parts", default="decode,prefill,profile,transformers")
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    is_tiny = args.shape == "tiny"
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        **SHAPES[args.shape],
+        "max_position_embeddings": 40_960,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    limits = ceilings(device)
+    print(
+        f"{name}, torch {torch.__version__}: reads {limits.bytes_per_s / 1e12:.2f} TB/s, "
+        f"bf16 product {limits.flops_per_s / 1e12:.0f} TFLOP/s",
+        flush=True,
+    )
+    parts = args.parts.split(",")
+    began = time.perf_counter()
+    bench = Bench(config, device, num_rows=64, max_len=4_096 if is_tiny else 147_456)
+    _synchronize(device)
+    print(f"model and pools made in {time.perf_counter() - began:.1f} s", flush=True)
+    if "decode" in parts:
+        many = [(1, 512), (1, 4096), (1, 32_768), (4, 512), (16, 512), (16, 4096), (64, 512), (64, 2048)]
+        decode(bench, limits, [(1, 64), (4, 64)] if is_tiny else many)
+    if "prefill" in parts:
+        turns = [(64, 0), (64, 4096), (64, 32_768), (512, 0), (512, 4096), (2048, 0), (2048, 4096)]
+        prefill(bench, limits, [(64, 0), (64, 512)] if is_tiny else turns)
+    if "profile" in parts:
+        profile(bench, [(1, 64)] if is_tiny else [(1, 512), (16, 4096)])
+    if "transformers" in parts:
+        del bench
+        gc.collect()
+        cases = [(1, 64), (4, 64)] if is_tiny else [(1, 512), (16, 512)]
+        of_transformers(config, device, 8 if is_tiny else 48, cases)
+
+
+if __name__ == "__main__":
+    main()
