@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cache.pool.upload import upload
 from cache.types import NULL_ROW, TableWrite
 
 PageRun = tuple[int, int]
@@ -43,7 +44,9 @@ class PageTable:
         self._runs.pop(write.row, None)
         if self.device_pages.device.type != "cpu":
             pages = torch.from_numpy(np.ascontiguousarray(write.pages, dtype=np.int32))
-            self.device_pages[write.row, write.start : end] = pages.to(self.device_pages.device)
+            self.device_pages[write.row, write.start : end] = upload(
+                pages, self.device_pages.device
+            )
 
     def pages(self, row: int, end: int, *, first: int = 0) -> NDArray[np.int32]:
         """Return entries [first, end) of a row on the host, int32; a view of the current state."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cache.pool.recurrent import StatePool
+from cache.pool.upload import upload
 from cache.types import NULL_PAGE, NULL_ROW, StateMoves
 from session_server.attention.base import AttentionMeta, Span
 
@@ -229,7 +230,7 @@ class RecurrentBackend:
             targets.append(self._ints([moves.targets[index][1] for _, moves in continuing]))
         for segment in segments:
             taken += range(segment.offset, segment.offset + segment.num_tokens)
-        order = torch.tensor(taken).argsort().to(self.pool.device)
+        order = upload(torch.tensor(taken).argsort(), self.pool.device)
         return Rounds(tuple(tokens), tuple(sources), tuple(targets), order)
 
     def _steps(self, moves: list[StateMoves]) -> Steps:
@@ -266,7 +267,7 @@ class RecurrentBackend:
         return Sources(self._ints(pages), self._ints(fresh) if fresh else None)
 
     def _ints(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64).to(self.pool.device)
+        return upload(torch.tensor(values, dtype=torch.int64), self.pool.device)
 
 
 def _moves(span: Span) -> StateMoves:

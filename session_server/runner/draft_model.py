@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from cache.pool.page_table import PageTable
+from cache.pool.upload import upload
 from cache.types import PoolName
 from session_server.core.batch import Batch, BatchRow
 from session_server.runner.inputs import ForwardInputs, InputBuilder
@@ -58,7 +59,7 @@ class DraftModel:
         drafting = [row for row in batch.rows if needs_drafts(row)]
         ends = {span.row: span.offset + span.num_tokens - 1 for span in certain.attention.spans}
         last = torch.tensor([ends[row.row] for row in drafting], dtype=torch.int64)
-        hidden = self._model.forward(certain, last.to(certain.token_ids.device))
+        hidden = self._model.forward(certain, upload(last, certain.token_ids.device))
         return self._decode_drafts(drafting, hidden) if drafting else None
 
     def _decode_drafts(self, rows: list[BatchRow], hidden: Tensor) -> Tensor:

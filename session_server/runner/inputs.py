@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cache.pool.page_table import PageTable
+from cache.pool.upload import upload
 from cache.types import PoolName, pages_for
 from session_server.attention.base import AttentionMeta, Span
 from session_server.core.batch import Batch, BatchRow
@@ -95,11 +96,11 @@ class InputBuilder:
             rows, offsets, sampled=sampled, prompt_rows=prompt_rows, unsampled=unsampled
         )
         host_ints = torch.from_numpy(np.concatenate((host.reshape(-1), logits_indices)))
-        device_ints = host_ints.to(self._device)
+        device_ints = upload(host_ints, self._device)
         by_kind = device_ints[: host.size].view(len(host), -1)
         token_ids, positions, *slot_mappings = by_kind.unbind(0)
         if sampled_on_device:
-            pairs = torch.tensor(sampled_on_device, dtype=torch.int64).to(self._device)
+            pairs = upload(torch.tensor(sampled_on_device, dtype=torch.int64), self._device)
             token_ids.index_copy_(0, pairs[:, 0], self._last_tokens.index_select(0, pairs[:, 1]))
         if drafts is not None:
             _scatter_drafts_(token_ids, drafts, rows, offsets)
@@ -163,7 +164,7 @@ def _scatter_drafts_(
         for number, index in enumerate(drafted)
         for step in range(rows[index].num_drafts)
     ]
-    where, numbers, steps = torch.tensor(cells, dtype=torch.int64).to(drafts.device).unbind(1)
+    where, numbers, steps = upload(torch.tensor(cells, dtype=torch.int64), drafts.device).unbind(1)
     token_ids.index_copy_(0, where, drafts[numbers, steps])
 
 

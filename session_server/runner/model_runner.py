@@ -16,6 +16,7 @@ from torch import Tensor
 from cache.pool.page_table import PageTable
 from cache.pool.recurrent import StatePool
 from cache.pool.storage import KvPool
+from cache.pool.upload import upload
 from cache.spec import CacheSpec, Capacity, LayerKind
 from cache.types import PoolName, TableWrite, pages_for
 from session_server.core.batch import Batch, PendingStep
@@ -177,7 +178,7 @@ class ModelRunner:
         self, inputs: ForwardInputs, hidden: Tensor, asked: Future[Masks] | None
     ) -> SampledRows:
         spans = inputs.sample_spans
-        rows = torch.tensor([span.row for span in spans]).to(hidden.device)
+        rows = upload(torch.tensor([span.row for span in spans]), hidden.device)
         logits = self._model.decoder.logits(hidden)
         num_accepted = None
         masks = None if asked is None else asked.result()
@@ -213,7 +214,7 @@ class ModelRunner:
         for index in inputs.prompt_rows:
             request = batch.rows[index].prompt_logprobs
             assert request is not None, "only rows with prompt logprobs are listed"
-            targets = torch.from_numpy(request.targets).to(hidden.device, torch.int64)
+            targets = upload(torch.from_numpy(request.targets).long(), hidden.device)
             blocks = []
             for first in range(0, len(targets), PROMPT_LOGPROB_BLOCK):
                 of_block = targets[first : first + PROMPT_LOGPROB_BLOCK]

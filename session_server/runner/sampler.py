@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cache.pool.upload import upload
 from session_server.core.batch import SamplingStart
 from session_server.core.sampling import SamplingParams
 from session_server.runner.constraints import Masks
@@ -159,10 +160,12 @@ class Sampler:
     def _gumbel_max(self, adjusted: Tensor, states: list[_RowState], keys: list[int]) -> Tensor:
         """Sample by Gumbel-max from `adjusted` [n, vocab], with the state and key of each row."""
         temperatures = [max(state.params.temperature, MIN_TEMPERATURE) for state in states]
-        divisors = torch.tensor(temperatures, dtype=torch.float32).to(self._device).unsqueeze(1)
+        divisors = upload(torch.tensor(temperatures, dtype=torch.float32), self._device).unsqueeze(
+            1
+        )
         scaled = (adjusted - adjusted.amax(dim=-1, keepdim=True)) / divisors
         rules = [state.truncation for state in states]
-        device_keys = torch.tensor(keys, dtype=torch.int64).to(self._device)
+        device_keys = upload(torch.tensor(keys, dtype=torch.int64), self._device)
         if all(rule is None for rule in rules):
             return (scaled - self._noise.exponentials(device_keys).log_()).argmax(dim=-1)
         is_kept = scaled >= thresholds(scaled, rules)
@@ -198,7 +201,7 @@ class Sampler:
     def _penalty(self, start: SamplingStart) -> _Penalty:
         def counted(tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Tensor:
             counts = np.bincount(tokens, minlength=self._vocab_size)[: self._vocab_size]
-            return torch.from_numpy(counts.astype(np.float32)).to(self._device)
+            return upload(torch.from_numpy(counts.astype(np.float32)), self._device)
 
         return _Penalty(counted(start.context) > 0, counted(start.outputs))
 
@@ -271,14 +274,12 @@ def _apply_penalties(
     counts = torch.stack([one.penalty.output_counts for one in each])
     if inputs is not None:
         _count_drafts_(counts, penalized, inputs)
-    factors = torch.tensor(
-        [
-            (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
-            for p in (one.params for one in each)
-        ],
-        dtype=torch.float32,
-    ).to(logits.device)
-    repetition, presence, frequency = factors.unsqueeze(-1).unbind(1)
+    factors = [
+        (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
+        for p in (one.params for one in each)
+    ]
+    on_device = upload(torch.tensor(factors, dtype=torch.float32), logits.device)
+    repetition, presence, frequency = on_device.unsqueeze(-1).unbind(1)
     is_output = counts > 0
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
     logits = torch.where(in_prompt | is_output, repeated, logits)
@@ -296,6 +297,6 @@ def _count_drafts_(counts: Tensor, penalized: list[_PenaltySpan], inputs: Tensor
         offset += one.num_tokens
     if not pairs:
         return
-    choices, sources = torch.tensor(pairs, dtype=torch.int64).to(counts.device).unbind(1)
+    choices, sources = upload(torch.tensor(pairs, dtype=torch.int64), counts.device).unbind(1)
     ones = counts.new_ones(len(pairs))
     counts.index_put_((choices, inputs[sources]), ones, accumulate=True)

@@ -14,6 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from cache.pool.upload import upload
 from session_server.core.sampling import SamplingParams
 
 NUM_CANDIDATES: Final = 256
@@ -61,7 +62,7 @@ def thresholds(scaled: Tensor, rules: Sequence[Truncation | None]) -> Tensor:
         them the other rows need.
     """
     floors = [math.log(r.min_p) if r is not None and r.min_p > 0.0 else _LOWEST for r in rules]
-    lowest = torch.tensor(floors, dtype=torch.float32).to(scaled.device).unsqueeze(1)
+    lowest = upload(torch.tensor(floors, dtype=torch.float32), scaled.device).unsqueeze(1)
     ordering = [i for i, r in enumerate(rules) if r is not None and r.needs_order]
     if not ordering:
         return lowest
@@ -97,7 +98,7 @@ def _nucleus_edges(
     """
 
     def column(values: list[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(ordered.device).unsqueeze(1)
+        return upload(torch.tensor(values, dtype=dtype), ordered.device).unsqueeze(1)
 
     ranks = column([(r.top_k or ordered.shape[1]) - 1 for r in rules], torch.int64)
     shares = column([r.top_p if r.top_p < 1.0 else math.inf for r in rules], torch.float32)

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cache.pool.upload import upload
+
 
 class SampleSpan(msgspec.Struct, frozen=True, gc=False):
     """Name one row's positions [position, position + num_tokens) that a forward samples.
@@ -55,7 +57,7 @@ def verify(choices: Tensor, inputs: Tensor, spans: Sequence[SampleSpan]) -> Acce
     steps = np.arange(lengths.max())
     cells = first[:, None] + np.minimum(steps, lengths[:, None] - 1)
     is_real = steps < lengths[:, None]
-    at, is_draft = torch.from_numpy(np.stack((cells, is_real))).to(choices.device)
+    at, is_draft = upload(torch.from_numpy(np.stack((cells, is_real))), choices.device)
     is_accepted = (choices[at[:, :-1]] == inputs[at[:, 1:]]) * is_draft[:, 1:]
     num_accepted = is_accepted.cumprod(dim=1).sum(dim=1)
     return Acceptance(num_accepted, at[:, 0] + num_accepted)

@@ -66,7 +66,7 @@ def test_logits_stay_close_to_those_of_full_precision(
     for session in sessions:
         computed = session.tokens[: session.num_computed]
         expected = reference_logits(oracle.directory(family), computed)
-        seen = torch.stack([session.logits[position] for position in range(len(computed))])
+        seen = torch.stack([session.logits[position] for position in range(len(computed))]).cpu()
         worst = (seen - expected).abs().max().item()
         assert 1e-5 < worst <= bound
 
