@@ -82,7 +82,7 @@ _TOKEN_TEXTS_KEPT: Final = 1 << 16
 
 _GC_THRESHOLDS: Final = (5_000, 2, 400)
 """A young collection walks 20,000 objects at most, which takes milliseconds. A full one follows
-six million allocations that were not freed; a request leaves a handful of objects in a cycle."""
+eight million allocations that were not freed; a request leaves a handful of objects in a cycle."""
 
 _MAX_TURNS: Final = 16_384
 """Maximum turns that wait or run, over all sessions."""

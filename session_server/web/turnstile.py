@@ -11,8 +11,9 @@ MESSAGES_AT_ONCE: Final = 16
 
 
 class Turnstile:
-    """Let `MESSAGES_AT_ONCE` callers pass per iteration of the event loop, in the order of their
-    coming, so that a thousand peers that speak in the same moment hold up nobody else for long.
+    """Let `MESSAGES_AT_ONCE` callers pass per iteration of the event loop, so that a thousand peers
+    that speak in the same moment hold up nobody else for long. Those that have waited longest come
+    first; who comes in the iteration that lets them in may pass them by that one iteration.
 
     Those that do not pass at once wait as tasks of their own; nothing is done for them meanwhile.
     """

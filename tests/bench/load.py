@@ -100,8 +100,10 @@ def lag_buckets(url: str) -> Mapping[float, float]:
 
 
 def percentile_of(before: Mapping[float, float], after: Mapping[float, float]) -> float:
-    """The bound under which 99 of 100 probes between two scrapes lie."""
+    """The bound under which 99 of 100 probes between two scrapes lie; NaN without probes."""
     during = {bound: after[bound] - before[bound] for bound in after}
+    if not during[float("inf")]:
+        return float("nan")
     return min(bound for bound, num in during.items() if num >= 0.99 * during[float("inf")])
 
 
@@ -109,16 +111,18 @@ async def stream(
     wire: ClientConnection, begins: asyncio.Semaphore, ends: list[float], result: Result
 ) -> None:
     """Read until the socket ends; note when, and whether the turn's end was told. `begins` is
-    released at the first delta."""
+    released at the first delta, or at the end of a turn that had none."""
     text = Wire(wire)
     is_told = has_begun = False
     with contextlib.suppress(ConnectionClosed):
         while True:
             frame = await text.receive()
-            if not has_begun and frame["type"] == "turn.delta":
+            if not has_begun and frame["type"] in {"turn.delta", *ENDS}:
                 has_begun = True
                 begins.release()
             is_told = is_told or frame["type"] in ENDS
+    if not has_begun:
+        begins.release()
     ends.append(time.monotonic())
     result.num_told += is_told
     result.num_closed += wire.close_code == 1012

@@ -32,8 +32,10 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 QUIET, FLOOD = "quiet-tenants-key", "flooding-tenants-key"
+UNFINISHED = "session_server_unfinished_turns"
 REST_S = 0.02
 T = TypeVar("T")
 
@@ -56,7 +58,7 @@ async def serving(flags: list[str]) -> AsyncIterator[str]:
     """A server process with both keys; yields its URL."""
     with tempfile.TemporaryDirectory() as directory:
         keys = Path(directory) / "keys"
-        keys.write_text(f"quiet {QUIET}\nflood {FLOOD}\n", "utf-8")
+        keys.write_text(f"quiet {QUIET} metrics=1\nflood {FLOOD}\n", "utf-8")
         keys.chmod(0o600)
         command = (sys.executable, "-m", "session_server", "serve", "--port", "0")
         process = await asyncio.create_subprocess_exec(
@@ -103,7 +105,7 @@ class Tenant:
 async def measure(quiet: Tenant, load: Load) -> list[float]:
     """Seconds to the first token of each turn, in a session of its own."""
     waits = []
-    for _ in range(load.num_turns // load.num_rounds):
+    for _ in range(-(-load.num_turns // load.num_rounds)):
         session_id = await quiet.open()
         began_s = time.perf_counter()
         assert await quiet.turn(session_id, load.quiet_len, 1), "a quiet turn was refused"
@@ -138,6 +140,7 @@ class Flood:
 
     def __init__(self, url: str, load: Load) -> None:
         spawn = multiprocessing.get_context("spawn")
+        self._url = url
         self._settle_s = load.flood_s / 4
         self._num_tokens = spawn.Value("q", 0)
         self._process = spawn.Process(
@@ -147,6 +150,7 @@ class Flood:
     async def __aenter__(self) -> Self:
         self._process.start()
         while not self._num_tokens.value:
+            self._assert_alive()
             await asyncio.sleep(0.1)
         return self
 
@@ -159,15 +163,32 @@ class Flood:
         await asyncio.sleep(self._settle_s)
         began_s, before = time.perf_counter(), self._num_tokens.value
         result = await during
+        self._assert_alive()
         return (self._num_tokens.value - before) / (time.perf_counter() - began_s), result
+
+    def _assert_alive(self) -> None:
+        assert self._process.is_alive(), "the flood has ended: the server refused its clients"
+
+    async def _num_turns(self, client: httpx.AsyncClient) -> float:
+        """Turns that the flooded server runs, or has waiting."""
+        text = (await client.get("/metrics")).raise_for_status().text
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == UNFINISHED
+        )
 
     @contextlib.asynccontextmanager
     async def standing_still(self) -> AsyncIterator[None]:
         """No clients of the flood, and none of their turns, while the block runs."""
         assert self._process.pid is not None
         os.kill(self._process.pid, signal.SIGSTOP)
+        headers = {"authorization": f"Bearer {QUIET}"}
         try:
-            await asyncio.sleep(self._settle_s)
+            async with httpx.AsyncClient(base_url=self._url, headers=headers) as client:
+                while await self._num_turns(client):
+                    await asyncio.sleep(0.1)
             yield
         finally:
             os.kill(self._process.pid, signal.SIGCONT)

@@ -32,7 +32,7 @@ class Iterations:
         self._task.cancel()
 
 
-def test_so_many_enter_per_iteration_and_in_the_order_of_their_coming() -> None:
+def test_callers_of_one_iteration_enter_in_their_order_so_many_per_iteration() -> None:
     num_callers, order = 5 * MESSAGES_AT_ONCE + 3, list[int]()
     per_iteration: Counter[int] = Counter()
 
@@ -74,6 +74,28 @@ def test_who_comes_later_does_not_pass_those_that_wait() -> None:
     assert order[-1] == "late"
 
 
+def test_who_comes_while_a_waiter_is_let_in_passes_it_by_one_iteration_at_most() -> None:
+    order: list[str] = []
+
+    async def run() -> None:
+        gate = Turnstile()
+
+        async def call(name: str) -> None:
+            await gate.enter()
+            order.append(name)
+
+        early = [asyncio.create_task(call(f"early {i}")) for i in range(MESSAGES_AT_ONCE + 1)]
+        await asyncio.sleep(0)
+        late = asyncio.create_task(call("late"))
+        await asyncio.sleep(0)
+        later = asyncio.create_task(call("later"))
+        await asyncio.gather(*early, late, later)
+
+    asyncio.run(run())
+    assert sorted(order[-3:-1]) == [f"early {MESSAGES_AT_ONCE}", "late"]
+    assert order[-1] == "later"
+
+
 def test_one_that_has_left_takes_nobodys_place() -> None:
     async def run() -> None:
         gate, passed = Turnstile(), list[int]()
@@ -95,6 +117,27 @@ def test_one_that_has_left_takes_nobodys_place() -> None:
             await asyncio.sleep(0)
         assert not gate._waiting
         assert not gate._is_scheduled, "at rest it wakes nobody"
+
+    asyncio.run(run())
+
+
+def test_a_message_is_not_handled_before_it_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        has_come, may_enter = asyncio.Event(), asyncio.Event()
+
+        async def enter(_: Turnstile) -> None:
+            has_come.set()
+            await may_enter.wait()
+
+        monkeypatch.setattr(Turnstile, "enter", enter)
+        async with serving() as this, this.socket(await this.open()) as wire:
+            asked = asyncio.create_task(wire.turn("t", **turn(input_ids=[7, 8], max_tokens=3)))
+            async with asyncio.timeout(5):
+                await has_come.wait()
+            await asyncio.sleep(0.05)
+            assert not asked.done()
+            may_enter.set()
+            assert (await asked)["type"] == "turn.completed"
 
     asyncio.run(run())
 
