@@ -67,7 +67,7 @@ def print_failure(
     if isinstance(error, UntrustedServer) or "CERTIFICATE_VERIFY_FAILED" in text:
         console.print("pass --ca-file FILE with the certificate of who signed it", soft_wrap=True)
     elif isinstance(error, httpx.TransportError | ConnectionLost):
-        if NOT_HTTP in text:
+        if NOT_HTTP in text or isinstance(error, httpx.RemoteProtocolError):
             advice = "behind TLS it is at an https:// address"
         console.print(f"is a server running there? {advice}", soft_wrap=True)
     return 1

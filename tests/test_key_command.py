@@ -49,9 +49,11 @@ def test_what_the_file_refuses_is_told_in_a_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     absent = str(tmp_path / "absent")
+    makes_one = f"session-server keys add NAME --file {absent} makes one"
+    none = "no key has this name, or a digest that begins so: see keys list"
     for words, told in (
-        (("list",), f"the key file {absent}: No such file or directory"),
-        (("revoke", "alice"), f"{absent}: no key has this name, or a digest that begins so"),
+        (("list",), f"the key file {absent}: No such file or directory; {makes_one}"),
+        (("revoke", "alice"), f"{absent}: {none}"),
     ):
         assert keys(capsys, *words, "--file", absent) == (1, "", f"session-server keys: {told}\n")
 

@@ -123,6 +123,8 @@ def read_file(path: Path) -> str:
         return payload.decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        if isinstance(error, FileNotFoundError):
+            reason = f"{reason}; session-server keys add NAME --file {path} makes one"
         raise InvalidKeys(f"the key file {path}: {reason}") from None
 
 

@@ -84,7 +84,9 @@ def revoke_keys(path: Path, meant: str, *, all_of_name: bool, today: str) -> lis
     with _rewriting(path) as file:
         found = _meant(file.lines, meant)
         if not found:
-            raise NoSuchKey(f"{path}: no key has this name, or a digest that begins so")
+            raise NoSuchKey(
+                f"{path}: no key has this name, or a digest that begins so: see keys list"
+            )
         if len(found) > 1 and not (all_of_name and len({line.name for line in found}) == 1):
             shown = ", ".join(f"{line.name or '-'} {short_digest(line.digest)}" for line in found)
             advice = "say its digest, or --all for every key of a name"

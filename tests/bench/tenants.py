@@ -1,6 +1,6 @@
 """How much one tenant feels another: a quiet one alone, and beside one that floods the server.
 
-    python -m tests.bench.tenants [--turns 60] [--rounds 3] [--flooders 24] [SERVE FLAGS]
+    python -m tests.bench.tenants [--turns 240] [--rounds 6] [--flooders 24] [SERVE FLAGS]
 
 Server processes with two keys, one for the quiet tenant alone and one for the rest. The quiet
 tenant sends turns of some hundred new tokens into new sessions, and waits a little after each. The
@@ -231,8 +231,8 @@ def report(alone: list[float], beside: list[float], usage: dict[str, Any]) -> No
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--turns", type=int, default=60)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=240)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--flooders", type=int, default=24)
     parser.add_argument("--quiet-len", type=int, default=256)
     parser.add_argument("--flood-len", type=int, default=1500)
