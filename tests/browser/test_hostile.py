@@ -92,6 +92,7 @@ def test_a_hostile_file_is_text(open_tab: OpenTab, parrot: LocalServer) -> None:
     row = chat.page.locator(".chat.current")
     expect(row).to_have_text(HOSTILE["svg"])
     row.get_by_role("button", name=re.compile("^Rename")).click()
+    expect(row.get_by_role("textbox")).to_be_focused()  # its module is loaded when it is needed
     chat.page.keyboard.press("Escape")
     row.get_by_role("button", name=re.compile("^Delete")).click()
     expect(chat.page.get_by_text(f"Delete “{HOSTILE['svg']}” from this browser")).to_be_visible()
