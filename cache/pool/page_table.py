@@ -42,11 +42,10 @@ class PageTable:
         end = write.start + len(write.pages)
         self._host[write.row, write.start : end] = write.pages
         self._runs.pop(write.row, None)
-        if self.device_pages.device.type != "cpu":
+        device = self.device_pages.device
+        if device.type != "cpu":
             pages = torch.from_numpy(np.ascontiguousarray(write.pages, dtype=np.int32))
-            self.device_pages[write.row, write.start : end] = upload(
-                pages, self.device_pages.device
-            )
+            self.device_pages[write.row, write.start : end] = upload(pages, device)
 
     def pages(self, row: int, end: int, *, first: int = 0) -> NDArray[np.int32]:
         """Return entries [first, end) of a row on the host, int32; a view of the current state."""

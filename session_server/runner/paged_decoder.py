@@ -62,8 +62,8 @@ class PagedDecoder:
         """
         device = decoder.device
         if device.type == "cuda":
-            # It makes a plan for every new length of a history, so for every token: 50 of 65 ms in
-            # a step of an 8B model on an H100 (docs/benchmarks.md). The switch is the process's.
+            # cuDNN makes a plan for every new length of a history, so for every token: 50 of 65 ms
+            # of a step of an 8B model on an H100 (docs/benchmarks.md). The switch is process-wide.
             torch.backends.cuda.enable_cudnn_sdp(False)
         self.decoder = decoder
         self.page_size = spec.page_size

@@ -160,10 +160,8 @@ class Sampler:
     def _gumbel_max(self, adjusted: Tensor, states: list[_RowState], keys: list[int]) -> Tensor:
         """Sample by Gumbel-max from `adjusted` [n, vocab], with the state and key of each row."""
         temperatures = [max(state.params.temperature, MIN_TEMPERATURE) for state in states]
-        divisors = upload(torch.tensor(temperatures, dtype=torch.float32), self._device).unsqueeze(
-            1
-        )
-        scaled = (adjusted - adjusted.amax(dim=-1, keepdim=True)) / divisors
+        divisors = upload(torch.tensor(temperatures, dtype=torch.float32), self._device)
+        scaled = (adjusted - adjusted.amax(dim=-1, keepdim=True)) / divisors.unsqueeze(1)
         rules = [state.truncation for state in states]
         device_keys = upload(torch.tensor(keys, dtype=torch.int64), self._device)
         if all(rule is None for rule in rules):

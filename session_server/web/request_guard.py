@@ -30,6 +30,7 @@ METHODS: Final = ("GET", "POST", "PUT", "PATCH", "DELETE")
 _LOOPBACK_ORIGIN: Final = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d{1,5})?"
 _LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 _HOST: Final = re.compile(r"^(?P<name>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]{1,253})(?::\d{1,5})?$")
+_FOREIGN_ORIGIN: Final = "This origin is not allowed; see --allowed-origin."
 _FOREIGN_SITES: Final = ("cross-site", "same-site")
 
 
@@ -104,7 +105,7 @@ class RequestGuard:
             self._check_origin(origins, host)
         elif headers.get("sec-fetch-site") in _FOREIGN_SITES and not _is_navigation(scope, headers):
             # Images, forms, scripts and frames of another site send GETs without an Origin.
-            raise HttpRefusal(403, "This origin is not allowed; see --allowed-origin.")
+            raise HttpRefusal(403, _FOREIGN_ORIGIN)
         lengths = headers.getlist("content-length")
         if len(lengths) > 1 or (lengths and headers.getlist("transfer-encoding")):
             raise HttpRefusal(400, "A request must have one length: Content-Length or chunks.")
@@ -137,10 +138,10 @@ class RequestGuard:
         except ValueError:  # brackets around what is no address
             parts = None
         if parts is None or parts.scheme not in ("http", "https") or not parts.netloc:
-            raise HttpRefusal(403, "This origin is not allowed; see --allowed-origin.")
+            raise HttpRefusal(403, _FOREIGN_ORIGIN)
         is_local = self._is_local and re.fullmatch(_LOOPBACK_ORIGIN, origin) is not None
         if not (parts.netloc == host or is_local or origin in self._origins):
-            raise HttpRefusal(403, "This origin is not allowed; see --allowed-origin.")
+            raise HttpRefusal(403, _FOREIGN_ORIGIN)
 
 
 def _is_navigation(scope: Scope, headers: Headers) -> bool:

@@ -13,7 +13,8 @@ MESSAGES_AT_ONCE: Final = 16
 class Turnstile:
     """Let `MESSAGES_AT_ONCE` callers pass per iteration of the event loop, so that a thousand peers
     that speak in the same moment hold up nobody else for long. Those that have waited longest come
-    first; who comes in the iteration that lets them in may pass them by that one iteration.
+    first; who comes in the iteration that lets them in may pass them by that one iteration, which
+    is how up to twice as many may pass in it.
 
     Those that do not pass at once wait as tasks of their own; nothing is done for them meanwhile.
     """

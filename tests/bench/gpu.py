@@ -35,7 +35,7 @@ from session_server.core.sampling import SamplingParams
 from session_server.models.registry import load_config
 from session_server.runner.checkpoint import WeightSource
 from session_server.runner.model_runner import ModelRunner
-from session_server.runner.weights import build_decoder
+from session_server.runner.weights import build_decoder, weight_bytes
 
 SHAPES: Final[dict[str, dict[str, Any]]] = {
     "8b": {
@@ -106,15 +106,18 @@ class Bench:
             (Path(folder) / "config.json").write_text(json.dumps(config))
             parsed = load_config(Path(folder))
         decoder = build_decoder(parsed, RandomWeights(device, dtype))
-        self.spec = parsed.cache_spec(PAGE_SIZE, decoder.dtype_name)
+        spec = parsed.cache_spec(PAGE_SIZE, decoder.dtype_name)
         self.num_pages = pages_for(max_len, PAGE_SIZE) + num_rows
-        self._capacity = Capacity(
-            dict.fromkeys(parsed.pools, self.num_pages + 1), num_rows, max_len
-        )
-        self.runner = ModelRunner(decoder, self.spec, self._capacity)
+        num_pages = dict.fromkeys(parsed.pools, self.num_pages + 1)
+        self.runner = ModelRunner(decoder, spec, Capacity(num_pages, num_rows, max_len))
         for pool in self.runner.pools.values():
-            pool._storage.normal_()
-        self.num_weight_bytes = _num_weights(config) * dtype.itemsize
+            for part in pool.run(0, pool.num_pages * PAGE_SIZE):
+                part.normal_()
+        # The embedding is read by rows, the head as a whole.
+        num_embedded = parsed.vocab_size * parsed.hidden_size * dtype.itemsize
+        self.num_weight_bytes = weight_bytes(parsed, device=device, dtype=dtype) - num_embedded
+        self.num_weights = self.num_weight_bytes // dtype.itemsize
+        self.kv_bytes = spec.bytes_per_page // PAGE_SIZE
         self._step = 0
 
     def place(self, num_rows: int, length: int) -> None:
@@ -164,14 +167,6 @@ class Bench:
         return self.runner.launch(Batch(self._step, tuple(rows), writes))
 
 
-def _num_weights(config: dict[str, Any]) -> int:
-    """Return the weights that a step reads: the embedding is read by rows, the head as a whole."""
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    attention = (2 * heads + 2 * config["num_key_value_heads"]) * config["head_dim"]
-    layer = hidden * (attention + 3 * config["intermediate_size"])
-    return int(config["num_hidden_layers"] * layer + hidden * config["vocab_size"])
-
-
 def ceilings(device: torch.device) -> Ceilings:
     """Measure what the device can do: the floors below are in these rates."""
     is_gpu = device.type == "cuda"
@@ -202,7 +197,6 @@ def _median_s(call: Callable[[], Any], device: torch.device, num_times: int) -> 
 
 def decode(bench: Bench, limits: Ceilings, cases: list[tuple[int, int]]) -> None:
     """Time decode steps, one at a time and two in flight, as the server runs them."""
-    kv_bytes = sum(group.bytes_per_token for group in bench.spec.groups)
     print(
         "\n| decode rows | history | lockstep ms | overlapped ms | floor ms | x floor | tokens/s |"
     )
@@ -228,7 +222,7 @@ def decode(bench: Bench, limits: Ceilings, cases: list[tuple[int, int]]) -> None
             ahead = nexts
         ahead.wait()
         overlapped = statistics.median(np.diff(ends[WARM_UP:]))
-        floor = (bench.num_weight_bytes + num_rows * history * kv_bytes) / limits.bytes_per_s
+        floor = (bench.num_weight_bytes + num_rows * history * bench.kv_bytes) / limits.bytes_per_s
         plain = statistics.median(lockstep[WARM_UP:])
         print(
             f"| {num_rows} | {history:,} | {plain * 1e3:.2f} | {overlapped * 1e3:.2f} "
@@ -239,7 +233,6 @@ def decode(bench: Bench, limits: Ceilings, cases: list[tuple[int, int]]) -> None
 
 def prefill(bench: Bench, limits: Ceilings, cases: list[tuple[int, int]]) -> None:
     """Time the new tokens of a turn behind a history."""
-    kv_bytes = sum(group.bytes_per_token for group in bench.spec.groups)
     attended = 4 * bench.config["num_attention_heads"] * bench.config["head_dim"]
     attended *= bench.config["num_hidden_layers"]
     print("\n| new tokens | history | ms | tokens/s | floor ms | x floor |")
@@ -253,9 +246,9 @@ def prefill(bench: Bench, limits: Ceilings, cases: list[tuple[int, int]]) -> Non
             times.append(time.perf_counter() - began)
             assert result.error is None, result.error
         head = bench.config["vocab_size"] * bench.config["hidden_size"]
-        work = 2 * (_num_weights(bench.config) - head) * num_tokens + 2 * head
+        work = 2 * (bench.num_weights - head) * num_tokens + 2 * head
         work += attended * num_tokens * (history + num_tokens / 2)
-        num_bytes = bench.num_weight_bytes + history * kv_bytes
+        num_bytes = bench.num_weight_bytes + history * bench.kv_bytes
         floor = max(work / limits.flops_per_s, num_bytes / limits.bytes_per_s)
         seconds = statistics.median(times[2:])
         print(

@@ -22,13 +22,13 @@ from dataclasses import dataclass
 
 import httpx
 import psutil
-from prometheus_client.parser import text_string_to_metric_families
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
 from session_server.local_server import LocalServer
 from tests.rig.history import ENDS
 from tests.rig.raw_peer import text_frame, upgrade
+from tests.rig.scraped import samples_of
 from tests.web.wire_client import SUBPROTOCOL, Wire, narrow_socket, turn
 
 MAX_IDLE_BYTES = 30 * 1024
@@ -91,12 +91,7 @@ async def open_sockets(url: str, num: int) -> list[ClientConnection]:
 def lag_buckets(url: str) -> Mapping[float, float]:
     """Probes of the event loop's lag, cumulative, by upper bound in seconds."""
     text = httpx.get(f"{url}/metrics", timeout=30, trust_env=False).text
-    return {
-        float(sample.labels["le"]): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == LAG
-    }
+    return {float(sample.labels["le"]): sample.value for sample in samples_of(text, LAG)}
 
 
 def percentile_of(before: Mapping[float, float], after: Mapping[float, float]) -> float:

@@ -32,7 +32,8 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
+
+from tests.rig.scraped import samples_of
 
 QUIET, FLOOD = "quiet-tenants-key", "flooding-tenants-key"
 UNFINISHED = "session_server_unfinished_turns"
@@ -101,6 +102,11 @@ class Tenant:
         answer = await self.client.post(f"/v1/sessions/{session_id}/turns", json=body)
         return dict(answer.json()) if answer.status_code < 300 else {}
 
+    async def num_unfinished(self) -> float:
+        """Turns of all tenants that the server runs, or has waiting."""
+        answer = (await self.client.get("/metrics")).raise_for_status()
+        return sum(sample.value for sample in samples_of(answer.text, UNFINISHED))
+
 
 async def measure(quiet: Tenant, load: Load) -> list[float]:
     """Seconds to the first token of each turn, in a session of its own."""
@@ -132,19 +138,21 @@ def flood_until_killed(url: str, load: Load, num_tokens: Synchronized[int]) -> N
 
 
 class Flood:
-    """A flood that can stand still.
+    """A flood that can stand still, on the server of the quiet tenant.
 
     Its clients have a process of their own, so that a quiet client's clock does not stand still
     while they write their requests.
     """
 
-    def __init__(self, url: str, load: Load) -> None:
+    def __init__(self, quiet: Tenant, load: Load) -> None:
         spawn = multiprocessing.get_context("spawn")
-        self._url = url
+        self._quiet = quiet
         self._settle_s = load.flood_s / 4
         self._num_tokens = spawn.Value("q", 0)
         self._process = spawn.Process(
-            target=flood_until_killed, args=(url, load, self._num_tokens), daemon=True
+            target=flood_until_killed,
+            args=(str(quiet.client.base_url), load, self._num_tokens),
+            daemon=True,
         )
 
     async def __aenter__(self) -> Self:
@@ -169,26 +177,14 @@ class Flood:
     def _assert_alive(self) -> None:
         assert self._process.is_alive(), "the flood has ended: the server refused its clients"
 
-    async def _num_turns(self, client: httpx.AsyncClient) -> float:
-        """Turns that the flooded server runs, or has waiting."""
-        text = (await client.get("/metrics")).raise_for_status().text
-        return sum(
-            sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if sample.name == UNFINISHED
-        )
-
     @contextlib.asynccontextmanager
     async def standing_still(self) -> AsyncIterator[None]:
         """No clients of the flood, and none of their turns, while the block runs."""
         assert self._process.pid is not None
         os.kill(self._process.pid, signal.SIGSTOP)
-        headers = {"authorization": f"Bearer {QUIET}"}
         try:
-            async with httpx.AsyncClient(base_url=self._url, headers=headers) as client:
-                while await self._num_turns(client):
-                    await asyncio.sleep(0.1)
+            while await self._quiet.num_unfinished():
+                await asyncio.sleep(0.1)
             yield
         finally:
             os.kill(self._process.pid, signal.SIGCONT)
@@ -200,7 +196,7 @@ async def run(load: Load, flags: list[str]) -> None:
         await Tenant(at_rest, FLOOD).open()
         await measure(lonely, load)  # warms up
         alone, beside, rates = [], [], []
-        async with Flood(flooded, load) as flood:
+        async with Flood(quiet, load) as flood:
             unshared, _ = await flood.tokens_per_s(asyncio.sleep(load.flood_s))
             session_id = await quiet.open()
             await quiet.turn(session_id, load.quiet_len, 1)

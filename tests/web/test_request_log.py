@@ -10,7 +10,6 @@ import re
 from unittest.mock import patch
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from starlette.datastructures import Headers
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
@@ -20,6 +19,7 @@ from session_server.core.owner import ANONYMOUS
 from session_server.sessions.manager import SessionManager
 from session_server.web.keys import KeyRing
 from session_server.web.request_log import MAX_TRACE_CHARS, origin_of
+from tests.rig.scraped import samples_of
 from tests.web.realtime_client import realtime
 from tests.web.serving import Served, served, serving
 from tests.web.test_responses_socket import lanes_of
@@ -33,9 +33,7 @@ async def samples(this: Served, name: str, **headers: str) -> dict[tuple[str, ..
     scraped = (await this.http.get("/metrics", headers=headers)).text
     return {
         tuple(sample.labels.values()): sample.value
-        for family in text_string_to_metric_families(scraped)
-        for sample in family.samples
-        if sample.name == f"session_server_{name}"
+        for sample in samples_of(scraped, f"session_server_{name}")
     }
 
 

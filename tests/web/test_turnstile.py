@@ -32,6 +32,20 @@ class Iterations:
         self._task.cancel()
 
 
+class Callers:
+    """Call a gate, and note the names of those that passed, in `order`."""
+
+    def __init__(self) -> None:
+        self.gate, self.order = Turnstile(), list[str]()
+
+    def start(self, *names: str) -> list[asyncio.Task[None]]:
+        return [asyncio.create_task(self._call(name)) for name in names]
+
+    async def _call(self, name: str) -> None:
+        await self.gate.enter()
+        self.order.append(name)
+
+
 def test_callers_of_one_iteration_enter_in_their_order_so_many_per_iteration() -> None:
     num_callers, order = 5 * MESSAGES_AT_ONCE + 3, list[int]()
     per_iteration: Counter[int] = Counter()
@@ -55,68 +69,47 @@ def test_callers_of_one_iteration_enter_in_their_order_so_many_per_iteration() -
 
 
 def test_who_comes_later_does_not_pass_those_that_wait() -> None:
-    order: list[str] = []
-
     async def run() -> None:
-        gate = Turnstile()
-
-        async def call(name: str) -> None:
-            await gate.enter()
-            order.append(name)
-
-        early = [asyncio.create_task(call(f"early {i}")) for i in range(2 * MESSAGES_AT_ONCE)]
+        callers = Callers()
+        early = callers.start(*(f"early {i}" for i in range(2 * MESSAGES_AT_ONCE)))
         await asyncio.sleep(0)
-        assert len(order) == MESSAGES_AT_ONCE
-        late = asyncio.create_task(call("late"))
-        await asyncio.gather(*early, late)
+        assert len(callers.order) == MESSAGES_AT_ONCE
+        await asyncio.gather(*early, *callers.start("late"))
+        assert callers.order[-1] == "late"
 
     asyncio.run(run())
-    assert order[-1] == "late"
 
 
 def test_who_comes_while_a_waiter_is_let_in_passes_it_by_one_iteration_at_most() -> None:
-    order: list[str] = []
-
     async def run() -> None:
-        gate = Turnstile()
-
-        async def call(name: str) -> None:
-            await gate.enter()
-            order.append(name)
-
-        early = [asyncio.create_task(call(f"early {i}")) for i in range(MESSAGES_AT_ONCE + 1)]
+        callers = Callers()
+        early = callers.start(*(f"early {i}" for i in range(MESSAGES_AT_ONCE + 1)))
         await asyncio.sleep(0)
-        late = asyncio.create_task(call("late"))
+        late = callers.start("late")
         await asyncio.sleep(0)
-        later = asyncio.create_task(call("later"))
-        await asyncio.gather(*early, late, later)
+        await asyncio.gather(*early, *late, *callers.start("later"))
+        assert sorted(callers.order[-3:-1]) == [f"early {MESSAGES_AT_ONCE}", "late"]
+        assert callers.order[-1] == "later"
 
     asyncio.run(run())
-    assert sorted(order[-3:-1]) == [f"early {MESSAGES_AT_ONCE}", "late"]
-    assert order[-1] == "later"
 
 
 def test_one_that_has_left_takes_nobodys_place() -> None:
     async def run() -> None:
-        gate, passed = Turnstile(), list[int]()
-
-        async def call(number: int) -> None:
-            await gate.enter()
-            passed.append(number)
-
-        tasks = [asyncio.create_task(call(number)) for number in range(3 * MESSAGES_AT_ONCE)]
+        callers = Callers()
+        tasks = callers.start(*(str(number) for number in range(3 * MESSAGES_AT_ONCE)))
         await asyncio.sleep(0)
         gone = tasks[MESSAGES_AT_ONCE : 2 * MESSAGES_AT_ONCE]
         for task in gone:
             task.cancel()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert len(passed) == 2 * MESSAGES_AT_ONCE
+        assert len(callers.order) == 2 * MESSAGES_AT_ONCE
         await asyncio.gather(*tasks, return_exceptions=True)
         for _ in range(3):
             await asyncio.sleep(0)
-        assert not gate._waiting
-        assert not gate._is_scheduled, "at rest it wakes nobody"
+        assert not callers.gate._waiting
+        assert not callers.gate._is_scheduled, "at rest it wakes nobody"
 
     asyncio.run(run())
 
