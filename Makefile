@@ -236,7 +236,10 @@ $(STAMPS)/torch: $(STAMPS)/venv
 	esac
 	@touch $@
 
-$(STAMPS)/runtime: $(STAMPS)/torch pyproject.toml
+KERNELS := $(wildcard session_server/runner/native/CMakeLists.txt session_server/runner/native/src/* \
+	session_server/runner/native/src/isa/*)
+
+$(STAMPS)/runtime: $(STAMPS)/torch pyproject.toml $(KERNELS)
 	$(SAY) 'setup: session-server and what it needs at run time'
 	@$(PIP) install --quiet --editable .
 	@touch $@

@@ -261,6 +261,7 @@ def runner_options(settings: Settings) -> RunnerOptions:
         ),
         backend=model.attention_backend,
         num_threads=model.threads,
+        quantize=model.quantize,
     )
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from session_server.models.errors import CheckpointError
 from session_server.models.files import MAX_JSON_BYTES, find_file, find_files, read_object
+from session_server.models.layers.linear import Linear, LinearFactory, make_linear
 from session_server.runner import fp8
 
 Progress = Callable[[int, int], None]
@@ -46,6 +47,10 @@ class WeightSource(ABC):
     """
 
     dtype: torch.dtype
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Return the linear of a weight [outputs, inputs] that was taken, and a bias [outputs]."""
+        return make_linear(weight, bias)
 
     @abstractmethod
     def has(self, name: str) -> bool:
@@ -157,8 +162,16 @@ class Checkpoint:
 class TensorReader(WeightSource):
     """Copy tensors out of a checkpoint; a context manager that holds one file at a time."""
 
-    def __init__(self, checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        make_linear: LinearFactory = make_linear,
+    ) -> None:
         """Create a reader of a checked checkpoint; `take` returns copies of `dtype` on `device`."""
+        self._make_linear = make_linear
         self._tensors = checkpoint.tensors
         self._device = device
         self.dtype = dtype
@@ -182,6 +195,10 @@ class TensorReader(WeightSource):
     def has(self, name: str) -> bool:
         """Return whether the checkpoint has a tensor of that name."""
         return name in self._tensors
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Return a linear in the layout that the reader was created for."""
+        return self._make_linear(weight, bias)
 
     def take_as(self, dtype: torch.dtype, name: str, *shape: int) -> Tensor:
         """Return a copy of a tensor in the given dtype; FP8 is dequantized."""

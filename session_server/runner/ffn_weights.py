@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from session_server.models.config import ExpertLayout, MlpConfig, MoeConfig, ScoringFunc
-from session_server.models.layers.linear import make_linear
 from session_server.models.layers.mlp import GatedMlp, make_gate
 from session_server.models.layers.moe import MixtureOfExperts
 from session_server.models.layers.routing import Router
@@ -34,7 +33,7 @@ def take_ffn(
     if ffn.shared_expert is not None:
         shared = _dense(ffn.shared_expert, hidden, tensors, f"{prefix}{beside}")
     return MixtureOfExperts(
-        Router(make_linear(weight, bias), ffn, correction),
+        Router(tensors.linear(weight, bias), ffn, correction),
         list(experts(ffn, hidden, tensors, prefix + inner)),
         shared,
     )
@@ -49,10 +48,10 @@ def _dense(mlp: MlpConfig, hidden: int, tensors: WeightSource, prefix: str) -> G
         parts = (tensors.take(f"{prefix}{name}.{kind}", size, *inputs) for name in sides)
         return concatenate(tuple(parts))
 
-    gate_up = make_linear(fused("weight", hidden), fused("bias") if mlp.bias else None)
+    gate_up = tensors.linear(fused("weight", hidden), fused("bias") if mlp.bias else None)
     weight = tensors.take(f"{prefix}{down}.weight", hidden, inner)
     bias = tensors.take(f"{prefix}{down}.bias", hidden) if mlp.bias else None
-    return GatedMlp(gate_up, make_linear(weight, bias), make_gate(mlp.gate))
+    return GatedMlp(gate_up, tensors.linear(weight, bias), make_gate(mlp.gate))
 
 
 def _qwen_experts(
@@ -80,7 +79,8 @@ def _stacked(
     gate_up = tensors.take(names[0], moe.num_experts, 2 * inner, hidden)
     down = tensors.take(names[1], moe.num_experts, hidden, inner)
     for of_gate_up, of_down in zip(gate_up, down, strict=True):
-        yield GatedMlp(make_linear(of_gate_up), make_linear(of_down), make_gate(moe.expert.gate))
+        linears = tensors.linear(of_gate_up), tensors.linear(of_down)
+        yield GatedMlp(*linears, make_gate(moe.expert.gate))
 
 
 def _gpt_oss_experts(
@@ -93,8 +93,8 @@ def _gpt_oss_experts(
     down_bias = tensors.take(f"{prefix}down_proj_bias", num, hidden)
     for index in range(num):
         yield GatedMlp(
-            make_linear(_gate_first(gate_up[index]), _gate_first(gate_up_bias[index])),
-            make_linear(down[index], down_bias[index]),
+            tensors.linear(_gate_first(gate_up[index]), _gate_first(gate_up_bias[index])),
+            tensors.linear(down[index], down_bias[index]),
             gate,
         )
 

@@ -135,7 +135,7 @@ class ModelRunner:
         self._apply_table_writes(batch.table_writes)
         inputs, _ = self._build(batch)
         hidden = self._model.forward(inputs, inputs.logits_indices)
-        return self._model.decoder.logits(hidden[: len(hidden) - len(inputs.unsampled)])
+        return self._model.logits(hidden[: len(hidden) - len(inputs.unsampled)])
 
     def _apply_table_writes(self, writes: Iterable[TableWrite]) -> None:
         for write in writes:
@@ -179,7 +179,7 @@ class ModelRunner:
     ) -> SampledRows:
         spans = inputs.sample_spans
         rows = upload(torch.tensor([span.row for span in spans]), hidden.device)
-        logits = self._model.decoder.logits(hidden)
+        logits = self._model.logits(hidden)
         num_accepted = None
         masks = None if asked is None else asked.result()
         if len(hidden) == len(spans):
@@ -218,7 +218,7 @@ class ModelRunner:
             blocks = []
             for first in range(0, len(targets), PROMPT_LOGPROB_BLOCK):
                 of_block = targets[first : first + PROMPT_LOGPROB_BLOCK]
-                logits = self._model.decoder.logits(hidden[offset : offset + len(of_block)])
+                logits = self._model.logits(hidden[offset : offset + len(of_block)])
                 blocks.append(token_logprobs(logits, of_block, num_top=request.num_top))
                 offset += len(of_block)
             prompt_logprobs.append(blocks)
