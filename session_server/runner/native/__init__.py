@@ -6,15 +6,24 @@ all the same and torch computes: `WHY_MISSING` then says what happened.
 
 from __future__ import annotations
 
-from typing import Literal
+import os
+from typing import Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 WeightFormat = Literal["float32", "bfloat16", "float16", "int8", "int4"]
 """How weights are stored. "int8" and "int4" are codes of 32 weights of an output with one scale,
 int4 with a minimum besides; activations are quantized to int8 per 32, token by token."""
 
+CPU_VARIABLE: Final = "SESSION_SERVER_CPU"
+"""Names the instruction set to use instead of the best one, as a machine without it would."""
+
 try:
     from session_server.runner.native import _native
 
+    if CPU_VARIABLE in os.environ:
+        _native.use_cpu(os.environ[CPU_VARIABLE])
     WHY_MISSING: str | None = None
     """Why there are no kernels; None if there are."""
 except ImportError as error:
@@ -33,6 +42,16 @@ def cpu_name() -> str:
     """Return the instruction set whose kernels run: avx512_bf16, avx512, avx2 or portable."""
     assert is_available(), WHY_MISSING
     return _native.cpu()
+
+
+def argmax(
+    logits: NDArray[np.float32], tokens: NDArray[np.int64], is_finite: NDArray[np.bool_]
+) -> None:
+    """Write the index of each row's largest logit, and whether the row is finite, in one pass.
+
+    `logits`: [n, vocab], contiguous; the others [n].
+    """
+    _native.argmax(logits, tokens, is_finite)
 
 
 def set_num_threads(num_threads: int) -> None:

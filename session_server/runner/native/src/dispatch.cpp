@@ -1,4 +1,4 @@
-#include <cstdlib>
+#include <atomic>
 #include <cstring>
 
 #include "kernels.h"
@@ -55,19 +55,25 @@ const Kernels* kernels_named(const char* name) {
     return nullptr;
 }
 
-const Kernels& kernels() {
-    static const Kernels& chosen = []() -> const Kernels& {
-        const char* name = std::getenv("SESSION_SERVER_CPU");
-        if (name != nullptr) {
-            const Kernels* named = kernels_named(name);
-            if (named != nullptr) return *named;
-        }
-        for (const Choice& choice : kChoices) {
-            if (choice.runs()) return *choice.table;
-        }
-        return portable::table;
-    }();
-    return chosen;
+namespace {
+
+const Kernels* best() {
+    for (const Choice& choice : kChoices) {
+        if (choice.runs()) return choice.table;
+    }
+    return &portable::table;
 }
+
+std::atomic<const Kernels*> chosen{nullptr};
+
+}  // namespace
+
+const Kernels& kernels() {
+    const Kernels* table = chosen.load(std::memory_order_acquire);
+    if (table == nullptr) chosen.store(table = best(), std::memory_order_release);
+    return *table;
+}
+
+void use(const Kernels& table) { chosen.store(&table, std::memory_order_release); }
 
 }  // namespace session_server

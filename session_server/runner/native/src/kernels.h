@@ -137,8 +137,11 @@ struct Kernels {
                         const float* read, long dim, long size, float* out);
 };
 
-// The best kernels that this CPU runs, unless SESSION_SERVER_CPU names others of `kernel_names`.
+// The best kernels that this CPU runs, or those chosen by `use`.
 const Kernels& kernels();
+
+// Use other kernels from the next step on. Packed weights fit all of them.
+void use(const Kernels& table);
 
 // Null if this build or this CPU has none of that name.
 const Kernels* kernels_named(const char* name);

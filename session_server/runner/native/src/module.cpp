@@ -135,6 +135,11 @@ NB_MODULE(_native, m) {
         }
         return names;
     }, "Return the names of all kernels that this CPU runs, the best first.");
+    m.def("use_cpu", [](const std::string& name) {
+        const Kernels* named = kernels_named(name.c_str());
+        if (named == nullptr) throw std::invalid_argument("this CPU has no kernels named " + name);
+        use(*named);
+    }, "name"_a);
     m.def("set_num_threads", [](int num_threads) {
         if (num_threads < 1) throw std::invalid_argument("a team has at least one thread");
         if (!team() || team()->size() != num_threads) {

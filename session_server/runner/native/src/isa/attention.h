@@ -95,11 +95,9 @@ void attend_one(const KvRows& kv, const AttentionRule& rule, const Queries& quer
         for (long h = 0; h < group; ++h) {
             float* of_head = scores + h * kKeys;
             for (long i = count; i < padded; ++i) of_head[i] = -INFINITY;
-            F largest = load(of_head);
-            for (long i = kLanes; i < padded; i += kLanes) largest = max(load(of_head + i), largest);
-            float lanes[kLanes], next = most[h];
-            store(lanes, largest);
-            for (float lane : lanes) next = std::max(next, lane);
+            F of_block = load(of_head);
+            for (long i = kLanes; i < padded; i += kLanes) of_block = max(load(of_head + i), of_block);
+            const float next = std::max(most[h], largest(of_block));
             F sum_of{};
             for (long i = 0; i < padded; i += kLanes) {
                 F weight = exp(load(of_head + i) - broadcast(next));
@@ -271,7 +269,7 @@ void attend_lanes(const KvRows& kv, const AttentionRule& rule, const Queries& qu
         const bool is_masked = begin < seen_by_all_from || begin + num_keys > seen_by_all_to;
         F kept[kVecs];
         for (int v = 0; v < kVecs; ++v) {
-            F largest = most[v];
+            F next = most[v];
             F last = load(last_key + v * kLanes);
             F before = rule.window > 0 ? last - static_cast<float>(rule.window) : broadcast(-1.0f);
             for (i = 0; i < num_keys; ++i) {
@@ -283,18 +281,18 @@ void attend_lanes(const KvRows& kv, const AttentionRule& rule, const Queries& qu
                     score = key <= before ? broadcast(-INFINITY) : score;
                 }
                 store(at, score);
-                largest = max(score, largest);
+                next = max(score, next);
             }
-            kept[v] = exp(most[v] - largest);
+            kept[v] = exp(most[v] - next);
             F sum_of{};
             for (i = 0; i < num_keys; ++i) {
                 float* at = scores + i * kWidth + v * kLanes;
-                F weight = exp(load(at) - largest);
+                F weight = exp(load(at) - next);
                 store(at, weight);
                 sum_of += weight;
             }
             total[v] = fma(total[v], kept[v], sum_of);
-            most[v] = largest;
+            most[v] = next;
         }
         long d = 0;
         for (; d + kRows <= values; d += kRows) {

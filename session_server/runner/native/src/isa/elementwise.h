@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -101,19 +102,14 @@ inline long argmax(const float* x, long n, bool* is_finite) {
         most = max(a, most);
         zeros += a * 0.0f;  // NaN as soon as one of them is no number
     }
-    float lanes[kLanes], largest = -INFINITY;
-    store(lanes, most);
-    for (float lane : lanes) largest = std::max(largest, lane);
-    float zero = sum(zeros);
-    for (long j = i; j < n; ++j) {
-        largest = std::max(largest, x[j]);
-        zero += x[j] * 0.0f;
+    float best = largest(most), zero = sum(zeros);
+    for (; i < n; ++i) {
+        best = std::max(best, x[i]);
+        zero += x[i] * 0.0f;
     }
     *is_finite = zero == 0.0f;
-    for (long j = 0; j < n; ++j) {
-        if (x[j] == largest) return j;
-    }
-    return 0;
+    const float* at = std::find(x, x + n, best);
+    return at == x + n ? 0 : at - x;
 }
 
 }  // namespace session_server::SESSION_SERVER_ISA

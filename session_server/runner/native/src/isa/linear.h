@@ -332,16 +332,15 @@ inline void quantize(const float* x, long n, int8_t* codes, float* scales, int32
         float values[kBlock] = {};
         long count = std::min(kBlock, n - block * kBlock);
         std::memcpy(values, x + block * kBlock, count * sizeof(float));
-        F most{};
+        F most{}, zeros{};
         for (int i = 0; i < kBlock; i += kLanes) {
             F v = load(values + i);
             most = max(most, max(v, -v));
+            zeros += v * 0.0f;
         }
-        float lanes[kLanes], largest = 0.0f;
-        store(lanes, most);
-        for (float lane : lanes) largest = lane > largest || lane != lane ? lane : largest;
-        float scale = largest / 127.0f, inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
-        scales[block] = scale;  // NaN and infinity go on through the scale
+        const float scale = largest(most) / 127.0f;
+        const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+        scales[block] = scale + sum(zeros);  // codes cannot be NaN or infinite; a scale can
         const F magic = broadcast(12582912.0f);
         int32_t rounded[kBlock], total = 0;
         for (int i = 0; i < kBlock; i += kLanes) {

@@ -52,7 +52,7 @@ inline F fma(F a, F b, F c) {
 #endif
 }
 
-// NaN in `b` stays NaN: kernels must show it, not hide it.
+// Of a NaN in `a`, the result is `b`; a NaN in `b` stays.
 inline F max(F a, F b) { return a > b ? a : b; }
 inline F min(F a, F b) { return a < b ? a : b; }
 
@@ -87,6 +87,17 @@ inline float sum(F v) {
     store(lanes, v);
     for (int width = kLanes / 2; width > 0; width /= 2) {
         for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+    }
+    return lanes[0];
+}
+
+inline float largest(F v) {
+    float lanes[kLanes];
+    store(lanes, v);
+    for (int width = kLanes / 2; width > 0; width /= 2) {
+        for (int i = 0; i < width; ++i) {
+            lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
+        }
     }
     return lanes[0];
 }
