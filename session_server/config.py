@@ -92,8 +92,8 @@ class ModelOptions(_Section):
     ] = _setting(
         None, "maximum context length in tokens; the model's by default", ge=16, le=1 << 22
     )
-    quantize: Literal["int8", "int4"] | None = _setting(
-        None, "store weights in 8 or 4 bits, a scale for every 32; CPU only, as they are by default"
+    quantize: Literal["none", "int8", "int4"] = _setting(
+        "none", "store weights in 8 or 4 bits, with a scale for every 32; on a CPU"
     )
     attention_backend: Literal["auto", "native", "cpu", "torch"] = _setting(
         "auto", "what computes; auto: native on a CPU if it was built (else cpu), torch elsewhere"

@@ -25,6 +25,9 @@ from session_server.runner.paged_decoder import (
 )
 from session_server.runner.weights import load_decoder
 
+Quantization = Literal["none", "int8", "int4"]
+"""How the weights of linears are stored: in the dtype of the computation, or in codes."""
+
 _Checkpoint = tuple[Path, ModelConfig]
 
 
@@ -47,7 +50,7 @@ class RunnerOptions:
     memory: MemoryLimits = field(default_factory=MemoryLimits)
     backend: BackendName = "auto"
     num_threads: int | None = None
-    quantize: Literal["int8", "int4"] | None = None
+    quantize: Quantization = "none"
     eos_token_ids: tuple[int, ...] = ()
     draft: Path | None = None
 
@@ -104,7 +107,7 @@ def resolve_options(config: ModelConfig, options: RunnerOptions) -> ResolvedOpti
     """
     device = choose_device(options.device)
     backend = resolve_backend(options.backend, device)
-    if options.quantize is not None and backend != "native":
+    if options.quantize != "none" and backend != "native":
         why = native.WHY_MISSING or f"the backend is {backend}, on {device}"
         raise ValueError(f"--quantize {options.quantize} needs the native kernels: {why}")
     dtype = choose_dtype(options.dtype, device)
@@ -147,7 +150,7 @@ def load_runner(
             device=device,
             dtype=TORCH_DTYPES[dtype],
             progress=progress,
-            make_linear=linear_factory(resolved.backend, options.quantize or dtype),
+            make_linear=linear_factory(resolved.backend, weight_format(options.quantize, dtype)),
         )
         for source, of in checkpoints
     )
@@ -172,6 +175,11 @@ def linear_factory(backend: ComputeBackend, weights: native.WeightFormat) -> Lin
     from session_server.runner.native.linear import NativeLinears
 
     return NativeLinears(weights)
+
+
+def weight_format(quantize: Quantization, dtype: DTypeName) -> native.WeightFormat:
+    """Return how native linears store their weights."""
+    return dtype if quantize == "none" else quantize
 
 
 def _set_num_threads(num_threads: int | None, backend: ComputeBackend) -> None:

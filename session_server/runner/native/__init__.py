@@ -1,13 +1,14 @@
 """Kernels of our own for CPUs: a whole forward in one call, for every family of models.
 
 The C++ in `src/` is compiled when the package is installed. Without a compiler the package installs
-all the same and torch computes: `WHY_MISSING` then says what happened.
+all the same and torch computes: `WHY_MISSING` then says what happened. The variable
+SESSION_SERVER_CPU of the environment names another instruction set than the best, as if the machine
+had no better.
 """
 
 from __future__ import annotations
 
-import os
-from typing import Final, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,20 +17,15 @@ WeightFormat = Literal["float32", "bfloat16", "float16", "int8", "int4"]
 """How weights are stored. "int8" and "int4" are codes of 32 weights of an output with one scale,
 int4 with a minimum besides; activations are quantized to int8 per 32, token by token."""
 
-CPU_VARIABLE: Final = "SESSION_SERVER_CPU"
-"""Names the instruction set to use instead of the best one, as a machine without it would."""
-
 try:
     from session_server.runner.native import _native
 
-    if CPU_VARIABLE in os.environ:
-        _native.use_cpu(os.environ[CPU_VARIABLE])
     WHY_MISSING: str | None = None
     """Why there are no kernels; None if there are."""
 except ImportError as error:
     WHY_MISSING = (
-        f"the kernels were not built when this package was installed ({error}); install it again "
-        "where a C++20 compiler is found (g++ 12, clang 15 or newer)"
+        f"the native kernels cannot be used: {error}. If they were not built, install the package "
+        "again where a C++20 compiler is found (g++ 12, clang 15 or newer)"
     )
 
 

@@ -137,7 +137,8 @@ struct Kernels {
                         const float* read, long dim, long size, float* out);
 };
 
-// The best kernels that this CPU runs, or those chosen by `use`.
+// The best kernels that this CPU runs, those that SESSION_SERVER_CPU names, or those that `use`
+// has chosen. Throws std::invalid_argument if this CPU has none of that name.
 const Kernels& kernels();
 
 // Use other kernels from the next step on. Packed weights fit all of them.

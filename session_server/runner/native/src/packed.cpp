@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <new>
 #include <stdexcept>
@@ -117,21 +118,32 @@ Packed empty(Format format, long outputs, long inputs) {
 
 Buffer::Buffer(size_t num_bytes) : size_(num_bytes) {
     if (num_bytes == 0) return;
-    constexpr size_t kHuge = size_t{2} << 20;
-    size_t length = num_bytes;
-    void* memory = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+#if defined(__SANITIZE_ADDRESS__)
+    // The sanitizer knows the end of what it allocates, not of a mapping.
+    data_ = std::aligned_alloc(64, (num_bytes + 63) / 64 * 64);
+    if (data_ == nullptr) throw std::bad_alloc();
+    std::memset(data_, 0, num_bytes);
+    return;
+#endif
+    void* memory = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) {
         size_ = 0;
         throw std::bad_alloc();
     }
 #if defined(MADV_HUGEPAGE)
-    if (length >= kHuge) madvise(memory, length, MADV_HUGEPAGE);  // a wish; refusal changes nothing
+    constexpr size_t kHuge = size_t{2} << 20;
+    // A wish; refusal changes nothing.
+    if (num_bytes >= kHuge) madvise(memory, num_bytes, MADV_HUGEPAGE);
 #endif
     data_ = memory;
 }
 
 Buffer::~Buffer() {
+#if defined(__SANITIZE_ADDRESS__)
+    std::free(data_);
+#else
     if (data_ != nullptr) munmap(data_, size_);
+#endif
 }
 
 size_t Packed::panel_bytes() const {
