@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from session_server.models.config import ExpertLayout, MlpConfig, MoeConfig, ScoringFunc
+from session_server.models.layers.linear import make_linear
 from session_server.models.layers.mlp import GatedMlp, make_gate
 from session_server.models.layers.moe import MixtureOfExperts
 from session_server.models.layers.routing import Router
@@ -33,7 +34,8 @@ def take_ffn(
     if ffn.shared_expert is not None:
         shared = _dense(ffn.shared_expert, hidden, tensors, f"{prefix}{beside}")
     return MixtureOfExperts(
-        Router(tensors.linear(weight, bias), ffn, correction),
+        # Never quantized: it is small, and decides everything behind it.
+        Router(make_linear(weight, bias), ffn, correction),
         list(experts(ffn, hidden, tensors, prefix + inner)),
         shared,
     )

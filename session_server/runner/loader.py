@@ -10,11 +10,12 @@ import torch
 
 from cache.spec import CacheSpec
 from session_server.models.config import STATE_POOL, DTypeName, ModelConfig
+from session_server.models.decoder import Decoder
 from session_server.models.errors import DraftMismatch
 from session_server.models.layers.linear import LinearFactory, make_linear
 from session_server.models.registry import load_config
 from session_server.runner import native
-from session_server.runner.capacity import CapacityPlan, MemoryLimits, measure_capacity
+from session_server.runner.capacity import CapacityPlan, MemoryLimits, free_bytes, measure_capacity
 from session_server.runner.checkpoint import Progress
 from session_server.runner.model_runner import ModelRunner
 from session_server.runner.paged_decoder import (
@@ -23,7 +24,8 @@ from session_server.runner.paged_decoder import (
     ComputeBackend,
     resolve_backend,
 )
-from session_server.runner.weights import load_decoder
+from session_server.runner.quantization import QuantizationEffect, sequence_logits
+from session_server.runner.weights import load_decoder, weight_bytes
 
 Quantization = Literal["none", "int8", "int4"]
 """How the weights of linears are stored: in the dtype of the computation, or in codes."""
@@ -60,7 +62,7 @@ class LoadedRunner:
     """Hold a runner and what bookkeeping must know of it.
 
     `config`, `spec`: of the model; a draft model's KV uses the same pages. `plan` counts the bytes
-    of both.
+    of both. `quantization`: what it cost; None without, or if the memory to compare is not there.
     """
 
     runner: ModelRunner
@@ -70,6 +72,7 @@ class LoadedRunner:
     device: str
     dtype: DTypeName
     kv_dtype: DTypeName
+    quantization: QuantizationEffect | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,17 +146,23 @@ def load_runner(
         draft_config = load_config(options.draft)
         _check_draft((options.draft, draft_config), (directory, config), resolved.max_context_len)
         checkpoints.append((options.draft, draft_config))
-    decoder, *drafts = (
-        load_decoder(
+
+    def load(source: Path, of: ModelConfig, quantize: Quantization) -> Decoder:
+        linears = linear_factory(resolved.backend, dtype if quantize == "none" else quantize)
+        return load_decoder(
             source,
             of,
             device=device,
             dtype=TORCH_DTYPES[dtype],
             progress=progress,
-            make_linear=linear_factory(resolved.backend, weight_format(options.quantize, dtype)),
+            make_linear=linears,
         )
-        for source, of in checkpoints
-    )
+
+    before = None
+    if options.quantize != "none" and _fits_besides(config, device, TORCH_DTYPES[dtype]):
+        before = sequence_logits(load(directory, config, "none"))
+    decoder, *drafts = (load(source, of, options.quantize) for source, of in checkpoints)
+    effect = before if before is None else QuantizationEffect.of(before, sequence_logits(decoder))
     specs = [of.cache_spec(options.page_size, dtype, resolved.kv_dtype) for _, of in checkpoints]
     stored = CacheSpec(tuple(g for spec in specs for g in spec.groups), options.page_size)
     plan = resolved.capacity(stored, options.memory)
@@ -165,7 +174,9 @@ def load_runner(
         eos_token_ids=options.eos_token_ids,
         draft=drafts[0] if drafts else None,
     )
-    return LoadedRunner(runner, config, specs[0], plan, str(device), dtype, resolved.kv_dtype)
+    return LoadedRunner(
+        runner, config, specs[0], plan, str(device), dtype, resolved.kv_dtype, effect
+    )
 
 
 def linear_factory(backend: ComputeBackend, weights: native.WeightFormat) -> LinearFactory:
@@ -177,9 +188,9 @@ def linear_factory(backend: ComputeBackend, weights: native.WeightFormat) -> Lin
     return NativeLinears(weights)
 
 
-def weight_format(quantize: Quantization, dtype: DTypeName) -> native.WeightFormat:
-    """Return how native linears store their weights."""
-    return dtype if quantize == "none" else quantize
+def _fits_besides(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether memory is plenty for the weights of `dtype`, for as long as they are read."""
+    return 2 * weight_bytes(config, device=device, dtype=dtype) < free_bytes(device)
 
 
 def _set_num_threads(num_threads: int | None, backend: ComputeBackend) -> None:

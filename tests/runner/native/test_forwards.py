@@ -17,12 +17,23 @@ from session_server.models.config import DTypeName
 from session_server.models.registry import load_config
 from session_server.runner.loader import linear_factory
 from session_server.runner.model_runner import ModelRunner
+from session_server.runner.native import _native
 from session_server.runner.paged_decoder import ComputeBackend
 from session_server.runner.weights import load_decoder
+from tests.depth import cases
 from tests.oracle.checkpoints import FAMILIES, LAYERED_FAMILIES, write_checkpoint
 from tests.runner.rows import Rows
 
 ALL_FAMILIES: Final = (*FAMILIES, *LAYERED_FAMILIES)
+CPUS: Final = tuple(_native.cpus())
+DTYPES: Final = (
+    ("bfloat16", None),
+    ("float16", None),
+    ("float32", "bfloat16"),
+    ("float32", "float16"),
+)
+"""Of the computation and of the stored KV; None for the same."""
+
 NUM_ROWS: Final = 6
 MAX_LEN: Final = 320
 LENGTHS: Final = (1, 2, 17, 64, 70, 100)
@@ -91,8 +102,9 @@ def assert_alike(ours: Tensor, theirs: Tensor, dtype: str) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
-@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize(
+    ("cpu", "family", "page_size"), cases(CPUS, ALL_FAMILIES, (1, 16, 64)), indirect=["cpu"]
+)
 def test_logits_are_those_that_torch_computes(
     checkpoints: dict[str, Path], cpu: str, family: str, page_size: int
 ) -> None:
@@ -103,10 +115,8 @@ def test_logits_are_those_that_torch_computes(
     assert_alike(native, torch_rows, "float32")
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
 @pytest.mark.parametrize(
-    "dtypes",
-    [("bfloat16", None), ("float16", None), ("float32", "bfloat16"), ("float32", "float16")],
+    ("cpu", "family", "dtypes"), cases(CPUS, ALL_FAMILIES, DTYPES), indirect=["cpu"]
 )
 def test_halves_are_near_to_what_torch_makes_of_them(
     checkpoints: dict[str, Path], cpu: str, family: str, dtypes: tuple[DTypeName, DTypeName | None]
@@ -119,7 +129,9 @@ def test_halves_are_near_to_what_torch_makes_of_them(
     assert_alike(native, torch_rows, dtype if kv_dtype is None else kv_dtype)
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize(
+    ("cpu", "threads", "family"), cases(CPUS, (1, 3), ALL_FAMILIES), indirect=["cpu", "threads"]
+)
 def test_company_and_threads_change_no_bit(
     checkpoints: dict[str, Path], cpu: str, threads: int, family: str
 ) -> None:

@@ -17,15 +17,16 @@ struct Inputs {
     InputForm form = InputForm::kFloat32;
     const float* floats = nullptr;
     const uint16_t* bf16 = nullptr;
-    const int8_t* codes = nullptr;    // kCodeBytes for each four inputs
+    const int8_t* codes = nullptr;    // `quad_bytes` for each four inputs
     const float* scales = nullptr;    // [tokens][stride / kBlock]
     const int32_t* sums = nullptr;    // of the codes of a block, likewise
     long stride = 0;
+    long quad_bytes = 4;
 
     Inputs from(long token) const;
 };
 
-constexpr long kCodeBytes = 8;
+constexpr long kMaxQuadBytes = 8;
 
 inline Inputs Inputs::from(long token) const {
     Inputs rest = *this;
@@ -33,7 +34,7 @@ inline Inputs Inputs::from(long token) const {
         case InputForm::kFloat32: rest.floats += token * stride; break;
         case InputForm::kBFloat16: rest.bf16 += token * stride; break;
         case InputForm::kInt8:
-            rest.codes += token * (stride / 4) * kCodeBytes;
+            rest.codes += token * (stride / 4) * quad_bytes;
             rest.scales += token * (stride / kBlock);
             rest.sums += token * (stride / kBlock);
     }
@@ -106,6 +107,8 @@ struct Kernels {
     InputForm (*input_form)(Format);
     // Panels that one pass of a linear over `num_tokens` takes at a time.
     long (*tile_panels)(Format, long num_tokens);
+    // Bytes that four codes of inputs take.
+    long quad_bytes;
     // Queries that fill the lanes of one call of `attend`.
     long lane_queries;
     // Bring [n] floats into `form` at token `token` of `inputs`, whose arrays are writable.

@@ -35,7 +35,7 @@ class Converted {
         const size_t elements = static_cast<size_t>(num_tokens) * stride_;
         if (floats) floats_.get(elements);
         bf16_.get(elements);
-        codes_.get(elements / 4 * kCodeBytes);
+        codes_.get(elements / 4 * kMaxQuadBytes);
         scales_.get(elements / kBlock);
         sums_.get(elements / kBlock);
     }
@@ -47,7 +47,8 @@ class Converted {
                 .codes = codes_.get(0),
                 .scales = scales_.get(0),
                 .sums = sums_.get(0),
-                .stride = stride_};
+                .stride = stride_,
+                .quad_bytes = kernels().quad_bytes};
     }
 
     float* floats(long token) { return floats_.get(0) + token * stride_; }
@@ -77,7 +78,7 @@ Inputs segment(const Inputs& inputs, long token, long first) {
     Inputs at = inputs.from(token);
     at.floats += first;
     at.bf16 += first;
-    at.codes += first / 4 * kCodeBytes;
+    at.codes += first / 4 * inputs.quad_bytes;
     at.scales += first / kBlock;
     at.sums += first / kBlock;
     return at;
@@ -402,13 +403,15 @@ class Step {
             const long head = item % heads, first = item / heads * kTokenBlock;
             const Packed& weights = *linears[head];
             const long count = std::min(kTokenBlock, num_tokens - first);
-            Inputs inputs = {.form = form_of(weights), .stride = round_up(weights.inputs, kBlock)};
+            Inputs inputs = {.form = form_of(weights),
+                             .stride = round_up(weights.inputs, kBlock),
+                             .quad_bytes = kernels_.quad_bytes};
             const long elements = kTokenBlock * inputs.stride;
             float* memory = scratch_.floats;
             inputs.floats = memory;
             inputs.bf16 = reinterpret_cast<uint16_t*>(memory);
             inputs.codes = reinterpret_cast<int8_t*>(memory);
-            inputs.scales = memory + elements / 4 * kCodeBytes / 4;
+            inputs.scales = memory + elements / 4 * kMaxQuadBytes / 4;
             inputs.sums = reinterpret_cast<int32_t*>(memory + elements);
             for (long t = 0; t < count; ++t) {
                 kernels_.convert(x + (first + t) * ldx + head * head_size, weights.inputs, inputs, t);

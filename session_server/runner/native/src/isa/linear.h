@@ -225,7 +225,7 @@ struct CodeTile {
                     }
                 }
                 for (int c = 0; c < C; ++c) {
-                    const int8_t* x = inputs.codes + (c * inputs.stride / 4) * kCodeBytes +
+                    const int8_t* x = inputs.codes + (c * inputs.stride / 4) * kQuadBytes +
                                       (block * (kBlock / 4) + quad) * kQuadBytes;
                     for (int r = 0; r < R; ++r) {
                         for (int v = 0; v < kVectors; ++v) {

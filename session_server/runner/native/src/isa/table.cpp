@@ -23,6 +23,7 @@ const Kernels table = {
     .name = SESSION_SERVER_NAME(SESSION_SERVER_ISA),
     .input_form = input_form,
     .tile_panels = panels_of,
+    .quad_bytes = kQuadBytes,
     .lane_queries = 2 * kLanes,
     .convert = convert,
     .linear = linear,
