@@ -206,6 +206,7 @@ ARITHMETIC = (
     "session_server.runner.mla_weights",
     "session_server.runner.mxfp4",
     "session_server.runner.probe",
+    "session_server.runner.quantization",
     "session_server.runner.randomness",
     "session_server.models.layers.gated_delta",
 )
