@@ -76,7 +76,14 @@ def _engine(num_sessions: int, num_tokens: int) -> SteppedEngine:
     # There is no content that a probe could check.
     memory = MemoryPolicy(probe_interval_s=math.inf)
     spec = CacheSpec((group,), _PAGE_SIZE)
-    return SteppedEngine(spec, capacity, forward=_answer, chunk_tokens=_CONTEXT_LEN, memory=memory)
+    return SteppedEngine(
+        spec,
+        capacity,
+        forward=_answer,
+        chunk_tokens=_CONTEXT_LEN,
+        memory=memory,
+        max_running=256,
+    )
 
 
 def _decoding_engine(num_idle: int) -> SteppedEngine:
@@ -109,6 +116,9 @@ def _admission_us(engine: SteppedEngine, history: int) -> float:
 
 
 def _answer(batch: Batch) -> StepResult:
+    if batch.decoding is not None:
+        tokens = _OUTPUT.token_ids * len(batch.decoding)
+        return StepResult(batch.step, (), forward_s=0.0, tokens=tokens)
     rows = tuple(_OUTPUT if row.sample else _NOTHING for row in batch.rows)
     return StepResult(batch.step, rows, forward_s=0.0)
 
