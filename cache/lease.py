@@ -93,7 +93,8 @@ class KVLease(CountedLength):
     @property
     def num_pages(self) -> int:
         """Return the entries of the row in use, the same in every pool: locked and private."""
-        return self._protected_pages + len(next(iter(self._private.values())))
+        num_protected = self.receipt.length // self._stores.page_size
+        return num_protected + len(next(iter(self._private.values())))
 
     def private_pages(self, pool: PoolName) -> tuple[int, ...]:
         """Return the pages of one pool that no other session can see: those of the row in order of

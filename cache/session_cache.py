@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Final
 
+from cache.borrower import Borrower
 from cache.changes import Changes
 from cache.errors import NamespaceMismatch, OutOfPages, SlotBusy, SlotExists, UnknownSession
 from cache.lease import KVLease
@@ -24,7 +25,6 @@ from cache.lockstep import LOW_WATER_DIVISOR, Lockstep
 from cache.parked_queue import ParkedQueue
 from cache.pinned_quota import PinnedQuota
 from cache.radix_node import MatchResult
-from cache.running_turn import RunningTurn
 from cache.session_slot import SessionSlot
 from cache.spec import CacheSpec, Capacity
 from cache.stores import KVStores, StoreParts
@@ -77,7 +77,7 @@ class SessionAwareCache:
         self._empty_quota = partial(PinnedQuota, pinned_quota_pages)
         self._pinned = self._empty_quota(self._stores)
         self._slots: dict[SessionId, SessionSlot] = {}
-        self._turns: dict[TurnId, RunningTurn] = {}
+        self._turns: dict[TurnId, Borrower] = {}
         self.parked = ParkedQueue(self._stores, self._pinned)
         self.tails = Tails(self._stores, self._slots, self.parked)
 
@@ -237,7 +237,7 @@ class SessionAwareCache:
         slot.tokens.append(new_tokens)
         writes = lease.extend_match(slot.tokens.view(lease.protected_len, reuse_len))
         loan = TurnLoan(lease, lease.computed_len, tuple(writes), tail_len)
-        self._turns[turn_id] = RunningTurn(slot, lease, base_len, context_len, loan)
+        self._turns[turn_id] = Borrower(slot, lease, base_len, context_len, loan)
         self._stores.changes.turn_version += 1
         self._update_pinned(slot)
         assert lease.computed_len < len(slot.tokens), "one token at least is computed"
@@ -505,7 +505,7 @@ class SessionAwareCache:
             raise UnknownSession(session_id)
         return slot
 
-    def _changing_turn(self, turn_id: TurnId) -> RunningTurn:
+    def _changing_turn(self, turn_id: TurnId) -> Borrower:
         turn = self._turns.get(turn_id)
         if turn is None:
             raise UnknownSession(f"turn {turn_id} has borrowed no session")

@@ -206,7 +206,8 @@ class Turn:
     @property
     def known_len(self) -> int:
         """Return how many tokens of the context the host has seen."""
-        return self.prompt_len + len(self.outputs)
+        request = self.request
+        return request.base_len + len(request.tokens) + len(self.outputs)
 
     @property
     def expected_len(self) -> int:
@@ -230,11 +231,12 @@ class Turn:
 
         `max_new` is known ahead, so no forward is planned past it. 0 for a turn that is held back.
         """
-        if self.is_held_back:
+        admission = self.current_admission
+        num_sampling = admission.num_sampling
+        if num_sampling and self.is_held_back:
             return 0
-        return max(
-            0, min(self.expected_len, self.max_computed_len) - self.current_admission.launched_len
-        )
+        length = min(self.known_len + num_sampling, self.max_computed_len)
+        return max(0, length - admission.launched_len)
 
     @property
     def is_held_back(self) -> bool:

@@ -35,8 +35,6 @@ from session_server.web.websocket_guard import CONNECTION, GuardedWebSocket
 WRITE_BYTES: Final = 1 << 16
 """Bytes of frames that one write has. All that a step adds for a socket goes out together."""
 
-_ABNORMAL: Final = 1006
-
 _logger: Final = logging.getLogger("session_server.web")
 
 
@@ -164,7 +162,7 @@ class SocketPeer:
             try:
                 self._connection.send_texts(waiting.take_frames(WRITE_BYTES))
             except ClientDisconnected:
-                raise WebSocketDisconnect(_ABNORMAL) from None
+                raise WebSocketDisconnect(1006) from None
             self._has_room.set()
         for delivered in ended:
             delivered(self._services.now_s())

@@ -1,4 +1,4 @@
-"""`RunningTurn`: what the cache knows of a turn that has borrowed a session."""
+"""`Borrower`: a turn that has borrowed a session."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cache.views import TurnLoan
 
 
 @dataclass(slots=True)
-class RunningTurn:
+class Borrower:
     """Describe a running turn, for ending it.
 
     `base_len`: tokens of the history before it; `prompt_len`: including its input.
