@@ -219,7 +219,8 @@ class KVLease(CountedLength):
         """
         stores, start = self._stores, self.num_pages
         missing = pages_for(to_len, stores.page_size) - start
-        self.states.allocate(self.computed_len, to_len, num_drafts, self.holder)
+        if self.states.pool is not None:
+            self.states.allocate(self.computed_len, to_len, num_drafts, self.holder)
         if missing <= 0:
             return []
         writes, entries = [], stores.rows.entries
@@ -294,8 +295,7 @@ class KVLease(CountedLength):
 
     def release_passed(self, before_len: int) -> None:
         """Do so in bounded pools, after `computed_len` has grown from `before_len`."""
-        stores, computed_len = self._stores, self.computed_len
-        start = self._protected_pages
+        stores, computed_len, start = self._stores, self.computed_len, self._protected_pages
         # A rollback to the mark reads the pages before it.
         kept = pages_for(self._mark_len, stores.page_size)
         self.states.release_superseded(computed_len, self._mark_len, self.holder)

@@ -83,9 +83,9 @@ class Lockstep:
             lease = slot.lease
             assert lease is not None, "a running turn has a lease"
             writes += lease.grow(lease.computed_len + num_ahead + 1)
-            stores.changes.record_session(slot.session_id)
             if slot.retention is Retention.PINNED:
                 self._quota.set_row_pages(slot.session_id, lease.num_pages)
+        self._record_changes(slots)
         self._full.setdefault(step + stores.page_size, []).extend(slots)
         self._num_private += count * len(stores.paged)
         return writes
@@ -99,11 +99,14 @@ class Lockstep:
         assert min(self._full) >= step, "KV grows within its pages"
         deque(map(list.append, self._tails, tokens), maxlen=0)
         self._count.value = step
-        if (changes := self._stores.changes).is_watched:
-            for slot in self._slots:
-                changes.record_session(slot.session_id)
+        self._record_changes(self._slots)
         if slots := self._passing.pop(step, None):
             for slot in slots:
                 assert slot.lease is not None, "a running turn has a lease"
                 slot.lease.release_passed(slot.lease.computed_len - 1)
             self._passing.setdefault(step + self._stores.page_size, []).extend(slots)
+
+    def _record_changes(self, slots: Sequence[SessionSlot]) -> None:
+        if (changes := self._stores.changes).is_watched:
+            for slot in slots:
+                changes.record_session(slot.session_id)

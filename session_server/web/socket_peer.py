@@ -54,7 +54,6 @@ class SocketPeer:
         self._origin = ORIGIN.get()
         self._has_room = Signal()
         self._last_received_s = 0.0
-        self._is_idle = False
         self.wake = Signal()
         self.end_code: CloseCode | None = None
         self.is_accepted = False
@@ -173,18 +172,14 @@ class SocketPeer:
         if self.wake.is_set():
             return True
         idle_s, loop = self._services.settings.idle_s, asyncio.get_running_loop()
-        self._is_idle = False
         # A third of what `asyncio.timeout` takes, which is paid for every token.
-        timer = loop.call_later(idle_s, self._note_idle)
+        timer = loop.call_later(idle_s, self.wake.set)
         try:
             await self.wake.wait()
         finally:
             timer.cancel()
-        return not self._is_idle or loop.time() - self._last_received_s < idle_s
-
-    def _note_idle(self) -> None:
-        self._is_idle = True
-        self.wake.set()
+        now_s = loop.time()
+        return now_s < timer.when() or now_s - self._last_received_s < idle_s
 
     async def close(self, code: CloseCode) -> None:
         """Close the connection."""
