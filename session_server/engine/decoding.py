@@ -125,6 +125,10 @@ class Decoding:
             self._group = None
         return self._group
 
+    def drop(self) -> None:
+        """Forget the group: one of its turns has ended."""
+        self._group = None
+
     def launch(self) -> DecodeRows | None:
         """Return the rows of the next forward, with their pages; None, with nothing changed, where
         it has to be planned turn by turn."""

@@ -156,6 +156,7 @@ class Settler:
 
     def _remove(self, turn: Turn) -> None:
         self._scheduler.remove(turn)
+        self.decoding.drop()  # it may be the last turn, and nothing else would let go of it
         if turn in self.retry_alone:
             self.retry_alone.remove(turn)
         self._watch.touch(turn.request.session_id)
