@@ -214,7 +214,7 @@ def warm_up(runner: Runner, speculation: Speculation) -> None:
             num_drafts=num_drafts,
             drafts=np.zeros(num_drafts, np.int32) if has_host_drafts else None,
         )
-        result = runner.launch(Batch(step=0, rows=(row,) * num_rows, table_writes=())).wait()
+        result = runner.launch(Batch(step=0, listed=(row,) * num_rows, table_writes=())).wait()
         if result.error is not None:
             raise RuntimeError(f"the model does not run: {result.error}")
 

@@ -51,6 +51,12 @@ SLICES = (
         _NEXT,
     ),
     _constant(
+        "web.socket_peer:WRITE_BYTES",
+        "frames for a socket in one write",
+        "bytes",
+        "the rest comes next; a larger frame is written alone",
+    ),
+    _constant(
         "protocol.realtime:ITEMS_AT_ONCE",
         "items of a session that a Realtime conversation takes over",
         "items",
@@ -280,7 +286,7 @@ BOUND_NOTHING = frozenset(
         "cache.components:_FIRST_BLOCK",
         "cache.pair_check:_SHORT",
         "cache.session_cache:_HIGH_WATER_DIVISOR",
-        "cache.session_cache:_LOW_WATER_DIVISOR",
+        "cache.lockstep:LOW_WATER_DIVISOR",
         "session_server.attention.mla:BLOCK_LEN",
         "session_server.attention.recurrent:CHUNK",
         "session_server.engine_host.child:READ_BYTES",
