@@ -23,6 +23,7 @@ from torch import Tensor
 
 from session_server.models.errors import CheckpointError
 from session_server.models.files import MAX_JSON_BYTES, find_file, find_files, read_object
+from session_server.models.layers.block_weight import Weight
 from session_server.runner import fp8
 
 Progress = Callable[[int, int], None]
@@ -58,6 +59,10 @@ class WeightSource(ABC):
     @abstractmethod
     def take_as(self, dtype: torch.dtype, name: str, *shape: int) -> Tensor:
         """Return a tensor of that shape in a dtype of its own, where the model's is too coarse."""
+
+    def take_linear(self, name: str, outputs: int, inputs: int) -> Weight:
+        """Return a matrix [outputs, inputs]: its codes where they are stored, else like `take`."""
+        return self.take(name, outputs, inputs)
 
 
 class ExpectedTensors(WeightSource):
