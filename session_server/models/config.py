@@ -50,7 +50,8 @@ class RopeConfig:
 
     `low` and `high` are llama3's `low_freq_factor` and `high_freq_factor`, or YaRN's `beta_slow`
     and `beta_fast` (Peng et al. 2023). `attention_factor` multiplies cosines and sines.
-    `rotary_dim`: leading elements of a head that are rotated; None for all of them.
+    `rotary_dim`: leading elements of a head that are rotated; None for all of them. `factors`: what
+    the frequencies are divided by, one by one, where a checkpoint has them in place of settings.
     """
 
     rope_theta: float
@@ -62,6 +63,7 @@ class RopeConfig:
     attention_factor: float = 1.0
     truncate: bool = True
     rotary_dim: int | None = None
+    factors: tuple[float, ...] | None = None
 
 
 class QkNorm(Enum):

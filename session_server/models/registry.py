@@ -25,6 +25,8 @@ from session_server.models.families import (
 )
 from session_server.models.fields import RawConfig
 from session_server.models.files import MAX_CONFIG_BYTES, read_object
+from session_server.models.gguf.config import adapt, raw_config
+from session_server.models.gguf.reader import GgufFile, read_gguf
 
 FAMILIES: Final[Mapping[str, Callable[[RawConfig], ModelConfig]]] = {
     "deepseek_v2": deepseek.deepseek_v2,
@@ -49,17 +51,36 @@ QUANTIZATION_METHODS: Final[Mapping[str, str]] = {"deepseek_v3": "fp8", "gpt_oss
 
 
 def load_config(directory: Path) -> ModelConfig:
-    """Read `config.json` of a checkpoint.
+    """Read `config.json` of a checkpoint, or the metadata of a GGUF file.
 
     Raises:
-        CheckpointError: the file is missing, is no regular file, is not JSON, lacks a field or has
-            one that is out of its bounds.
+        CheckpointError: the file is missing, is no regular file, is not JSON or GGUF, lacks a field
+            or has one that is out of its bounds.
         UnsupportedModel: the model type, or a setting of it, is not implemented.
     """
+    if directory.is_file():
+        return gguf_config(read_gguf(directory))
     raw = read_object(directory, "config.json", MAX_CONFIG_BYTES)
     if raw is None:
         raise CheckpointError(f"{directory} has no config.json: is it a checkpoint?")
     return parse_config(raw)
+
+
+def gguf_config(file: GgufFile) -> ModelConfig:
+    """Turn the metadata of a GGUF file into a `ModelConfig`.
+
+    Raises:
+        CheckpointError: a key is missing or has the wrong type.
+        UnsupportedModel: the architecture, or a setting of it, is not implemented.
+    """
+    raw = raw_config(file)
+    try:
+        config = parse_config(raw)
+    except CheckpointError as error:
+        # Fields have other names in the file; those of `config.json` are close to them.
+        reason = str(error).removeprefix("config.json: ")
+        raise CheckpointError(f"{file.path}: its metadata gives {reason}") from error
+    return adapt(config, file)
 
 
 def parse_config(raw: RawConfig) -> ModelConfig:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -141,48 +141,54 @@ class Checkpoint:
             if name in self.tensors and self.tensors[name].is_fp8
         }
         expected = {**expected, **scales}
-        faults = []
-        missing = sorted(expected.keys() - self.tensors.keys())
-        if missing:
-            faults.append(f"missing tensors: {_list_names(missing)}")
-        unexpected = sorted(self.tensors.keys() - expected.keys() - ignorable)
-        if unexpected:
-            faults.append(f"unexpected tensors: {_list_names(unexpected)}")
-        wrong = [
-            f"{name} is {list(self.tensors[name].shape)} and should be {list(shape)}"
-            for name, shape in sorted(expected.items())
-            if name in self.tensors and self.tensors[name].shape != shape
-        ]
-        if wrong:
-            faults.append(f"wrong shapes: {_list_names(wrong)}")
-        if faults:
-            raise CheckpointError(f"{self.directory}: {'; '.join(faults)}")
+        shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
+        check_shapes(self.directory, shapes, expected, ignorable)
+
+    def reader(self, *, device: torch.device, dtype: torch.dtype) -> TensorReader:
+        """Return a reader of a checked checkpoint."""
+        return TensorReader(self, device=device, dtype=dtype)
 
 
-class TensorReader(WeightSource):
-    """Copy tensors out of a checkpoint; a context manager that holds one file at a time."""
+class CheckpointReader(WeightSource):
+    """Copy tensors out of files; a context manager that reports its progress."""
 
-    def __init__(self, checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype) -> None:
-        """Create a reader of a checked checkpoint; `take` returns copies of `dtype` on `device`."""
-        self._tensors = checkpoint.tensors
-        self._device = device
+    def __init__(self, *, device: torch.device, dtype: torch.dtype) -> None:
+        """Create a reader; `take` returns copies of `dtype` on `device`."""
+        self.device = device
         self.dtype = dtype
         self._progress: Callable[[int], None] = lambda _: None
         self._num_read = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close what is open."""
+
+    def report_to(self, progress: Progress, num_tensors: int) -> None:
+        """Call `progress` after every tensor read."""
+        self._progress = lambda num_read: progress(num_read, num_tensors)
+
+    def count_read(self) -> None:
+        """Report one more tensor."""
+        self._num_read += 1
+        self._progress(self._num_read)
+
+
+class TensorReader(CheckpointReader):
+    """Copy tensors out of safetensors files; holds one file at a time."""
+
+    def __init__(self, checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype) -> None:
+        """Create a reader of a checked checkpoint; `take` returns copies of `dtype` on `device`."""
+        super().__init__(device=device, dtype=dtype)
+        self._tensors = checkpoint.tensors
         self._stack = ExitStack()
         self._path: Path | None = None
         self._file: Any = None
         self._num_mapped_bytes = 0
 
-    def __enter__(self) -> TensorReader:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self._stack.close()
-
-    def report_to(self, progress: Progress, num_tensors: int) -> None:
-        """Call `progress` after every tensor read."""
-        self._progress = lambda num_read: progress(num_read, num_tensors)
 
     def has(self, name: str) -> bool:
         """Return whether the checkpoint has a tensor of that name."""
@@ -194,9 +200,8 @@ class TensorReader(WeightSource):
         tensor = self._read(name)
         if self._tensors[name].is_fp8:
             tensor = fp8.dequantize(tensor, self._read(name + fp8.SCALES_SUFFIX))
-        copied = tensor.to(device=self._device, dtype=dtype, copy=True)
-        self._num_read += 1
-        self._progress(self._num_read)
+        copied = tensor.to(device=self.device, dtype=dtype, copy=True)
+        self.count_read()
         return copied
 
     def _read(self, name: str) -> Tensor:
@@ -209,6 +214,32 @@ class TensorReader(WeightSource):
         tensor: Tensor = self._file.get_tensor(name)
         self._num_mapped_bytes += tensor.nbytes
         return tensor
+
+
+def check_shapes(
+    path: Path, stored: Mapping[str, Shape], expected: Mapping[str, Shape], ignorable: set[str]
+) -> None:
+    """Compare the tensors of a checkpoint with those that a model must have.
+
+    Raises:
+        CheckpointError: they differ; the message names the differences.
+    """
+    faults = []
+    missing = sorted(expected.keys() - stored.keys())
+    if missing:
+        faults.append(f"missing tensors: {_list_names(missing)}")
+    unexpected = sorted(stored.keys() - expected.keys() - ignorable)
+    if unexpected:
+        faults.append(f"unexpected tensors: {_list_names(unexpected)}")
+    wrong = [
+        f"{name} is {list(stored[name])} and should be {list(shape)}"
+        for name, shape in sorted(expected.items())
+        if name in stored and stored[name] != shape
+    ]
+    if wrong:
+        faults.append(f"wrong shapes: {_list_names(wrong)}")
+    if faults:
+        raise CheckpointError(f"{path}: {'; '.join(faults)}")
 
 
 def _open(path: Path) -> Any:

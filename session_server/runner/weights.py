@@ -1,4 +1,4 @@
-"""Build a `Decoder` from safetensors: checked before use, fused, packed, in anonymous memory."""
+"""Build a `Decoder` from a checkpoint: checked before use, fused, packed, in anonymous memory."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from session_server.runner.checkpoint import (
     ExpectedTensors,
     Progress,
     Shape,
-    TensorReader,
     WeightSource,
     concatenate,
 )
 from session_server.runner.ffn_weights import take_ffn
+from session_server.runner.gguf_checkpoint import GgufCheckpoint
 from session_server.runner.host_memory import return_freed_memory
 from session_server.runner.mla_weights import take_mla
 from session_server.runner.recurrent_weights import take_gated_delta, take_mamba2, take_short_conv
@@ -76,7 +76,7 @@ def load_decoder(
             nothing was built.
     """
     checkpoint = open_checkpoint(directory, config)
-    reader = TensorReader(checkpoint, device=device, dtype=dtype)
+    reader = checkpoint.reader(device=device, dtype=dtype)
     with return_freed_memory(), reader:
         if progress is not None:
             expected = expected_tensors(config, checkpoint.tensors)
@@ -84,13 +84,13 @@ def load_decoder(
         return build_decoder(config, reader)
 
 
-def open_checkpoint(directory: Path, config: ModelConfig) -> Checkpoint:
+def open_checkpoint(directory: Path, config: ModelConfig) -> Checkpoint | GgufCheckpoint:
     """Read the headers and compare them with the tensors that the model must have.
 
     Raises:
         CheckpointError: see `load_decoder`.
     """
-    checkpoint = Checkpoint(directory)
+    checkpoint = GgufCheckpoint(directory) if directory.is_file() else Checkpoint(directory)
     expected = expected_tensors(config, checkpoint.tensors)
     checkpoint.check(expected, _ignorable(config, checkpoint.tensors))
     return checkpoint
@@ -209,7 +209,8 @@ def _qkv_parts(mixer: AttentionConfig) -> list[tuple[str, Callable[[Tensor], Ten
         return interleave_pairs(rows, mixer.head_dim, mixer.rotary_dim)
 
     def half(rows: Tensor, index: int) -> Tensor:
-        return rows.unflatten(0, (mixer.num_heads, 2, -1))[:, index].flatten(0, 1)
+        of_heads = rows.view(mixer.num_heads, 2, mixer.head_dim, *rows.shape[1:])
+        return of_heads[:, index].flatten(0, 1)
 
     parts: list[tuple[str, Callable[[Tensor], Tensor]]]
     parts = [("q", interleave), ("k", interleave), ("v", lambda rows: rows)]

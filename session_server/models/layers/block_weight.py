@@ -51,11 +51,12 @@ class BlockWeight:
 
     def dequantize(self) -> Tensor:
         """Return the numbers, float32 [outputs, inputs]."""
-        blocks = self.codes.unflatten(1, (-1, BLOCK)).to(torch.float32)
+        outputs, inputs = self.shape
+        blocks = self.codes.view(outputs, inputs // BLOCK, BLOCK).to(torch.float32)
         blocks = blocks.mul_(self.scales.unsqueeze(2))
         if self.minimums is not None:
             blocks = blocks.sub_(self.minimums.unsqueeze(2))
-        return blocks.flatten(1)
+        return blocks.view(outputs, inputs)
 
     def dense(self) -> Tensor:
         """Return the numbers in `dtype` [outputs, inputs], rounded once."""
