@@ -1,7 +1,7 @@
 """Define why a model cannot be served. Raised at start-up, never to a client.
 
 ModelError
-├── ModelNotFound      no such directory, and not a repository on the hub
+├── ModelNotFound      no such directory or GGUF file, and not a repository on the hub
 ├── UnsupportedModel   an architecture, or one of its settings, is not implemented
 ├── CheckpointError    files, fields or tensors are missing, unexpected or invalid
 ├── DraftMismatch      the draft model cannot draft for the served model
@@ -16,7 +16,7 @@ class ModelError(Exception):
 
 
 class ModelNotFound(ModelError):
-    """Report that the path is not a directory and the hub has no such repository."""
+    """Report that the path is no directory or GGUF file, and the hub has no such repository."""
 
 
 class UnsupportedModel(ModelError):

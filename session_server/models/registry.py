@@ -73,7 +73,11 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         CheckpointError: a key is missing or has the wrong type.
         UnsupportedModel: the architecture, or a setting of it, is not implemented.
     """
-    raw = raw_config(file)
+    try:
+        raw = raw_config(file)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{file.path}: metadata of the wrong kind: {reason}") from error
     try:
         config = parse_config(raw)
     except CheckpointError as error:
