@@ -15,6 +15,7 @@ from typing import Final, Literal
 
 from cache.spec import CacheSpec, LayerGroup, LayerKind
 from cache.types import PoolName
+from session_server.models.quantization import QuantizationConfig
 
 FULL_POOL: Final = PoolName("full")
 """The pool of full attention layers."""
@@ -429,7 +430,7 @@ class ModelConfig:
     `max_position_embeddings`: positions the model can address. `dtype`: what the checkpoint says it
     was saved in. `embedding_multiplier`: factor on embeddings. `final_logit_softcapping`: bounds
     logits with a tanh. `num_nextn_predict_layers`: layers after the last that predict further
-    tokens; they are not loaded.
+    tokens; they are not loaded. `quantization`: how matrices are stored, None for floats.
     """
 
     model_type: str
@@ -444,6 +445,7 @@ class ModelConfig:
     final_logit_softcapping: float | None = None
     num_nextn_predict_layers: int = 0
     spelling: Spelling = Spelling()
+    quantization: QuantizationConfig | None = None
 
     @property
     def pools(self) -> Mapping[PoolName, tuple[int, ...]]:

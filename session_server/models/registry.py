@@ -7,6 +7,7 @@ implemented is rejected by name: ignoring it would give wrong answers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -27,6 +28,7 @@ from session_server.models.fields import RawConfig
 from session_server.models.files import MAX_CONFIG_BYTES, read_object
 from session_server.models.gguf.config import adapt, raw_config
 from session_server.models.gguf.reader import GgufFile, read_gguf
+from session_server.models.quantization import PackedMethod, parse_quantization
 
 FAMILIES: Final[Mapping[str, Callable[[RawConfig], ModelConfig]]] = {
     "deepseek_v2": deepseek.deepseek_v2,
@@ -48,6 +50,13 @@ FAMILIES: Final[Mapping[str, Callable[[RawConfig], ModelConfig]]] = {
 
 QUANTIZATION_METHODS: Final[Mapping[str, str]] = {"deepseek_v3": "fp8", "gpt_oss": "mxfp4"}
 """The `quant_method` that a family's weights may have. They are dequantized on load."""
+
+PACKED_METHODS: Final = frozenset(method.value for method in PackedMethod)
+
+PACKED_FAMILIES: Final = frozenset(
+    {"gemma2", "gemma3_text", "llama", "mistral", "olmo3", "qwen2", "qwen3", "qwen3_moe"}
+)
+"""Families whose matrices may be integers, packed by one of `PACKED_METHODS`."""
 
 
 def load_config(directory: Path) -> ModelConfig:
@@ -102,14 +111,17 @@ def parse_config(raw: RawConfig) -> ModelConfig:
         )
     check_fields(raw)
     quantization = raw.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method")
-        if method is None or method != QUANTIZATION_METHODS.get(str(model_type)):
-            raise UnsupportedModel(
-                f"quantization_config: {model_type} quantized with {method!r} is not implemented"
-            )
+    method = (quantization or {}).get("quant_method")
+    is_packed = method in PACKED_METHODS and model_type in PACKED_FAMILIES
+    is_floats = method is not None and method == QUANTIZATION_METHODS.get(str(model_type))
+    if quantization is not None and not (is_packed or is_floats):
+        raise UnsupportedModel(
+            f"quantization_config: {model_type} quantized with {method!r} is not implemented"
+        )
     try:
         config = describe(raw)
+        if is_packed:
+            config = replace(config, quantization=parse_quantization(quantization or {}))
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"config.json: fields do not go together: {reason}") from error

@@ -90,7 +90,11 @@ def open_checkpoint(directory: Path, config: ModelConfig) -> Checkpoint | GgufCh
     Raises:
         CheckpointError: see `load_decoder`.
     """
-    checkpoint = GgufCheckpoint(directory) if directory.is_file() else Checkpoint(directory)
+    checkpoint: Checkpoint | GgufCheckpoint
+    if directory.is_file():
+        checkpoint = GgufCheckpoint(directory)
+    else:
+        checkpoint = Checkpoint(directory, config.quantization)
     expected = expected_tensors(config, checkpoint.tensors)
     checkpoint.check(expected, _ignorable(config, checkpoint.tensors))
     return checkpoint
