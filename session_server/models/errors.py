@@ -10,6 +10,11 @@ ModelError
 
 from __future__ import annotations
 
+from typing import Final
+
+MAX_SHOWN_CHARS: Final = 100
+"""Characters of a checkpoint's text that an error quotes."""
+
 
 class ModelError(Exception):
     """Serve as the base class of every error that loading a model raises on purpose."""
@@ -29,3 +34,8 @@ class CheckpointError(ModelError):
 
 class DraftMismatch(ModelError):
     """Report a draft model that cannot draft for the model it was given with."""
+
+
+def shortened(text: str) -> str:
+    """Cut a text from the checkpoint to the length that an error message quotes."""
+    return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "..."

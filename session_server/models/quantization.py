@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
-from session_server.models.errors import CheckpointError, UnsupportedModel
+from session_server.models.errors import CheckpointError, UnsupportedModel, shortened
 
 
 class PackedMethod(Enum):
@@ -123,11 +123,10 @@ def _group_size(value: object) -> int | None:
 
 
 def _shown(value: object) -> str:
-    return repr(value)[:_MAX_SHOWN_CHARS]
+    return shortened(repr(value))
 
 
 _MAX_GROUP_SIZE: Final = 1 << 20
-_MAX_SHOWN_CHARS: Final = 100
 
 _PARSERS: Final[Mapping[PackedMethod, Callable[[Mapping[str, Any]], QuantizationConfig]]] = {
     PackedMethod.AWQ: _awq,

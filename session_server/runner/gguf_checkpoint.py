@@ -13,15 +13,12 @@ from torch import Tensor
 from session_server.models.gguf.config import head_counts
 from session_server.models.gguf.names import StoredPart, stored_parts
 from session_server.models.gguf.reader import read_gguf, read_range
-from session_server.models.layers.block_weight import Weight
+from session_server.models.layers.block_weight import CHUNK_ELEMENTS, Weight
 from session_server.runner.checkpoint import CheckpointReader, Shape, check_shapes
 from session_server.runner.gguf_blocks import block_weight, dequantize, has_block_codes
 from session_server.runner.weight_rows import reorder_rows
 
 _PLAIN: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-_CHUNK_ELEMENTS: Final = 1 << 20
-"""Numbers decoded at a time: temporary tensors take a few times as many bytes."""
 
 
 class GgufCheckpoint:
@@ -94,7 +91,7 @@ class GgufReader(CheckpointReader):
         blocks = self._blocks(part)
         numbers = torch.empty(part.shape, dtype=dtype)
         rows = numbers.view(-1, part.shape[-1])
-        step = max(1, _CHUNK_ELEMENTS // part.shape[-1])
+        step = max(1, CHUNK_ELEMENTS // part.shape[-1])
         for start in range(0, len(rows), step):
             rows[start : start + step] = dequantize(kind, blocks[start : start + step])
         return numbers

@@ -7,10 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from session_server.models.layers.block_weight import BLOCK, BlockWeight, Weight
-
-_CHUNK_ELEMENTS = 1 << 20
-"""Numbers computed at a time: temporary tensors take a few times as many bytes."""
+from session_server.models.layers.block_weight import BLOCK, CHUNK_ELEMENTS, BlockWeight, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +45,7 @@ class GroupedCodes:
 
     def _numbers(self, dtype: torch.dtype) -> Tensor:
         numbers = torch.empty(self.codes.shape, dtype=dtype, device=self.codes.device)
-        step = max(1, _CHUNK_ELEMENTS // self.codes.shape[1])
+        step = max(1, CHUNK_ELEMENTS // self.codes.shape[1])
         for start in range(0, len(numbers), step):
             rows = slice(start, start + step)
             offsets = self.codes[rows].float() - self.zeros[rows][:, self.groups]

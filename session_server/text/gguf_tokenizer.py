@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any, Final
 
-from session_server.models.errors import CheckpointError, UnsupportedModel
+from session_server.models.errors import CheckpointError, UnsupportedModel, shortened
 from session_server.models.gguf.reader import GgufFile
 from session_server.text.gguf_pre_tokenizers import (
     BYTE_LEVEL,
@@ -105,7 +105,7 @@ class GgufTokens:
         kind = self.get("model")
         if kind not in {"gpt2", "llama"}:
             raise UnsupportedModel(
-                f"{self._path}: the tokenizer {str(kind)[:100]!r} is not implemented; known: gpt2, "
+                f"{self._path}: the tokenizer {shortened(str(kind))!r} is not implemented; known: gpt2, "
                 "llama"
             )
         parts = self._byte_level() if kind == "gpt2" else self._sentence_piece()
@@ -123,7 +123,7 @@ class GgufTokens:
         name = str(self.get("pre", "default"))
         if name not in PATTERNS:
             raise UnsupportedModel(
-                f"{self._path}: the pre-tokenizer {name[:100]!r} is not implemented; known: "
+                f"{self._path}: the pre-tokenizer {shortened(name)!r} is not implemented; known: "
                 f"{', '.join(PATTERNS)}"
             )
         return {

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from session_server.models.config import AttentionConfig, ModelConfig
-from session_server.models.errors import CheckpointError, UnsupportedModel
+from session_server.models.errors import CheckpointError, UnsupportedModel, shortened
 from session_server.models.gguf.names import ROPE_FACTORS, SANDWICH_ARCHITECTURES
 from session_server.models.gguf.reader import GgufFile, read_range
 
@@ -71,8 +71,8 @@ def raw_config(file: GgufFile) -> Fields:
     if describe is None:
         known = ", ".join(sorted(ARCHITECTURES))
         raise UnsupportedModel(
-            f"{file.path}: the architecture {metadata.architecture[:100]!r} is not implemented for "
-            f"GGUF; known: {known}"
+            f"{file.path}: the architecture {shortened(metadata.architecture)!r} is not "
+            f"implemented for GGUF; known: {known}"
         )
     return _common(metadata) | describe(metadata)
 
@@ -160,7 +160,7 @@ def _common(of: Metadata) -> Fields:
 def _rope_scaling(of: Metadata) -> Fields | None:
     kind = of.get("rope.scaling.type", "none")
     if kind not in _SCALINGS:
-        raise UnsupportedModel(f"{of.file.path}: rope scaling {str(kind)[:100]!r}")
+        raise UnsupportedModel(f"{of.file.path}: rope scaling {shortened(str(kind))!r}")
     if kind == "none":
         return None
     scaling = {

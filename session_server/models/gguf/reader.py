@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from session_server.models.errors import CheckpointError, UnsupportedModel
+from session_server.models.errors import CheckpointError, UnsupportedModel, shortened
 from session_server.models.gguf.types import TENSOR_TYPES, UNSUPPORTED_TYPES, TensorType
 
 MAGIC: Final = b"GGUF"
 VERSIONS: Final = (2, 3)
 DEFAULT_ALIGNMENT: Final = 32
+"""Bytes; tensors begin at multiples of it."""
 
 MAX_HEADER_BYTES: Final = 256 << 20
 """Limit of everything before the tensors; 12 MB for 152,000 tokens and their merges."""
@@ -150,7 +151,7 @@ class _Header:
         for _ in range(num_pairs):
             key = self._string()
             if key in metadata:
-                raise self._damaged(f"it has the metadata key {key[:100]!r} twice")
+                raise self._damaged(f"it has the metadata key {shortened(key)!r} twice")
             metadata[key] = self._value(self._scalar("I"))
         if metadata.get("split.count", 1) not in (0, 1):
             raise CheckpointError(
@@ -171,18 +172,20 @@ class _Header:
         name = self._string()
         num_dimensions = self._scalar("I")
         if not 1 <= num_dimensions <= MAX_DIMENSIONS:
-            raise self._damaged(f"tensor {name[:100]!r} has {num_dimensions} dimensions")
+            raise self._damaged(f"tensor {shortened(name)!r} has {num_dimensions} dimensions")
         shape = tuple(self._scalar("Q") for _ in range(num_dimensions))[::-1]
         number, start = self._scalar("I"), self._scalar("Q")
         kind = TENSOR_TYPES.get(number)
         if kind is None:
             known = ", ".join(known.name for known in TENSOR_TYPES.values())
             raise UnsupportedModel(
-                f"{self._path}: tensor {name[:100]} has the type "
+                f"{self._path}: tensor {shortened(name)} has the type "
                 f"{UNSUPPORTED_TYPES.get(number, number)}, which is not implemented; known: {known}"
             )
         if shape[-1] % kind.block or 0 in shape:
-            raise self._damaged(f"tensor {name[:100]} of shape {list(shape)} has no whole blocks")
+            raise self._damaged(
+                f"tensor {shortened(name)} of shape {list(shape)} has no whole blocks"
+            )
         num_elements = 1
         for size in shape:
             num_elements *= size
@@ -194,7 +197,7 @@ class _Header:
         end = start + tensor.num_bytes
         if end > self._num_bytes:
             raise CheckpointError(
-                f"{self._path} is truncated: tensor {name[:100]} ends at byte {end:,} and the file "
+                f"{self._path} is truncated: tensor {shortened(name)} ends at byte {end:,} and the file "
                 f"at {self._num_bytes:,}; download it again"
             )
         return GgufTensor(tensor.type, tensor.shape, start, tensor.num_bytes)

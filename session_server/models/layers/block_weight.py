@@ -16,7 +16,7 @@ from torch import Tensor
 BLOCK: Final = 32
 """Consecutive inputs of one output that share a scale and a minimum."""
 
-_CHUNK_ELEMENTS: Final = 1 << 20
+CHUNK_ELEMENTS: Final = 1 << 20
 """Elements converted at a time: temporary tensors take a few times as many bytes."""
 
 
@@ -62,7 +62,7 @@ class BlockWeight:
         """Return the numbers in `dtype` [outputs, inputs], rounded once."""
         outputs, inputs = self.shape
         numbers = torch.empty(self.shape, dtype=self.dtype, device=self.codes.device)
-        step = max(1, _CHUNK_ELEMENTS // inputs)
+        step = max(1, CHUNK_ELEMENTS // inputs)
         for start in range(0, outputs, step):
             numbers[start : start + step] = self._part(slice(start, start + step)).dequantize()
         return numbers
