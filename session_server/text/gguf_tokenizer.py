@@ -105,8 +105,8 @@ class GgufTokens:
         kind = self.get("model")
         if kind not in {"gpt2", "llama"}:
             raise UnsupportedModel(
-                f"{self._path}: the tokenizer {shortened(str(kind))!r} is not implemented; known: gpt2, "
-                "llama"
+                f"{self._path}: the tokenizer {shortened(str(kind))!r} is not implemented; known: "
+                "gpt2, llama"
             )
         parts = self._byte_level() if kind == "gpt2" else self._sentence_piece()
         content = {

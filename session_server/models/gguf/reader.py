@@ -197,8 +197,8 @@ class _Header:
         end = start + tensor.num_bytes
         if end > self._num_bytes:
             raise CheckpointError(
-                f"{self._path} is truncated: tensor {shortened(name)} ends at byte {end:,} and the file "
-                f"at {self._num_bytes:,}; download it again"
+                f"{self._path} is truncated: tensor {shortened(name)} ends at byte {end:,} and the "
+                f"file at {self._num_bytes:,}; download it again"
             )
         return GgufTensor(tensor.type, tensor.shape, start, tensor.num_bytes)
 
