@@ -50,7 +50,7 @@ def parse_quantization(raw: Mapping[str, Any]) -> QuantizationConfig:
 
 def _awq(raw: Mapping[str, Any]) -> QuantizationConfig:
     """AutoAWQ's `WQLinear_GEMM` (Lin et al. 2023)."""
-    _require(raw, "version", "gemm")
+    _require(raw, "version", "gemm", "GEMM")
     num_bits = _bits(raw.get("bits", raw.get("w_bit")), 4)
     size = _group_size(raw.get("group_size", raw.get("q_group_size")))
     return QuantizationConfig(PackedMethod.AWQ, num_bits, size)
@@ -58,11 +58,12 @@ def _awq(raw: Mapping[str, Any]) -> QuantizationConfig:
 
 def _gptq(raw: Mapping[str, Any]) -> QuantizationConfig:
     """AutoGPTQ's and GPTQModel's format (Frantar et al. 2022)."""
-    _require(raw, "checkpoint_format", "gptq", "gptq_v2")
+    form = raw.get("checkpoint_format") or raw.get("format") or "gptq"
+    _require({"checkpoint_format": form}, "checkpoint_format", "gptq", "gptq_v2")
     _require(raw, "is_marlin_format", False)
     if raw.get("dynamic"):
         raise UnsupportedModel("quantization_config: 'dynamic' (settings by layer)")
-    offset = 0 if raw.get("checkpoint_format") == "gptq_v2" else 1
+    offset = 0 if form == "gptq_v2" else 1
     num_bits, size = _bits(raw.get("bits"), 4, 8), _group_size(raw.get("group_size"))
     return QuantizationConfig(PackedMethod.GPTQ, num_bits, size, offset)
 

@@ -34,6 +34,7 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "lfm2": "lfm2",
 }
 
 
@@ -56,9 +57,11 @@ def write_gguf(
     raw = json.loads((directory / "config.json").read_text())
     architecture = ARCHITECTURES[raw["model_type"]]
     writer = GGUFWriter(path, architecture)
-    _add_config(writer, raw, architecture)
-    describe(writer)
     tensors = load_file(directory / "model.safetensors")
+    w1 = tensors.get("model.layers.0.feed_forward.w1.weight")
+    size = raw["intermediate_size"] if w1 is None else len(w1)
+    _add_config(writer, {**raw, "intermediate_size": size}, architecture)
+    describe(writer)
     meant = {}
     stacked: dict[str, list[Array]] = {}
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
@@ -66,8 +69,11 @@ def write_gguf(
     for name, tensor in _one_by_one(tensors).items():
         kind = choose(name) if name.endswith(".weight") and tensor.dim() == 2 else None
         numbers = _permuted(name, tensor.float().numpy(), raw, architecture)
+        if name.endswith("conv.conv.weight"):
+            numbers = numbers.squeeze(1)
         packed, meaning = pack(numbers, kind or GGMLQuantizationType.F32, seed=len(meant))
-        meant[name] = torch.from_numpy(_unpermuted(name, meaning, raw, architecture).copy())
+        meaning = _unpermuted(name, meaning, raw, architecture).copy()
+        meant[name] = torch.from_numpy(meaning).view(tensor.shape)
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             packed = packed + 1
         stem, _, suffix = name.rpartition(".")
@@ -158,8 +164,13 @@ def _add_config(writer: GGUFWriter, raw: Mapping[str, Any], architecture: str) -
     writer.add_block_count(raw["num_hidden_layers"])
     writer.add_feed_forward_length(raw["intermediate_size"])
     writer.add_head_count(raw["num_attention_heads"])
-    writer.add_head_count_kv(raw["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
+    num_kv_heads: int | list[int] = raw["num_key_value_heads"]
+    if architecture == "lfm2":
+        attends = [kind == "full_attention" for kind in raw["layer_types"]]
+        num_kv_heads = [raw["num_key_value_heads"] * flag for flag in attends]
+        writer.add_shortconv_l_cache(raw["conv_L_cache"])
+    writer.add_head_count_kv(num_kv_heads)
+    writer.add_layer_norm_rms_eps(raw.get("rms_norm_eps") or raw["norm_eps"])
     head_dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)

@@ -44,6 +44,8 @@ FIELDS = {
     # What llama.cpp computes from the size of a head.
     "gemma2": {"query_pre_attn_scalar": 16, "attention_bias": False},
     "gemma3_text": {"query_pre_attn_scalar": 16},
+    # Files have no biases of convolutions.
+    "lfm2": {"conv_bias": False},
 }
 BLOCKS = (Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.F16, Type.BF16)
 K_BLOCKS = (Type.Q4_K, Type.Q5_K, Type.Q6_K)
@@ -90,7 +92,7 @@ def test_files_of_several_types_are_what_they_stand_for(family: str, tmp_path: P
             return Type.Q8_0
         return next((kind for part, kind in kinds.items() if part in name), Type.Q4_K)
 
-    sizes = {**FIELDS.get(family, {}), **K_SIZES}
+    sizes = {**FIELDS.get(family, {}), **K_SIZES, "block_multiple_of": 256}
     if family.startswith("gemma"):
         sizes["query_pre_attn_scalar"] = K_SIZES["head_dim"]
     twin = write_checkpoint(family, tmp_path / "twin", **sizes)

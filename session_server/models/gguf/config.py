@@ -33,7 +33,7 @@ class Metadata:
         return self.file.metadata.get(f"{self.architecture}.{key}", default)
 
     def number(self, key: str) -> Any:
-        """Return a number that a file must have, the same for all layers.
+        """Return a number that a file must have, the same for all layers that have it.
 
         Raises:
             CheckpointError: the key is missing.
@@ -41,7 +41,8 @@ class Metadata:
         """
         value = self.get(key)
         if isinstance(value, list):
-            if len(set(value)) != 1:
+            value = sorted(set(value) - {0})
+            if len(value) != 1:
                 raise UnsupportedModel(
                     f"{self.file.path}: {self.architecture}.{key} differs between layers, which "
                     "is not implemented"
@@ -240,9 +241,28 @@ def _gemma3(of: Metadata) -> Fields:
     return {"model_type": "gemma3_text"} | local | _gemma(of, largest=62)
 
 
+def _lfm2(of: Metadata) -> Fields:
+    """Layers without heads for K and V are convolutions."""
+    num_kv_heads = of.get("attention.head_count_kv")
+    if not isinstance(num_kv_heads, list):
+        raise CheckpointError(
+            f"{of.file.path}: the metadata lacks the list lfm2.attention.head_count_kv; convert or "
+            "download the file again"
+        )
+    return {
+        "model_type": "lfm2",
+        "layer_types": ["full_attention" if num else "conv" for num in num_kv_heads],
+        "conv_L_cache": of.number("shortconv.l_cache"),
+        "norm_eps": of.number("attention.layer_norm_rms_epsilon"),
+        "block_auto_adjust_ff_dim": False,
+        "tie_embedding": not of.has_tensor("output.weight"),
+    }
+
+
 ARCHITECTURES: Final[Mapping[str, Callable[[Metadata], Fields]]] = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "lfm2": _lfm2,
     "llama": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,

@@ -21,6 +21,7 @@ _GLOBAL: Final = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
+    "token_embd_norm": "model.embedding_norm",
 }
 
 _LAYER: Final = {
@@ -38,12 +39,29 @@ _LAYER: Final = {
     "ffn_gate_inp": "mlp.gate",
 }
 
-_SANDWICH: Final = {
+_SANDWICH: Final = _LAYER | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-"""Gemma's norms, before and after."""
+"""Gemma's: norms before and after."""
+
+_LFM2: Final = _LAYER | {
+    "attn_norm": "operator_norm",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+}
+
+_LAYERS: Final = {"gemma2": _SANDWICH, "gemma3": _SANDWICH, "lfm2": _LFM2}
+"""Names in a layer, of architectures that have their own."""
 
 _EXPERTS: Final = {
     "ffn_gate_exps": "gate_proj",
@@ -51,7 +69,7 @@ _EXPERTS: Final = {
     "ffn_down_exps": "down_proj",
 }
 
-_IN_LAYER: Final = re.compile(r"blk\.(\d{1,4})\.([a-z_]+)\.(weight|bias)")
+_IN_LAYER: Final = re.compile(r"blk\.(\d{1,4})\.([a-z_]+(?:\.[a-z_]+)?)\.(weight|bias)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +112,7 @@ def _parts(
         yield name, StoredPart(tensor, tensor.shape)
         return
     prefix, short = f"model.layers.{match[1]}.", match[2]
-    names = _LAYER | (_SANDWICH if architecture in SANDWICH_ARCHITECTURES else {})
+    names = _LAYERS.get(architecture, _LAYER)
     if short in _EXPERTS and len(tensor.shape) == 3:
         for index in range(tensor.shape[0]):
             expert = f"{prefix}mlp.experts.{index}.{_EXPERTS[short]}.{kind}"
@@ -102,7 +120,10 @@ def _parts(
         return
     paired = num_heads.get(short, 0) if architecture in PAIRED_ARCHITECTURES else 0
     known = f"{prefix}{names[short]}.{kind}" if short in names else name
-    yield known, StoredPart(tensor, tensor.shape, num_paired_heads=paired)
+    shape = tensor.shape
+    if short == "shortconv.conv" and len(shape) == 2:
+        shape = (shape[0], 1, shape[1])  # a convolution by channel, of one input each
+    yield known, StoredPart(tensor, shape, num_paired_heads=paired)
 
 
 SANDWICH_ARCHITECTURES: Final = frozenset({"gemma2", "gemma3"})
