@@ -174,7 +174,7 @@ def _add_config(writer: GGUFWriter, raw: Mapping[str, Any], architecture: str) -
     head_dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    rope = raw["rope_parameters"]
+    rope = raw.get("rope_parameters") or {"rope_type": "default", "rope_theta": raw["rope_theta"]}
     full = rope.get("full_attention", rope)
     writer.add_rope_freq_base(full["rope_theta"])
     if full["rope_type"] in ("linear", "yarn"):

@@ -29,9 +29,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("gguf")
     twin = root / "twin"
     shutil.copytree(MODEL_DIR, twin)
-    config = json.loads((twin / "config.json").read_text())
-    config["rope_parameters"] = {"rope_type": "default", "rope_theta": config["rope_theta"]}
-    (twin / "config.json").write_text(json.dumps(config))
 
     def describe(writer: GGUFWriter) -> None:
         describe_byte_level(writer, MODEL_DIR, "smollm")
