@@ -25,7 +25,7 @@ first steps:
   session-server serve                    serve the embedded model on http://127.0.0.1:30000
   session-server chat --url http://127.0.0.1:30000    chat with that server
   session-server chat                     chat with a server of its own
-  session-server serve --model-path DIR   serve a Hugging Face checkpoint
+  session-server serve --model-path DIR   serve a Hugging Face checkpoint, or a GGUF file
   session-server inspect DIR              estimate its memory without loading it
 """
 

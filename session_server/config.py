@@ -72,7 +72,7 @@ class ModelOptions(_Section):
     """Choose the model and its precision."""
 
     path: str | None = _setting(
-        None, "directory or hub id of a checkpoint; the embedded model by default"
+        None, "directory, GGUF file or hub id of a checkpoint; the embedded model by default"
     )
     served_name: str | None = _setting(
         None, "name in /v1/models; derived from the path by default", max_length=256
@@ -326,9 +326,9 @@ class Settings(_Section):
 
 
 def model_directory(model: ModelOptions) -> Path:
-    """Return the directory of the model's files; the embedded model is the default.
+    """Return the directory of the model's files, or its GGUF file; by default the embedded model.
 
     Raises:
-        ModelNotFound: neither a directory nor something the hub gives.
+        ModelNotFound: neither a directory, a GGUF file nor something the hub gives.
     """
     return resolve_model(model.path) if model.path else MODEL_DIR

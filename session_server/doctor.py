@@ -4,7 +4,7 @@ The exit status is 1 if a finding would keep the server from serving.
 
 examples:
   session-server doctor
-  session-server doctor --model-path DIR             check your own checkpoint
+  session-server doctor --model-path PATH            check your own checkpoint
   session-server doctor --port 8000 --json | jq .ok
 """
 
@@ -32,6 +32,7 @@ from session_server.arguments import whole_number
 from session_server.config import ModelOptions, Settings
 from session_server.demo import MODEL_DIR
 from session_server.models.errors import ModelError
+from session_server.models.gguf.config import ARCHITECTURES
 from session_server.models.registry import FAMILIES
 from session_server.served_model import checked_directory, open_model
 from session_server.terminal import make_table
@@ -74,7 +75,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `doctor`."""
     serving = parser.add_argument_group("serving", "Check what `serve` would use.")
     serving.add_argument(
-        "--model-path", metavar="DIR", help="checkpoint directory (default: the embedded model)"
+        "--model-path",
+        metavar="PATH",
+        help="checkpoint directory or GGUF file (default: the embedded model)",
     )
     serving.add_argument(
         "--host", default="127.0.0.1", help="address to bind (default: %(default)s)"
@@ -175,15 +178,18 @@ def check_memory(device: str, num_bytes: int) -> Finding:
 
 def check_model(directory: Path) -> Iterator[Finding]:
     """Check a checkpoint with the code that `serve` starts with; read no weights."""
-    if not directory.is_dir():
-        advice = "pass the directory of a Hugging Face checkpoint with --model-path"
+    if not directory.exists():
+        advice = "pass the directory of a Hugging Face checkpoint, or a GGUF file, as --model-path"
         yield Finding("model", CheckStatus.WRONG, f"no directory {directory}", advice)
         return
     settings = Settings(model=ModelOptions(path=str(directory)))
     try:
         checked_directory(settings)
     except (ModelError, ValueError) as error:
-        advice = f"use a safetensors checkpoint of one of: {', '.join(FAMILIES)}"
+        advice = (
+            f"use a safetensors checkpoint of one of: {', '.join(FAMILIES)}; or a GGUF file of one "
+            f"of: {', '.join(ARCHITECTURES)}"
+        )
         yield Finding("model", CheckStatus.WRONG, str(error), advice)
         return
     yield _check_weights(settings)
@@ -203,7 +209,7 @@ def _check_weights(settings: Settings) -> Finding:
     except ImportError as error:
         return Finding("model", CheckStatus.WRONG, f"cannot load torch: {error}", "install torch")
     except ModelError as error:
-        advice = "download the weights again, as safetensors; other formats are not supported"
+        advice = "download the weights again, as safetensors or GGUF; no other format is read"
         return Finding("model", CheckStatus.WRONG, str(error), advice)
     except ValueError as error:
         advice = "free memory, or serve with --mem-fraction-static or a small --context-length"

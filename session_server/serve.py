@@ -9,6 +9,7 @@ docs/runbook.md has the names, docs/limits.md what happens at each limit.
 examples:
   session-server serve                            the embedded model, port 30000
   session-server serve --model-path DIR --port 8000       your own checkpoint
+  session-server serve --model-path model.gguf            a GGUF file
   session-server serve --model-path DIR --context-length 8192 \\
       --max-total-tokens 200000                       limit the memory
   session-server serve --config FILE --print-config       what a file gives

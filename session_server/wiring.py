@@ -454,7 +454,8 @@ def _web_settings(settings: Settings, entrance: Entrance) -> WebSettings:
 
 
 def _name_of(settings: Settings, directory: Path) -> str:
-    default = directory.name if settings.model.path else "session-server-embedded"
+    name = directory.stem if directory.is_file() else directory.name
+    default = name if settings.model.path else "session-server-embedded"
     return settings.model.served_name or default
 
 

@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="directory of a Hugging Face checkpoint, or a hub id (none: the embedded model)",
+        help="directory of a checkpoint, GGUF file, or hub id (none: the embedded model)",
     )
     shown = parser.add_argument_group("figures", "Choose what is shown.")
     shown.add_argument(

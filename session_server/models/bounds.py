@@ -12,7 +12,7 @@ from dataclasses import fields
 from typing import Any, Final
 
 from session_server.models.config import LayerConfig, ModelConfig, MoeConfig
-from session_server.models.errors import CheckpointError
+from session_server.models.errors import CheckpointError, shortened
 
 MAX_LAYERS: Final = 1024
 MAX_HEADS: Final = 1 << 12
@@ -119,8 +119,6 @@ OBJECTS: Final = _names(
 )
 """Fields that are objects, whose own fields are listed here too."""
 
-_MAX_SHOWN_CHARS: Final = 100
-
 
 def check_fields(raw: Mapping[str, Any]) -> None:
     """Check every field that a family may read; families report the fields they miss.
@@ -174,11 +172,6 @@ def check_sizes(config: ModelConfig) -> None:
         raise CheckpointError(
             f"config.json: {num_experts:,} experts in all layers, more than {MAX_EXPERTS_IN_ALL:,}"
         )
-
-
-def shortened(text: str) -> str:
-    """Cut a text from the checkpoint to the length that an error message quotes."""
-    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "..."
 
 
 def _check_number(name: str, value: object, bounds: Range, *, kinds: tuple[type, ...]) -> None:

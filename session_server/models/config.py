@@ -15,6 +15,7 @@ from typing import Final, Literal
 
 from cache.spec import CacheSpec, LayerGroup, LayerKind
 from cache.types import PoolName
+from session_server.models.quantization import QuantizationConfig
 
 FULL_POOL: Final = PoolName("full")
 """The pool of full attention layers."""
@@ -50,7 +51,8 @@ class RopeConfig:
 
     `low` and `high` are llama3's `low_freq_factor` and `high_freq_factor`, or YaRN's `beta_slow`
     and `beta_fast` (Peng et al. 2023). `attention_factor` multiplies cosines and sines.
-    `rotary_dim`: leading elements of a head that are rotated; None for all of them.
+    `rotary_dim`: leading elements of a head that are rotated; None for all of them. `factors`: what
+    the frequencies are divided by, one by one, where a checkpoint has them in place of settings.
     """
 
     rope_theta: float
@@ -62,6 +64,7 @@ class RopeConfig:
     attention_factor: float = 1.0
     truncate: bool = True
     rotary_dim: int | None = None
+    factors: tuple[float, ...] | None = None
 
 
 class QkNorm(Enum):
@@ -427,7 +430,7 @@ class ModelConfig:
     `max_position_embeddings`: positions the model can address. `dtype`: what the checkpoint says it
     was saved in. `embedding_multiplier`: factor on embeddings. `final_logit_softcapping`: bounds
     logits with a tanh. `num_nextn_predict_layers`: layers after the last that predict further
-    tokens; they are not loaded.
+    tokens; they are not loaded. `quantization`: how matrices are stored, None for floats.
     """
 
     model_type: str
@@ -442,6 +445,7 @@ class ModelConfig:
     final_logit_softcapping: float | None = None
     num_nextn_predict_layers: int = 0
     spelling: Spelling = Spelling()
+    quantization: QuantizationConfig | None = None
 
     @property
     def pools(self) -> Mapping[PoolName, tuple[int, ...]]:

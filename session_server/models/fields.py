@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from session_server.models.bounds import shortened
 from session_server.models.config import (
     DTYPE_BYTES,
     STATE_POOL,
@@ -25,7 +24,7 @@ from session_server.models.config import (
     RopeConfig,
     RopeKind,
 )
-from session_server.models.errors import CheckpointError, UnsupportedModel
+from session_server.models.errors import CheckpointError, UnsupportedModel, shortened
 
 RawConfig = Mapping[str, Any]
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,8 +23,11 @@ from torch import Tensor
 
 from session_server.models.errors import CheckpointError
 from session_server.models.files import MAX_JSON_BYTES, find_file, find_files, read_object
+from session_server.models.layers.block_weight import Weight
 from session_server.models.layers.linear import Linear, LinearFactory, make_linear
+from session_server.models.quantization import QuantizationConfig
 from session_server.runner import fp8
+from session_server.runner.packed_formats import PackedFormat, packed_format
 
 Progress = Callable[[int, int], None]
 """Called with (tensors read, tensors in all)."""
@@ -48,7 +51,7 @@ class WeightSource(ABC):
 
     dtype: torch.dtype
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """Return the linear of a weight [outputs, inputs] that was taken, and a bias [outputs]."""
         return make_linear(weight, bias)
 
@@ -63,6 +66,10 @@ class WeightSource(ABC):
     @abstractmethod
     def take_as(self, dtype: torch.dtype, name: str, *shape: int) -> Tensor:
         """Return a tensor of that shape in a dtype of its own, where the model's is too coarse."""
+
+    def take_linear(self, name: str, outputs: int, inputs: int) -> Weight:
+        """Return a matrix [outputs, inputs]: its codes where they are stored, else like `take`."""
+        return self.take(name, outputs, inputs)
 
 
 class ExpectedTensors(WeightSource):
@@ -102,23 +109,29 @@ def concatenate(parts: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Describe a tensor in a file. `is_fp8`: 8-bit floats, which need scales."""
+    """Describe a tensor in a file. `dtype`: as the header names it."""
 
     path: Path
     shape: Shape
-    is_fp8: bool
+    dtype: str
+
+    @property
+    def is_fp8(self) -> bool:
+        """Return whether it holds 8-bit floats, which need scales."""
+        return self.dtype == fp8.STORED_DTYPE
 
 
 class Checkpoint:
     """Hold the headers of all files of a directory. `num_bytes`: bytes of the files."""
 
-    def __init__(self, directory: Path) -> None:
-        """Read the headers.
+    def __init__(self, directory: Path, quantization: QuantizationConfig | None = None) -> None:
+        """Read the headers. `quantization`: how matrices are stored, None for floats.
 
         Raises:
             CheckpointError: a file is missing, is truncated or is not a safetensors file.
         """
         self.directory = directory
+        self.packed = packed_format(quantization)
         self.num_bytes = 0
         self.tensors: dict[str, StoredTensor] = {}
         for path in _weight_files(directory):
@@ -126,8 +139,8 @@ class Checkpoint:
             with _open(path) as file:
                 for name in file.keys():  # noqa: SIM118, no mapping
                     header = file.get_slice(name)
-                    is_fp8 = header.get_dtype() == fp8.STORED_DTYPE
-                    self.tensors[name] = StoredTensor(path, tuple(header.get_shape()), is_fp8)
+                    shape, dtype = tuple(header.get_shape()), str(header.get_dtype())
+                    self.tensors[name] = StoredTensor(path, shape, dtype)
 
     def check(self, expected: Mapping[str, Shape], ignorable: set[str]) -> None:
         """Compare names and shapes before any tensor is used. FP8 tensors need their scales.
@@ -135,81 +148,127 @@ class Checkpoint:
         Raises:
             CheckpointError: they differ; the message names the differences.
         """
+        ignorable = ignorable | self._empty_biases(expected)
+        expected = self._with_parts(expected)
         scales = {
             name + fp8.SCALES_SUFFIX: fp8.scales_shape(shape)
             for name, shape in expected.items()
             if name in self.tensors and self.tensors[name].is_fp8
         }
         expected = {**expected, **scales}
-        faults = []
-        missing = sorted(expected.keys() - self.tensors.keys())
-        if missing:
-            faults.append(f"missing tensors: {_list_names(missing)}")
-        unexpected = sorted(self.tensors.keys() - expected.keys() - ignorable)
-        if unexpected:
-            faults.append(f"unexpected tensors: {_list_names(unexpected)}")
-        wrong = [
-            f"{name} is {list(self.tensors[name].shape)} and should be {list(shape)}"
-            for name, shape in sorted(expected.items())
-            if name in self.tensors and self.tensors[name].shape != shape
-        ]
-        if wrong:
-            faults.append(f"wrong shapes: {_list_names(wrong)}")
-        if faults:
-            raise CheckpointError(f"{self.directory}: {'; '.join(faults)}")
+        shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
+        check_shapes(self.directory, shapes, expected, ignorable)
+
+    def reader(self, *, device: torch.device, dtype: torch.dtype) -> TensorReader:
+        """Return a reader of a checked checkpoint."""
+        return TensorReader(self, device=device, dtype=dtype)
+
+    def _empty_biases(self, expected: Mapping[str, Shape]) -> set[str]:
+        """Return biases of zeros that the model does not have: AutoGPTQ gives all matrices one."""
+        if self.packed is None:
+            return set()
+        weights = (name for name in expected if self.packed.holds(name, self.tensors))
+        biases = {name.removesuffix("weight") + "bias" for name in weights}
+        extra = (biases & self.tensors.keys()) - expected.keys()
+        with self.reader(device=torch.device("cpu"), dtype=torch.float32) as reader:
+            return {name for name in extra if not reader.take(name).any()}
+
+    def _with_parts(self, expected: Mapping[str, Shape]) -> dict[str, Shape]:
+        """Return the tensors that are stored for those expected: quantized matrices have parts."""
+        stored: dict[str, Shape] = {}
+        for name, shape in expected.items():
+            if self.packed is None or not self.packed.holds(name, self.tensors):
+                stored[name] = shape
+                continue
+            parts = self.packed.parts(name, (shape[0], math.prod(shape[1:])), self.tensors)
+            for part, of in parts.items():
+                stored[part] = of.shape
+                if part in self.tensors and self.tensors[part].dtype not in of.dtypes:
+                    raise CheckpointError(
+                        f"{self.directory}: {part} is of dtype {self.tensors[part].dtype} and "
+                        f"should be of {' or '.join(sorted(of.dtypes))}"
+                    )
+        return stored
 
 
-class TensorReader(WeightSource):
-    """Copy tensors out of a checkpoint; a context manager that holds one file at a time."""
+class CheckpointReader(WeightSource):
+    """Copy tensors out of files; a context manager that reports its progress."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        make_linear: LinearFactory = make_linear,
-    ) -> None:
-        """Create a reader of a checked checkpoint; `take` returns copies of `dtype` on `device`."""
-        self._make_linear = make_linear
-        self._tensors = checkpoint.tensors
-        self._device = device
+    def __init__(self, *, device: torch.device, dtype: torch.dtype) -> None:
+        """Create a reader; `take` returns copies of `dtype` on `device`."""
+        self.device = device
         self.dtype = dtype
+        self.make_linear: LinearFactory = make_linear
         self._progress: Callable[[int], None] = lambda _: None
         self._num_read = 0
-        self._stack = ExitStack()
-        self._path: Path | None = None
-        self._file: Any = None
-        self._num_mapped_bytes = 0
 
-    def __enter__(self) -> TensorReader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        """Close what is open."""
+
+    def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+        """Return what `make_linear` makes of a weight and a bias."""
+        return self.make_linear(weight, bias)
 
     def report_to(self, progress: Progress, num_tensors: int) -> None:
         """Call `progress` after every tensor read."""
         self._progress = lambda num_read: progress(num_read, num_tensors)
 
+    def count_read(self) -> None:
+        """Report one more tensor."""
+        self._num_read += 1
+        self._progress(self._num_read)
+
+
+class TensorReader(CheckpointReader):
+    """Copy tensors out of safetensors files; holds one file at a time."""
+
+    def __init__(self, checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype) -> None:
+        """Create a reader of a checked checkpoint; `take` returns copies of `dtype` on `device`."""
+        super().__init__(device=device, dtype=dtype)
+        self._tensors = checkpoint.tensors
+        self._packed = checkpoint.packed
+        self._stack = ExitStack()
+        self._path: Path | None = None
+        self._file: Any = None
+        self._num_mapped_bytes = 0
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
     def has(self, name: str) -> bool:
         """Return whether the checkpoint has a tensor of that name."""
         return name in self._tensors
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Return a linear in the layout that the reader was created for."""
-        return self._make_linear(weight, bias)
-
     def take_as(self, dtype: torch.dtype, name: str, *shape: int) -> Tensor:
-        """Return a copy of a tensor in the given dtype; FP8 is dequantized."""
-        del shape  # `Checkpoint.check` has compared all shapes
+        """Return a copy of a tensor in the given dtype; quantized ones are dequantized."""
+        if self._packed is not None and self._packed.holds(name, self._tensors):
+            weight = self._quantized(self._packed, name, (shape[0], shape[1]), dtype)
+            return weight if isinstance(weight, Tensor) else weight.dense()
         tensor = self._read(name)
         if self._tensors[name].is_fp8:
             tensor = fp8.dequantize(tensor, self._read(name + fp8.SCALES_SUFFIX))
-        copied = tensor.to(device=self._device, dtype=dtype, copy=True)
-        self._num_read += 1
-        self._progress(self._num_read)
+        copied = tensor.to(device=self.device, dtype=dtype, copy=True)
+        self.count_read()
         return copied
+
+    def take_linear(self, name: str, outputs: int, inputs: int) -> Weight:
+        """Return a matrix, as codes if it is stored as such."""
+        if self._packed is None or not self._packed.holds(name, self._tensors):
+            return self.take(name, outputs, inputs)
+        return self._quantized(self._packed, name, (outputs, inputs), self.dtype)
+
+    def _quantized(
+        self, packed: PackedFormat, name: str, shape: tuple[int, int], dtype: torch.dtype
+    ) -> Weight:
+        def read(part: str) -> Tensor | None:
+            return self._read(part) if part in self._tensors else None
+
+        weight = packed.codes(name, shape, read).weight(dtype)
+        self.count_read()
+        return weight.to(self.device)
 
     def _read(self, name: str) -> Tensor:
         path = self._tensors[name].path
@@ -221,6 +280,32 @@ class TensorReader(WeightSource):
         tensor: Tensor = self._file.get_tensor(name)
         self._num_mapped_bytes += tensor.nbytes
         return tensor
+
+
+def check_shapes(
+    path: Path, stored: Mapping[str, Shape], expected: Mapping[str, Shape], ignorable: set[str]
+) -> None:
+    """Compare the tensors of a checkpoint with those that a model must have.
+
+    Raises:
+        CheckpointError: they differ; the message names the differences.
+    """
+    faults = []
+    missing = sorted(expected.keys() - stored.keys())
+    if missing:
+        faults.append(f"missing tensors: {_list_names(missing)}")
+    unexpected = sorted(stored.keys() - expected.keys() - ignorable)
+    if unexpected:
+        faults.append(f"unexpected tensors: {_list_names(unexpected)}")
+    wrong = [
+        f"{name} is {list(stored[name])} and should be {list(shape)}"
+        for name, shape in sorted(expected.items())
+        if name in stored and stored[name] != shape
+    ]
+    if wrong:
+        faults.append(f"wrong shapes: {_list_names(wrong)}")
+    if faults:
+        raise CheckpointError(f"{path}: {'; '.join(faults)}")
 
 
 def _open(path: Path) -> Any:

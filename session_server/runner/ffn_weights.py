@@ -15,6 +15,7 @@ from session_server.models.layers.moe import MixtureOfExperts
 from session_server.models.layers.routing import Router
 from session_server.runner.checkpoint import WeightSource, concatenate
 from session_server.runner.mxfp4 import take_mxfp4
+from session_server.runner.weight_rows import join_rows
 
 
 def take_ffn(
@@ -46,12 +47,11 @@ def _dense(mlp: MlpConfig, hidden: int, tensors: WeightSource, prefix: str) -> G
     *sides, down = mlp.layout.value
     size = 2 * inner // len(sides)
 
-    def fused(kind: str, *inputs: int) -> Tensor:
-        parts = (tensors.take(f"{prefix}{name}.{kind}", size, *inputs) for name in sides)
-        return concatenate(tuple(parts))
-
-    gate_up = tensors.linear(fused("weight", hidden), fused("bias") if mlp.bias else None)
-    weight = tensors.take(f"{prefix}{down}.weight", hidden, inner)
+    weights = [tensors.take_linear(f"{prefix}{name}.weight", size, hidden) for name in sides]
+    biases = [tensors.take(f"{prefix}{name}.bias", size) for name in sides if mlp.bias]
+    gate_up = tensors.linear(join_rows(weights), concatenate(biases) if mlp.bias else None)
+    del weights  # they lie in `gate_up` now
+    weight = tensors.take_linear(f"{prefix}{down}.weight", hidden, inner)
     bias = tensors.take(f"{prefix}{down}.bias", hidden) if mlp.bias else None
     return GatedMlp(gate_up, tensors.linear(weight, bias), make_gate(mlp.gate))
 

@@ -15,7 +15,8 @@ from session_server.models.layers.gated_delta import GatedDeltaWeights
 from session_server.models.layers.mamba2 import Mamba2Weights
 from session_server.models.layers.norm import RmsNorm
 from session_server.models.layers.short_conv import ShortConvWeights
-from session_server.runner.checkpoint import WeightSource, concatenate
+from session_server.runner.checkpoint import WeightSource
+from session_server.runner.weight_rows import join_rows
 
 
 def take_short_conv(mixer: ShortConvConfig, tensors: WeightSource, prefix: str) -> ShortConvWeights:
@@ -25,8 +26,8 @@ def take_short_conv(mixer: ShortConvConfig, tensors: WeightSource, prefix: str) 
     def bias(name: str, length: int) -> Tensor | None:
         return tensors.take(f"{prefix}{name}.bias", length) if mixer.bias else None
 
-    inputs = tensors.take(f"{prefix}in_proj.weight", 3 * size, size)
-    output = tensors.take(f"{prefix}out_proj.weight", size, size)
+    inputs = tensors.take_linear(f"{prefix}in_proj.weight", 3 * size, size)
+    output = tensors.take_linear(f"{prefix}out_proj.weight", size, size)
     return ShortConvWeights(
         inputs=tensors.linear(inputs, bias("in_proj", 3 * size)),
         taps=_taps(tensors, f"{prefix}conv", size, mixer.conv_kernel_size),
@@ -45,8 +46,8 @@ def take_mamba2(
         return tensors.take(f"{prefix}{name}.bias", length) if is_there else None
 
     num_inputs = inner + mixer.conv_size + heads
-    inputs = tensors.take(f"{prefix}in_proj.weight", num_inputs, hidden)
-    output = tensors.take(f"{prefix}out_proj.weight", hidden, inner)
+    inputs = tensors.take_linear(f"{prefix}in_proj.weight", num_inputs, hidden)
+    output = tensors.take_linear(f"{prefix}out_proj.weight", hidden, inner)
     gain = tensors.take(f"{prefix}norm.weight", inner)
     return Mamba2Weights(
         inputs=tensors.linear(inputs, bias("in_proj", num_inputs, is_there=mixer.bias)),
@@ -67,12 +68,13 @@ def take_gated_delta(
     hidden, heads = config.hidden_size, mixer.linear_num_value_heads
     sizes = {"qkv": mixer.conv_size, "z": mixer.values_size, "b": heads, "a": heads}
     inputs = [
-        tensors.take(f"{prefix}in_proj_{name}.weight", size, hidden) for name, size in sizes.items()
+        tensors.take_linear(f"{prefix}in_proj_{name}.weight", size, hidden)
+        for name, size in sizes.items()
     ]
-    output = tensors.take(f"{prefix}out_proj.weight", hidden, mixer.values_size)
+    output = tensors.take_linear(f"{prefix}out_proj.weight", hidden, mixer.values_size)
     gain = tensors.take(f"{prefix}norm.weight", mixer.linear_value_head_dim)
     return GatedDeltaWeights(
-        inputs=tensors.linear(concatenate(inputs)),
+        inputs=tensors.linear(join_rows(inputs)),
         taps=_taps(tensors, f"{prefix}conv1d", mixer.conv_size, mixer.linear_conv_kernel_dim),
         step_bias=tensors.take_as(torch.float32, f"{prefix}dt_bias", heads),
         rates=_rates(tensors, prefix, heads),

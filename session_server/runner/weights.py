@@ -1,8 +1,8 @@
-"""Build a `Decoder` from safetensors: checked before use, fused, packed, in anonymous memory."""
+"""Build a `Decoder` from a checkpoint: checked before use, fused, packed, in anonymous memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +22,7 @@ from session_server.models.config import (
 )
 from session_server.models.decoder import Decoder, DecoderLayer, Mixer, Norms
 from session_server.models.layers.attention import GqaMixer, GqaWeights
+from session_server.models.layers.block_weight import Weight
 from session_server.models.layers.gated_delta import GatedDeltaMixer
 from session_server.models.layers.linear import LinearFactory, is_packed, make_linear
 from session_server.models.layers.mamba2 import Mamba2Mixer
@@ -34,14 +35,15 @@ from session_server.runner.checkpoint import (
     ExpectedTensors,
     Progress,
     Shape,
-    TensorReader,
     WeightSource,
     concatenate,
 )
 from session_server.runner.ffn_weights import take_ffn
+from session_server.runner.gguf_checkpoint import GgufCheckpoint
 from session_server.runner.host_memory import return_freed_memory
 from session_server.runner.mla_weights import take_mla
 from session_server.runner.recurrent_weights import take_gated_delta, take_mamba2, take_short_conv
+from session_server.runner.weight_rows import join_rows, reorder_rows
 
 _HEAD: Final = "lm_head.weight"
 _EMBEDDING: Final = "model.embed_tokens.weight"
@@ -77,7 +79,8 @@ def load_decoder(
             nothing was built.
     """
     checkpoint = open_checkpoint(directory, config)
-    reader = TensorReader(checkpoint, device=device, dtype=dtype, make_linear=make_linear)
+    reader = checkpoint.reader(device=device, dtype=dtype)
+    reader.make_linear = make_linear
     with return_freed_memory(), reader:
         if progress is not None:
             expected = expected_tensors(config, checkpoint.tensors)
@@ -85,13 +88,17 @@ def load_decoder(
         return build_decoder(config, reader)
 
 
-def open_checkpoint(directory: Path, config: ModelConfig) -> Checkpoint:
+def open_checkpoint(directory: Path, config: ModelConfig) -> Checkpoint | GgufCheckpoint:
     """Read the headers and compare them with the tensors that the model must have.
 
     Raises:
         CheckpointError: see `load_decoder`.
     """
-    checkpoint = Checkpoint(directory)
+    checkpoint: Checkpoint | GgufCheckpoint
+    if directory.is_file():
+        checkpoint = GgufCheckpoint(directory)
+    else:
+        checkpoint = Checkpoint(directory, config.quantization)
     expected = expected_tensors(config, checkpoint.tensors)
     checkpoint.check(expected, _ignorable(config, checkpoint.tensors))
     return checkpoint
@@ -134,7 +141,7 @@ def build_decoder(config: ModelConfig, tensors: WeightSource) -> Decoder:
     layers = [_layer(config, index, tensors) for index in range(len(config.layers))]
     gain = _gain(config.norm, tensors, f"model.{config.spelling.final_norm}", config.hidden_size)
     norm = RmsNorm(gain.mul_(config.norm.final_scale), config.norm.rms_norm_eps)
-    head = embedding if config.tie_word_embeddings else tensors.take(_HEAD, *shape)
+    head = embedding if config.tie_word_embeddings else tensors.take_linear(_HEAD, *shape)
     return Decoder(config, embedding=embedding, layers=layers, norm=norm, head=tensors.linear(head))
 
 
@@ -177,26 +184,23 @@ def _gqa(
     config: ModelConfig, mixer: AttentionConfig, tensors: WeightSource, prefix: str
 ) -> GqaWeights:
     head_dim, hidden = mixer.head_dim, config.hidden_size
-    sizes = [heads * head_dim for heads in (mixer.num_heads, mixer.num_kv_heads)]
+    num_queries, num_keys = mixer.num_heads * head_dim, mixer.num_kv_heads * head_dim
+    sizes = {"q": num_queries * (1 + mixer.is_gated), "k": num_keys, "v": num_keys}
+    parts = _qkv_parts(mixer)
 
-    def fused(kind: str, *inputs: int) -> Tensor:
-        num_gated = sizes[0] * (1 + mixer.is_gated)
-        q, k, v = (
-            tensors.take(f"{prefix}{side}_proj.{kind}", size, *inputs)
-            for side, size in zip("qkv", (num_gated, sizes[1], sizes[1]), strict=True)
-        )
-        gates: tuple[Tensor, ...] = ()
-        if mixer.is_gated:
-            # Stored head by head: the query, then its gate.
-            of_heads = q.view(mixer.num_heads, 2, head_dim, *inputs)
-            q, gate = (of_heads[:, side].reshape(sizes[0], *inputs) for side in (0, 1))
-            gates = (gate,)
-        q, k = (interleave_pairs(side, head_dim, mixer.rotary_dim) for side in (q, k))
-        return concatenate((q, k, v, *gates))
+    def take(side: str) -> Weight:
+        return tensors.take_linear(f"{prefix}{side}_proj.weight", sizes[side], hidden)
 
-    qkv = tensors.linear(fused("weight", hidden), fused("bias") if mixer.qkv_bias else None)
+    weights = {side: take(side) for side in sizes}
+    weight = join_rows([reorder_rows(weights[side], reorder) for side, reorder in parts])
+    del weights  # they lie in `weight` now
+    bias = None
+    if mixer.qkv_bias:
+        biases = {s: tensors.take(f"{prefix}{s}_proj.bias", size) for s, size in sizes.items()}
+        bias = concatenate([reorder(biases[side]) for side, reorder in parts])
+    qkv = tensors.linear(weight, bias)
     output = f"{prefix}{config.spelling.attention_output}"
-    weight = tensors.take(f"{output}.weight", hidden, sizes[0])
+    weight = tensors.take_linear(f"{output}.weight", hidden, num_queries)
     bias = tensors.take(f"{output}.bias", hidden) if mixer.output_bias else None
     return GqaWeights(
         qkv=qkv,
@@ -204,6 +208,25 @@ def _gqa(
         qk_norm=_qk_norm(config.norm, mixer, tensors, prefix + config.spelling.qk_norm),
         sinks=tensors.take(f"{prefix}sinks", mixer.num_heads) if mixer.has_sinks else None,
     )
+
+
+def _qkv_parts(mixer: AttentionConfig) -> list[tuple[str, Callable[[Tensor], Tensor]]]:
+    """Return the rows of the fused projection: of which stored one, and in which order."""
+
+    def interleave(rows: Tensor) -> Tensor:
+        return interleave_pairs(rows, mixer.head_dim, mixer.rotary_dim)
+
+    def half(rows: Tensor, index: int) -> Tensor:
+        of_heads = rows.view(mixer.num_heads, 2, mixer.head_dim, *rows.shape[1:])
+        return of_heads[:, index].flatten(0, 1)
+
+    parts: list[tuple[str, Callable[[Tensor], Tensor]]]
+    parts = [("q", interleave), ("k", interleave), ("v", lambda rows: rows)]
+    if mixer.is_gated:
+        # Stored head by head: the query, then its gate.
+        parts[0] = ("q", lambda rows: interleave(half(rows, 0)))
+        parts.append(("q", lambda rows: half(rows, 1)))
+    return parts
 
 
 def _qk_norm(

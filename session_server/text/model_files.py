@@ -1,8 +1,8 @@
 """Read the text files of a checkpoint: special tokens, end tokens, chat template, sampling
 defaults.
 
-The layout is Hugging Face's. Only the files named here are read, and nothing in them is executed
-except the chat template, which runs in a sandbox.
+The layout is Hugging Face's, or everything is in the metadata of a GGUF file. Only the files named
+here are read, and nothing in them is executed except the chat template, which runs in a sandbox.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from session_server.models.files import (
     read_object,
     read_text,
 )
+from session_server.models.gguf.reader import read_gguf
+from session_server.text.gguf_tokenizer import GgufTokens
 
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token")
 
@@ -36,12 +38,13 @@ class ModelFilesError(ModelError):
 class ModelFiles:
     """Hold the text files of a checkpoint.
 
-    `named_tokens`: bos_token, eos_token and the like, as the template sees them. `special_tokens`:
-    strings declared special outside tokenizer.json. `eos_token_ids`: those of the generation
-    config (or the model config when it has none). `chat_template`: Jinja source, None without.
+    `tokenizer`: path of tokenizer.json, or its contents. `named_tokens`: bos_token, eos_token and
+    the like, as the template sees them. `special_tokens`: strings declared special outside
+    tokenizer.json. `eos_token_ids`: those of the generation config (or the model config when it has
+    none). `chat_template`: Jinja source, None without.
     """
 
-    tokenizer_path: Path
+    tokenizer: Path | str
     named_tokens: Mapping[str, str]
     special_tokens: frozenset[str]
     eos_token_ids: frozenset[int]
@@ -50,12 +53,14 @@ class ModelFiles:
 
 
 def read_model_files(model_dir: Path) -> ModelFiles:
-    """Read the text files in `model_dir`; only tokenizer.json is required.
+    """Read the text files in `model_dir`, or a GGUF file; only tokenizer.json is required.
 
     Raises:
         ModelError: tokenizer.json is missing, a file is malformed, is too large, or is no regular
             file of the directory.
     """
+    if model_dir.is_file():
+        return _gguf_files(model_dir)
     tokenizer_path = find_file(model_dir, "tokenizer.json")
     if tokenizer_path is None:
         raise ModelFilesError(
@@ -71,12 +76,34 @@ def read_model_files(model_dir: Path) -> ModelFiles:
         config = read_object(model_dir, "config.json", MAX_CONFIG_BYTES) or {}
         eos = config.get("eos_token_id")
     return ModelFiles(
-        tokenizer_path=tokenizer_path,
+        tokenizer=tokenizer_path,
         named_tokens=_named_tokens(tokenizer_config),
         special_tokens=_special_tokens(tokenizer_config),
         eos_token_ids=_token_ids(eos),
         chat_template=_chat_template(model_dir, tokenizer_config),
         default_sampling=_default_sampling(generation_config),
+    )
+
+
+def _gguf_files(path: Path) -> ModelFiles:
+    file = read_gguf(path)
+    tokens = GgufTokens(file)
+    template = file.metadata.get("tokenizer.chat_template")
+    sampling = {
+        "temperature": "temp",
+        "top_k": "top_k",
+        "top_p": "top_p",
+        "min_p": "min_p",
+        "repetition_penalty": "penalty_repeat",
+    }
+    given = {name: file.metadata.get(f"general.sampling.{key}") for name, key in sampling.items()}
+    return ModelFiles(
+        tokenizer=tokens.tokenizer_json(),
+        named_tokens=tokens.named(),
+        special_tokens=frozenset(),
+        eos_token_ids=tokens.end_ids(),
+        chat_template=_checked_template(_named_template({"chat_template": template})),
+        default_sampling=_default_sampling(given),
     )
 
 
@@ -119,6 +146,10 @@ def _chat_template(model_dir: Path, config: Mapping[str, Any]) -> str | None:
     source = read_text(model_dir, "chat_template.jinja", MAX_CONFIG_BYTES)
     if source is None:
         source = _named_template(config)
+    return _checked_template(source)
+
+
+def _checked_template(source: str | None) -> str | None:
     if source is not None and len(source.encode(errors="replace")) > MAX_CONFIG_BYTES:
         raise ModelFilesError(f"the chat template is larger than {MAX_CONFIG_BYTES:,} bytes")
     return source

@@ -101,7 +101,7 @@ async def load_model_text(
 
 
 def _tokens_of(files: ModelFiles) -> ModelTokens:
-    tokenizer = Tokenizer(files.tokenizer_path, special_texts=files.special_tokens)
+    tokenizer = Tokenizer(files.tokenizer, special_texts=files.special_tokens)
     named = files.named_tokens
     eos_id = tokenizer.token_to_id(named["eos_token"]) if "eos_token" in named else None
     return ModelTokens(

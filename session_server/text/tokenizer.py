@@ -37,14 +37,16 @@ class Tokenizer:
     """Encode and decode; safe to share between threads, because nothing changes after
     construction."""
 
-    def __init__(self, path: Path, *, special_texts: Collection[str] = ()) -> None:
-        """Load tokenizer.json. `special_texts` are declared special elsewhere (tokenizer_config).
+    def __init__(self, source: Path | str, *, special_texts: Collection[str] = ()) -> None:
+        """Load tokenizer.json, a file or its contents.
+
+        `special_texts` are declared special elsewhere (tokenizer_config).
 
         Raises:
             ModelFilesError: the file is not a tokenizer.
         """
-        self._control = _load(path, special_texts)
-        self._content = _load(path, special_texts)
+        self._control = _load(source, special_texts)
+        self._content = _load(source, special_texts)
         self._content.encode_special_tokens = True
         self._special = _special_tokens(self._control)
         self.special_ids = frozenset(token.token_id for token in self._special.values())
@@ -105,15 +107,17 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, *, param: str = "
     raise InvalidRequest(f"token id {wrong} is outside [0, {vocab_size})", param=param)
 
 
-def _load(path: Path, special_texts: Collection[str]) -> tokenizers.Tokenizer:
+def _load(source: Path | str, special_texts: Collection[str]) -> tokenizers.Tokenizer:
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        content = source if isinstance(source, str) else source.read_text(encoding="utf-8")
+        tokenizer = tokenizers.Tokenizer.from_str(content)
         if _needs_flags(tokenizer, special_texts):
-            source = json.loads(path.read_text(encoding="utf-8"))
-            _set_flags(source, special_texts)
-            tokenizer = tokenizers.Tokenizer.from_str(json.dumps(source))
+            described = json.loads(content)
+            _set_flags(described, special_texts)
+            tokenizer = tokenizers.Tokenizer.from_str(json.dumps(described))
     except Exception as error:
-        raise ModelFilesError(f"{path.name} is not a tokenizer: {error}") from error
+        name = "the file's metadata" if isinstance(source, str) else source.name
+        raise ModelFilesError(f"{name} is not a tokenizer: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}

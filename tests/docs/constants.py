@@ -570,6 +570,21 @@ CHECKPOINTS = (
         f"{_UNUSABLE} (1 where only the engine reads the file)",
     ),
     _constant("models.files:MAX_TOKENIZER_BYTES", "`tokenizer.json`", "bytes", _UNUSABLE),
+    _constant("models.gguf.reader:MAX_HEADER_BYTES", "header of a GGUF file", "bytes", _UNUSABLE),
+    _constant("models.gguf.reader:MAX_PAIRS", "metadata keys in it", "keys", _UNUSABLE),
+    _constant("models.gguf.reader:MAX_TENSORS", "tensors in it", "tensors", _UNUSABLE),
+    _constant("models.gguf.reader:MAX_DIMENSIONS", "dimensions of one", "dimensions", _UNUSABLE),
+    _constant("models.gguf.reader:MAX_ARRAY_LEN", "a list in it", "elements", _UNUSABLE),
+    _constant("models.gguf.reader:MAX_STRING_BYTES", "a text in it", "bytes", _UNUSABLE),
+    _constant(
+        "models.hub:_MAX_LISTED", "GGUF files that an error names", "files", "the rest is left out"
+    ),
+    _constant(
+        "models.quantization:_MAX_GROUP_SIZE",
+        "inputs that share a scale, unless all do",
+        "inputs",
+        _UNUSABLE,
+    ),
     _constant("models.bounds:MAX_LAYERS", "layers", "layers", _UNUSABLE),
     _constant("models.bounds:MAX_HEADS", "heads of one kind", "heads", _UNUSABLE),
     _constant("models.bounds:MAX_HEAD_DIM", "elements of a head", "elements", _UNUSABLE),
@@ -585,7 +600,7 @@ CHECKPOINTS = (
     _constant("models.bounds:MAX_EXPERTS_IN_ALL", "experts of a model", "experts", _UNUSABLE),
     _constant("models.bounds:MAX_CONV_WIDTH", "width of a convolution", "tokens", _UNUSABLE),
     _constant(
-        "models.bounds:_MAX_SHOWN_CHARS",
+        "models.errors:MAX_SHOWN_CHARS",
         "a value that an error quotes",
         "characters",
         "the rest is cut off",

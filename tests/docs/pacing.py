@@ -229,6 +229,14 @@ BOUND_NOTHING = frozenset(
         "session_server.sessions.rates:_MINUTE_S",
         "cache.tenants:_LAST",
         "cache.tenants:_RESOLUTION",
+        # Parts of file formats.
+        "session_server.models.gguf.reader:DEFAULT_ALIGNMENT",
+        "session_server.models.gguf.reader:_ARRAY",
+        "session_server.models.gguf.reader:_STRING",
+        "session_server.models.layers.block_weight:BLOCK",
+        "session_server.runner.packed_formats:WORD_BITS",
+        # How much is converted at a time.
+        "session_server.models.layers.block_weight:CHUNK_ELEMENTS",
         # How much of a digest is shown.
         "session_server.web.key_store:SHORT_DIGEST_CHARS",
         # How often something happens.

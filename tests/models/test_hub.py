@@ -5,7 +5,9 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
+import numpy as np
 import pytest
+from gguf import GGUFWriter
 
 from session_server.models.errors import ModelNotFound
 from session_server.models.hub import model_fingerprint, resolve_model
@@ -75,3 +77,38 @@ def test_the_directory_has_no_part_in_the_fingerprint(model: Path, tmp_path: Pat
     for path in list(model.glob("*.*")):
         (copy / path.name).write_bytes(path.read_bytes())
     assert model_fingerprint(copy) == before
+
+
+@pytest.fixture
+def gguf_file(tmp_path: Path) -> Path:
+    path = tmp_path / "model.gguf"
+    writer = GGUFWriter(path, "llama")
+    writer.add_name("small")
+    writer.add_tensor("output.weight", np.zeros((4, 8), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_gguf_file_is_taken_as_it_is(gguf_file: Path) -> None:
+    assert resolve_model(str(gguf_file)) == gguf_file
+
+
+def test_a_directory_of_gguf_files_says_which_to_give(gguf_file: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"give one of the files: model.gguf"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve_model(str(tmp_path)) == tmp_path
+
+
+def test_every_byte_of_a_small_gguf_file_is_in_its_fingerprint(gguf_file: Path) -> None:
+    content = gguf_file.read_bytes()
+    before = model_fingerprint(gguf_file)
+    at_name, at_weights = content.index(b"small"), len(content) - 1
+    for at in (at_name, at_weights):
+        gguf_file.write_bytes(content[:at] + b"x" + content[at + 1 :])
+        assert model_fingerprint(gguf_file) != before
+    gguf_file.write_bytes(content)
+    assert model_fingerprint(gguf_file.rename(gguf_file.with_name("other.gguf"))) == before

@@ -16,6 +16,7 @@ from session_server.models.errors import CheckpointError, DraftMismatch
 from session_server.runner.capacity import MemoryLimits
 from session_server.runner.loader import RunnerOptions, choose_device, choose_dtype, load_runner
 from tests.oracle.checkpoints import write_checkpoint
+from tests.oracle.gguf_files import write_gguf
 from tests.runner.rows import Rows
 
 
@@ -50,6 +51,15 @@ def test_a_draft_model_takes_its_share_of_the_memory(tmp_path: Path) -> None:
     ]
     pages = [max(capacity.num_pages.values()) for capacity in squeezed]
     assert 2 <= pages[1] < pages[0]
+
+
+def test_a_gguf_file_can_draft_for_a_directory(tmp_path: Path) -> None:
+    directory = write_random_checkpoint(tmp_path / "draft", RandomModel(num_hidden_layers=1))
+    draft = write_gguf(directory, tmp_path / "draft.gguf")
+    limits = MemoryLimits(max_total_tokens=160)
+    options = RunnerOptions(page_size=16, num_rows=2, device="cpu", memory=limits)
+    loaded = [load_runner(MODEL_DIR, replace(options, draft=path)) for path in (directory, draft)]
+    assert loaded[0].plan.kv_bytes == loaded[1].plan.kv_bytes
 
 
 def test_kv_is_stored_in_what_was_asked_for_that_of_a_draft_model_too(tmp_path: Path) -> None:

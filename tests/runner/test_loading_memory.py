@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 
 from session_server.bench.checkpoint import RandomModel, write_random_checkpoint
 from session_server.runner.checkpoint import MAX_MAPPED_BYTES
 from session_server.runner.loader import RunnerOptions
 from session_server.runner.survey import survey
+from tests.oracle.gguf_files import write_gguf
 
 SHAPE = RandomModel(
     hidden_size=512,
@@ -111,3 +113,16 @@ def test_a_large_file_is_not_held_whole(checkpoint: Path, tmp_path: Path) -> Non
     peak, rest = loaded_bytes(checkpoint, tmp_path)
     assert weights < peak <= weights + MAX_MAPPED_BYTES
     assert rest <= weights * 1.03
+
+
+@pytest.mark.parametrize("kind", [Type.F16, Type.Q8_0, Type.Q4_0, Type.Q6_K], ids=lambda k: k.name)
+def test_a_gguf_file_takes_the_memory_of_its_weights_and_little_more(
+    kind: Type, tmp_path: Path
+) -> None:
+    directory = write_random_checkpoint(tmp_path / "whole", SHAPE)
+    path = write_gguf(directory, tmp_path / "model.gguf", lambda _: kind)
+    weights = weight_bytes(path)
+    peak, rest = loaded_bytes(path, tmp_path / "small")
+    largest = 4 * 1536 * max(SHAPE.hidden_size * 2, SHAPE.intermediate_size)
+    assert rest < weights * 1.15
+    assert peak < weights * 1.15 + 4 * largest + (32 << 20)

@@ -73,7 +73,7 @@ def test_a_template_is_bounded_in_size(folder: Path) -> None:
 def test_a_tokenizer_is_bounded_in_size(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     num_bytes = (folder / "tokenizer.json").stat().st_size
     monkeypatch.setattr(model_files, "MAX_TOKENIZER_BYTES", num_bytes)
-    assert read_model_files(folder).tokenizer_path == folder / "tokenizer.json"
+    assert read_model_files(folder).tokenizer == folder / "tokenizer.json"
     monkeypatch.setattr(model_files, "MAX_TOKENIZER_BYTES", num_bytes - 1)
     with pytest.raises(ModelFilesError, match=f"larger than {num_bytes - 1:,} bytes"):
         read_model_files(folder)

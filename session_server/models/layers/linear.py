@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from session_server.models.layers.block_weight import BlockWeight, Weight
+
 MIN_PACKED_ELEMENTS: Final = 1 << 17
 """Below this size a weight stays in cache, and the 13 us of a oneDNN call outweigh the gain of
 packing. At 192 -> 1024, one row takes 28 us packed and 25 plain, five rows 37 and 56."""
@@ -22,7 +24,7 @@ packing. At 192 -> 1024, one row takes 28 us packed and 25 plain, five rows 37 a
 Linear = Callable[[Tensor], Tensor]
 """Map rows by an affine function: [tokens, inputs] -> [tokens, outputs]."""
 
-LinearFactory = Callable[[Tensor, Tensor | None], Linear]
+LinearFactory = Callable[[Weight, Tensor | None], Linear]
 """Create a linear from a weight [outputs, inputs] and a bias [outputs]."""
 
 
@@ -59,13 +61,20 @@ class PackedLinear:
         return y
 
 
-def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+def make_linear(weight: Weight, bias: Tensor | None = None) -> Linear:
     """Return the fastest implementation for `weight` [outputs, inputs] and `bias` [outputs].
 
     The weight is kept, or copied into another layout.
     """
+    if isinstance(weight, BlockWeight):
+        return make_block_linear(weight, bias)
     packed = is_packed(weight.numel(), weight.dtype, weight.device)
     return (PackedLinear if packed else PlainLinear)(weight, bias)
+
+
+def make_block_linear(weight: BlockWeight, bias: Tensor | None = None) -> Linear:
+    """Return a map by codes: torch has no product of them, so they become numbers, once."""
+    return make_linear(weight.dense(), bias)
 
 
 def is_packed(num_elements: int, dtype: torch.dtype, device: torch.device) -> bool:

@@ -67,6 +67,8 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
     """Return radians per position of every pair, float32 [head_dim / 2], scaling applied."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / config.rope_theta**exponents
+    if config.factors is not None:
+        frequencies = frequencies / torch.tensor(config.factors)
     match config.rope_type:
         case RopeKind.DEFAULT:
             return frequencies

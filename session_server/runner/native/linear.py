@@ -8,6 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from session_server.models.layers.block_weight import BlockWeight, Weight
 from session_server.models.layers.linear import Linear, PackedLinear, PlainLinear
 from session_server.runner.native import WeightFormat, _native
 
@@ -37,8 +38,10 @@ class NativeLinears:
 
     format: WeightFormat
 
-    def __call__(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Pack `weight` [outputs, inputs] with `bias` [outputs]."""
+    def __call__(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+        """Pack `weight` [outputs, inputs] with `bias` [outputs]; codes stay the codes they are."""
+        if isinstance(weight, BlockWeight):
+            return NativeLinear(pack_codes(weight, bias))
         return NativeLinear(pack(weight, self.format, bias))
 
 
@@ -46,6 +49,20 @@ def pack(weight: Tensor, format: WeightFormat, bias: Tensor | None = None) -> _n
     """Copy a weight [outputs, inputs] into the kernels' layout, quantizing it if so asked."""
     of_bias = None if bias is None else bias.float().contiguous().numpy()
     return _native.Linear(weight.detach().contiguous(), format, of_bias)
+
+
+def pack_codes(weight: BlockWeight, bias: Tensor | None = None) -> _native.Linear:
+    """Copy codes into the kernels' layout; their scales and minimums are rounded to 16 bits."""
+    minimums = weight.minimums
+    if minimums is None and weight.num_bits == 4:
+        minimums = torch.zeros_like(weight.scales)
+    return _native.Linear.of_codes(
+        weight.codes.contiguous().numpy(),
+        weight.num_bits,
+        weight.scales.contiguous().numpy(),
+        None if minimums is None else minimums.contiguous().numpy(),
+        None if bias is None else bias.float().contiguous().numpy(),
+    )
 
 
 def packed(linear: Linear) -> _native.Linear:

@@ -1,0 +1,1 @@
+"""Read GGUF files: one file holds configuration, tokenizer and weights of a model."""

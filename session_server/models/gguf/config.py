@@ -1,0 +1,271 @@
+"""Turn the metadata of a GGUF file into the fields of a Hugging Face `config.json`.
+
+Keys are those of llama.cpp (`gguf/constants.py`). What files leave out is what llama.cpp assumes,
+per architecture (`src/models`).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from session_server.models.config import AttentionConfig, ModelConfig
+from session_server.models.errors import CheckpointError, UnsupportedModel, shortened
+from session_server.models.gguf.names import ROPE_FACTORS, SANDWICH_ARCHITECTURES
+from session_server.models.gguf.reader import GgufFile, read_range
+
+Fields = dict[str, Any]
+
+_SCALINGS: Final = ("none", "linear", "yarn")
+
+
+class Metadata:
+    """Read the keys of a file's architecture."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.file = file
+        self.architecture = str(file.metadata.get("general.architecture"))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key of the architecture."""
+        return self.file.metadata.get(f"{self.architecture}.{key}", default)
+
+    def number(self, key: str) -> Any:
+        """Return a number that a file must have, the same for all layers that have it.
+
+        Raises:
+            CheckpointError: the key is missing.
+            UnsupportedModel: layers have numbers of their own.
+        """
+        value = self.get(key)
+        if isinstance(value, list):
+            value = sorted(set(value) - {0})
+            if len(value) != 1:
+                raise UnsupportedModel(
+                    f"{self.file.path}: {self.architecture}.{key} differs between layers, which "
+                    "is not implemented"
+                )
+            value = value[0]
+        if not isinstance(value, int | float):
+            raise CheckpointError(
+                f"{self.file.path}: the metadata lacks the number {self.architecture}.{key}; "
+                "convert or download the file again"
+            )
+        return value
+
+    def has_tensor(self, name: str) -> bool:
+        """Return whether the file has a tensor of that name."""
+        return name in self.file.tensors
+
+
+def raw_config(file: GgufFile) -> Fields:
+    """Return the fields of a `config.json` for the model in a file.
+
+    Raises:
+        CheckpointError: a key is missing, or is not what it should be.
+        UnsupportedModel: the architecture, or a setting of it, is not implemented.
+    """
+    metadata = Metadata(file)
+    describe = ARCHITECTURES.get(metadata.architecture)
+    if describe is None:
+        known = ", ".join(sorted(ARCHITECTURES))
+        raise UnsupportedModel(
+            f"{file.path}: the architecture {shortened(metadata.architecture)!r} is not "
+            f"implemented for GGUF; known: {known}"
+        )
+    return _common(metadata) | describe(metadata)
+
+
+def adapt(config: ModelConfig, file: GgufFile) -> ModelConfig:
+    """Return the config of a file's tensors, which differ from Hugging Face's in two things.
+
+    Gains of Gemma's norms are stored with the one added. Scaled frequencies of Llama 3.1 are
+    stored as what to divide by, instead of the settings that these are computed from.
+    """
+    if file.metadata["general.architecture"] in SANDWICH_ARCHITECTURES:
+        config = replace(config, norm=replace(config.norm, adds_one=False))
+    factors = _rope_factors(file)
+    if factors is None:
+        return config
+    layers = []
+    for layer in config.layers:
+        mixer = layer.mixer
+        if not isinstance(mixer, AttentionConfig) or mixer.rope is None:
+            raise UnsupportedModel(f"{file.path}: {ROPE_FACTORS} is not implemented here")
+        if len(factors) != mixer.rotary_dim // 2:
+            raise CheckpointError(
+                f"{file.path}: {ROPE_FACTORS} has {len(factors)} factors for "
+                f"{mixer.rotary_dim // 2} rotary pairs"
+            )
+        rope = replace(mixer.rope, factors=factors)
+        layers.append(replace(layer, mixer=replace(mixer, rope=rope)))
+    return replace(config, layers=tuple(layers))
+
+
+def head_counts(file: GgufFile) -> Mapping[str, int]:
+    """Return the heads of the projections to Q and K, by the names of their tensors."""
+    metadata = Metadata(file)
+    num_heads = int(metadata.number("attention.head_count"))
+    if metadata.get("attention.head_count_kv") is None:
+        return {"attn_q": num_heads, "attn_k": num_heads}
+    return {"attn_q": num_heads, "attn_k": int(metadata.number("attention.head_count_kv"))}
+
+
+def _rope_factors(file: GgufFile) -> tuple[float, ...] | None:
+    tensor = file.tensors.get(ROPE_FACTORS)
+    if tensor is None:
+        return None
+    if tensor.type.name != "F32" or len(tensor.shape) != 1:
+        raise CheckpointError(f"{file.path}: {ROPE_FACTORS} must be a vector of type F32")
+    content = read_range(file.path, tensor.start, tensor.num_bytes)
+    factors: tuple[float, ...] = struct.unpack(f"<{tensor.shape[0]}f", content)
+    if not all(1e-3 <= factor <= 1e6 for factor in factors):
+        raise CheckpointError(f"{file.path}: {ROPE_FACTORS} has a factor that is out of bounds")
+    return factors
+
+
+def _common(of: Metadata) -> Fields:
+    """Return the fields that all architectures have, without those that are absent."""
+    embedding = of.file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise CheckpointError(
+            f"{of.file.path} has no matrix token_embd.weight: is it a whole model?"
+        )
+    key_len, value_len = (of.get(f"attention.{name}_length") for name in ("key", "value"))
+    if value_len not in {None, key_len}:
+        raise UnsupportedModel(f"{of.file.path}: keys and values of different lengths")
+    heads = head_counts(of.file)
+    fields = {
+        "vocab_size": embedding.shape[0],
+        "hidden_size": of.number("embedding_length"),
+        "num_hidden_layers": of.number("block_count"),
+        "intermediate_size": of.number("feed_forward_length"),
+        "num_attention_heads": heads["attn_q"],
+        "num_key_value_heads": heads["attn_k"],
+        "head_dim": key_len,
+        "rms_norm_eps": of.number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": of.number("context_length"),
+        "rope_theta": of.get("rope.freq_base"),
+        "rope_scaling": _rope_scaling(of),
+        "tie_word_embeddings": not of.has_tensor("output.weight"),
+        "dtype": {"BF16": "bfloat16", "F16": "float16"}.get(embedding.type.name, "float32"),
+    }
+    head_dim = key_len or fields["hidden_size"] // max(1, heads["attn_q"])
+    if of.get("rope.dimension_count", head_dim) != head_dim:
+        raise UnsupportedModel(f"{of.file.path}: heads that are rotated in part")
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _rope_scaling(of: Metadata) -> Fields | None:
+    kind = of.get("rope.scaling.type", "none")
+    if kind not in _SCALINGS:
+        raise UnsupportedModel(f"{of.file.path}: rope scaling {shortened(str(kind))!r}")
+    if kind == "none":
+        return None
+    scaling = {
+        "rope_type": kind,
+        "factor": of.number("rope.scaling.factor"),
+        "original_max_position_embeddings": of.get("rope.scaling.original_context_length"),
+        "attention_factor": of.get("rope.scaling.attn_factor"),
+        "beta_fast": of.get("rope.scaling.yarn_beta_fast"),
+        "beta_slow": of.get("rope.scaling.yarn_beta_slow"),
+    }
+    return {name: value for name, value in scaling.items() if value is not None}
+
+
+def _llama(of: Metadata) -> Fields:
+    if of.get("expert_count", 0):
+        raise UnsupportedModel(f"{of.file.path}: llama with experts (Mixtral) is not implemented")
+    window = of.get("attention.sliding_window")
+    if window:
+        return {"model_type": "mistral", "sliding_window": window}
+    return {
+        "model_type": "llama",
+        "attention_bias": of.has_tensor("blk.0.attn_q.bias"),
+        "mlp_bias": of.has_tensor("blk.0.ffn_gate.bias"),
+    }
+
+
+def _qwen2(_: Metadata) -> Fields:
+    return {"model_type": "qwen2"}
+
+
+def _qwen3(_: Metadata) -> Fields:
+    return {"model_type": "qwen3"}
+
+
+def _qwen3_moe(of: Metadata) -> Fields:
+    return {
+        "model_type": "qwen3_moe",
+        "num_experts": of.number("expert_count"),
+        "num_experts_per_tok": of.number("expert_used_count"),
+        "moe_intermediate_size": of.number("expert_feed_forward_length"),
+        "norm_topk_prob": bool(of.get("expert_weights_norm", True)),
+    }
+
+
+def _gemma(of: Metadata, largest: int) -> Fields:
+    """`largest`: layers of the 27B model, the one whose scores are scaled by another size."""
+    num_heads = head_counts(of.file)["attn_q"]
+    head_dim = of.number("attention.key_length")
+    if of.number("block_count") == largest:
+        head_dim = of.number("embedding_length") // max(1, num_heads)
+    return {
+        "query_pre_attn_scalar": head_dim,
+        "sliding_window": of.number("attention.sliding_window"),
+        "final_logit_softcapping": of.get("final_logit_softcapping"),
+        "layer_types": _layer_types(of.get("attention.sliding_window_pattern")),
+    }
+
+
+def _layer_types(pattern: object) -> list[str] | None:
+    """Return which layers have a window, where a file says so layer by layer."""
+    if not isinstance(pattern, list):
+        return None
+    return ["sliding_attention" if is_windowed else "full_attention" for is_windowed in pattern]
+
+
+def _gemma2(of: Metadata) -> Fields:
+    softcap = of.get("attn_logit_softcapping")
+    fields = {"model_type": "gemma2", "attn_logit_softcapping": softcap}
+    return fields | _gemma(of, largest=46)
+
+
+def _gemma3(of: Metadata) -> Fields:
+    local = {"rope_local_base_freq": of.get("rope.freq_base_swa", 10_000.0)}
+    pattern = of.get("attention.sliding_window_pattern")
+    if type(pattern) is int:
+        local["sliding_window_pattern"] = pattern
+    return {"model_type": "gemma3_text"} | local | _gemma(of, largest=62)
+
+
+def _lfm2(of: Metadata) -> Fields:
+    """Layers without heads for K and V are convolutions."""
+    num_kv_heads = of.get("attention.head_count_kv")
+    if not isinstance(num_kv_heads, list):
+        raise CheckpointError(
+            f"{of.file.path}: the metadata lacks the list lfm2.attention.head_count_kv; convert or "
+            "download the file again"
+        )
+    return {
+        "model_type": "lfm2",
+        "layer_types": ["full_attention" if num else "conv" for num in num_kv_heads],
+        "conv_L_cache": of.number("shortconv.l_cache"),
+        "norm_eps": of.number("attention.layer_norm_rms_epsilon"),
+        "block_auto_adjust_ff_dim": False,
+        "tie_embedding": not of.has_tensor("output.weight"),
+    }
+
+
+ARCHITECTURES: Final[Mapping[str, Callable[[Metadata], Fields]]] = {
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "lfm2": _lfm2,
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen3moe": _qwen3_moe,
+}
+"""What each architecture adds to the common fields."""
