@@ -102,9 +102,9 @@ def without_missing_drafts(batch: Batch) -> Batch:
         replace(row, num_tokens=row.num_tokens - row.num_drafts, num_drafts=0)
         if needs_drafts(row)
         else row
-        for row in batch.rows
+        for row in batch.listed
     )
-    return replace(batch, rows=tuple(rows))
+    return replace(batch, listed=tuple(rows))
 
 
 def _draft_row(row: BatchRow, step: int) -> BatchRow:
