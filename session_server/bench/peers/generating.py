@@ -70,7 +70,7 @@ class GeneratingWorker:
         assert self._process is not None, "it was started"
         return self._process.pid
 
-    async def open(self, slot: int) -> GeneratingConversation:  # noqa: ARG002 - it keeps nothing
+    async def open(self, slot: int) -> GeneratingConversation:
         """Return a conversation for one turn."""
         return GeneratingConversation(self)
 

@@ -19,10 +19,11 @@ import transformers
 def main(checkpoint: str, dtype: str, num_threads: str) -> None:
     """Answer until the input ends."""
     torch.set_num_threads(int(num_threads))
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=getattr(torch, dtype)
     )
-    config = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=64)
+    greedy = {"do_sample": False, "eos_token_id": -1}
+    config = transformers.GenerationConfig.from_dict(greedy)
     manager = model.eval().init_continuous_batching(generation_config=config)
     manager.start()
     threading.Thread(target=_print_answers, args=(manager,), daemon=True).start()

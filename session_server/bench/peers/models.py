@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import math
 import shutil
@@ -10,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -66,10 +67,18 @@ _TENSORS: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 _NUM_BYTE_TOKENS: Final = 256
+_LENGTH_BYTES: Final = 8
+"""At the beginning of a safetensors file: how long its header is."""
 
 
-class CannotWrite(Exception):
-    """Report that a checkpoint cannot be written as GGUF, and why."""
+class _Entry(NamedTuple):
+    """Locate one tensor: its file, name, type as safetensors names it, shape, and first byte."""
+
+    path: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +103,7 @@ class BenchModel:
     @property
     def num_parameters(self) -> int:
         """Return the number of weights that a decode step reads: all but untied embeddings."""
-        counts = {name: size for name, size in _sizes(self.checkpoint)}
+        counts = {entry.name: math.prod(entry.shape) for entry in _entries(self.checkpoint)}
         if "lm_head.weight" in counts:
             counts.pop("model.embed_tokens.weight", None)
         return sum(counts.values())
@@ -134,24 +143,30 @@ def prepare_model(model: str, work_dir: Path) -> BenchModel:
     return BenchModel(model, directory, directory)
 
 
+def why_no_gguf(model: BenchModel) -> str | None:
+    """Return why the model cannot be written as GGUF, and None if it can."""
+    if model.config.get("model_type") != "qwen3":
+        return "it is not a dense Qwen3 model, and no other is written as GGUF"
+    if importlib.util.find_spec("gguf") is None:
+        return "the package gguf is missing (pip install 'session-server[peers]')"
+    kinds = {entry.dtype for entry in _entries(model.checkpoint)}
+    if not kinds <= set(_NUMPY_TYPES):
+        return f"its weights are {', '.join(sorted(kinds))}, and only floats are read"
+    return None
+
+
 def prepare_gguf(model: BenchModel, gguf_type: str) -> Path:
     """Return the model as GGUF with weights of `gguf_type`, written if it is not there yet.
 
     Tensors go over as they are: llama.cpp rotates the halves of Qwen3's heads, as its publishers
     do. Norms stay F32. The vocabulary has bytes and filler words, because prompts are token ids.
-
-    Raises:
-        CannotWrite: the package `gguf` is missing, or the model is not a dense Qwen3.
+    `why_no_gguf` is None for the model.
     """
     path = model.gguf_dir / f"{gguf_type.lower()}.gguf"
     if path.is_file():
         return path
-    if model.config.get("model_type") != "qwen3":
-        raise CannotWrite(f"{model.name} is not a dense Qwen3 model, which is all we write as GGUF")
-    try:
-        import gguf
-    except ImportError:
-        raise CannotWrite("needs the package gguf: pip install 'session-server[peers]'") from None
+    import gguf
+
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     writer = gguf.GGUFWriter(partial, "qwen3")
@@ -216,38 +231,25 @@ def _file_type(gguf_type: str) -> str:
 
 
 def _tensors(checkpoint: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield all tensors, one after the other, as float32.
+    """Yield all tensors, one after the other, as float32."""
+    for entry in _entries(checkpoint):
+        kind, count = _NUMPY_TYPES[entry.dtype], math.prod(entry.shape)
+        stored = np.fromfile(entry.path, kind, count, offset=entry.begin)
+        if entry.dtype == "BF16":  # the upper half of a float32
+            stored = (stored.astype(np.uint32) << 16).view(np.float32)
+        yield entry.name, stored.astype(np.float32, copy=False).reshape(entry.shape)
 
-    Raises:
-        CannotWrite: one has another type than a float of 32 or 16 bits.
-    """
+
+def _entries(checkpoint: Path) -> Iterator[_Entry]:
+    """Yield what the headers of a checkpoint's safetensors files say of each tensor."""
     for path in sorted(checkpoint.glob("*.safetensors")):
-        header, begin = _header(path)
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            header: dict[str, Any] = json.loads(file.read(length))
         for name, entry in header.items():
-            if entry["dtype"] not in _NUMPY_TYPES:
-                raise CannotWrite(f"{name} of {path.name} is {entry['dtype']}, not a float")
-            first, end = entry["data_offsets"]
-            kind = np.dtype(_NUMPY_TYPES[entry["dtype"]])
-            count = (end - first) // kind.itemsize
-            stored = np.fromfile(path, kind, count, offset=begin + first)
-            if entry["dtype"] == "BF16":  # the upper half of a float32
-                stored = (stored.astype(np.uint32) << 16).view(np.float32)
-            yield name, stored.astype(np.float32, copy=False).reshape(entry["shape"])
-
-
-def _sizes(checkpoint: Path) -> Iterator[tuple[str, int]]:
-    for path in sorted(checkpoint.glob("*.safetensors")):
-        for name, entry in _header(path)[0].items():
-            yield name, math.prod(entry["shape"])
-
-
-def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return the entries of a safetensors file by name, and where its data begins."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header: dict[str, Any] = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    return header, 8 + length
+            if name != "__metadata__":
+                begin = _LENGTH_BYTES + length + entry["data_offsets"][0]
+                yield _Entry(path, name, entry["dtype"], tuple(entry["shape"]), begin)
 
 
 def _digest(description: Mapping[str, Any]) -> str:

@@ -68,7 +68,7 @@ class OurServer:
         """Return where it listens."""
         return self._server.url
 
-    async def open(self, slot: int) -> OurConversation:  # noqa: ARG002 - ours need no slot
+    async def open(self, slot: int) -> OurConversation:
         """Open a session over a WebSocket of its own."""
         return await open_conversation(self.url)
 

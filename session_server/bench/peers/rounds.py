@@ -62,7 +62,7 @@ async def measure_cell(
         for i in range(len(systems)):
             system = systems[(number + i) % len(systems)]
             with _awake(system):
-                turns = await _visit(system, cell, tokens, number, kept[system.name])
+                turns = await _visit(system, cell, tokens, number, kept=kept[system.name])
             figures[system.name].append(figure_of(cell.figure, turns))
             on_visit()
     for system in systems:
@@ -75,7 +75,7 @@ async def _prepare(system: System, cell: Cell, tokens: Tokens) -> list[Conversat
     """Return conversations with the history of a cell; none if it needs none: a visit then goes
     before the rounds, so that none of them is the first."""
     if cell.history == 0:
-        await _visit(system, cell, tokens, -1, [])
+        await _visit(system, cell, tokens, -1, kept=[])
         return []
     kept = [await system.open(slot) for slot in range(cell.num_sessions)]
     for slot, conversation in enumerate(kept):
@@ -84,7 +84,7 @@ async def _prepare(system: System, cell: Cell, tokens: Tokens) -> list[Conversat
 
 
 async def _visit(
-    system: System, cell: Cell, tokens: Tokens, number: int, kept: list[Conversation]
+    system: System, cell: Cell, tokens: Tokens, number: int, *, kept: list[Conversation]
 ) -> list[list[TurnTrace]]:
     """Run the turns of a cell once, in `kept` conversations or new ones."""
     conversations = kept or [await system.open(slot) for slot in range(cell.num_sessions)]

@@ -1,4 +1,4 @@
-"""Define what is measured alike: a system that holds conversations, and what a turn's client saw."""
+"""Define what is measured: a system that holds conversations, and what a turn's client saw."""
 
 from __future__ import annotations
 
