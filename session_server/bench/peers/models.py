@@ -66,7 +66,8 @@ _TENSORS: Final[Mapping[str, str]] = MappingProxyType(
         "lm_head.weight": "output.weight",
     }
 )
-_NUM_BYTE_TOKENS: Final = 256
+_NORMAL_TOKEN: Final = 1
+"""What GGUF calls a token that stands for its text."""
 _LENGTH_BYTES: Final = 8
 """At the beginning of a safetensors file: how long its header is."""
 
@@ -159,7 +160,7 @@ def prepare_gguf(model: BenchModel, gguf_type: str) -> Path:
     """Return the model as GGUF with weights of `gguf_type`, written if it is not there yet.
 
     Tensors go over as they are: llama.cpp rotates the halves of Qwen3's heads, as its publishers
-    do. Norms stay F32. The vocabulary has bytes and filler words, because prompts are token ids.
+    do. Norms stay F32. The vocabulary is made up, because prompts are token ids.
     `why_no_gguf` is None for the model.
     """
     path = model.gguf_dir / f"{gguf_type.lower()}.gguf"
@@ -210,17 +211,12 @@ def _add_shape(writer: Any, config: Mapping[str, Any]) -> None:
 
 
 def _add_vocabulary(writer: Any, vocab_size: int) -> None:
-    """Add the characters that stand for bytes, then filler words: llama.cpp wants a text for every
-    id and a vocabulary that can spell every text."""
-    printable = (*range(33, 127), *range(161, 173), *range(174, 256))
-    others = [byte for byte in range(_NUM_BYTE_TOKENS) if byte not in printable]
-    bytes_ = [chr(byte) for byte in printable]
-    bytes_ += [chr(_NUM_BYTE_TOKENS + at) for at in range(len(others))]
-    words = [f"Ġw{token_id}" for token_id in range(_NUM_BYTE_TOKENS, vocab_size)]
+    """Add an ASCII word for every id. A token that is a byte would do harm: llama.cpp holds back
+    what is not yet a whole character, and its token ids with it."""
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list(bytes_ + words)
-    writer.add_token_types([1] * vocab_size)
+    writer.add_token_list([f"Ġw{token_id}" for token_id in range(vocab_size)])
+    writer.add_token_types([_NORMAL_TOKEN] * vocab_size)
     writer.add_token_merges(["Ġ w"])
     writer.add_eos_token_id(0)
     writer.add_add_bos_token(False)

@@ -36,8 +36,8 @@ _VOCAB_SIZE: Final = 1536
 class OwnWorkload:
     """Configure how often each of our own costs is measured, and at which histories.
 
-    `long_len`: of the overhead, on a model of two layers; `kept_len`: of the time to the first token on
-    `shape`, and of what a kept session is compared with.
+    `long_len`: of the overhead, on a model of two layers. `kept_len`: of the time to the first
+    token on `shape`, and of what a kept session is compared with.
     """
 
     num_rounds: int = 15
