@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags, all of them None or False where they are not given."""
     group = parser.add_argument_group(
         "peers",
-        "Flags of the benchmark `peers`. All systems have the same random weights and run in "
+        "Flags of the benchmark `peers`. Systems have the same random weights and run in\n"
         "turns, the others stopped. It wants a machine that does nothing else.",
     )
     group.add_argument(
@@ -84,10 +84,8 @@ def workload(args: argparse.Namespace) -> PeersWorkload:
     Raises:
         ValueError: a flag has a value that cannot be used; the message says which would do.
     """
-    num_rounds = args.rounds or (_SHORT_ROUNDS if args.short else DEFAULT_ROUNDS)
-    if num_rounds < _MIN_ROUNDS:
-        raise ValueError(f"--rounds {args.rounds}: {_MIN_ROUNDS} or more, for a median")
     _check(args)
+    num_rounds = args.rounds or (_SHORT_ROUNDS if args.short else DEFAULT_ROUNDS)
     own = _SHORT_OWN if args.short else OwnWorkload()
     short_rows = ROWS[:2] if args.short else ROWS
     return PeersWorkload(
@@ -117,10 +115,14 @@ def command_of(args: argparse.Namespace) -> str:
 
 
 def _check(args: argparse.Namespace) -> None:
+    if args.rounds is not None and args.rounds < _MIN_ROUNDS:
+        raise ValueError(f"--rounds {args.rounds}: {_MIN_ROUNDS} or more, for a median")
     if args.threads is not None and args.threads < 1:
         raise ValueError(f"--threads {args.threads}: 1 or more")
     if args.llama_server is not None and shutil.which(args.llama_server) is None:
-        raise ValueError(f"--llama-server {args.llama_server}: not a program; build it first")
+        raise ValueError(
+            f"--llama-server {args.llama_server}: not a program; name llama.cpp's server"
+        )
     for model in args.model or ():
         if model not in SHAPES and not (Path(model) / "config.json").is_file():
             names = ", ".join(SHAPES)

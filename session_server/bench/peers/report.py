@@ -18,6 +18,10 @@ WEIGHT_BYTES: Final = MappingProxyType({"float32": 4.0, "bfloat16": 2.0, "int8":
 KV_BYTES: Final = MappingProxyType({"float32": 4, "bfloat16": 2, "int8": 2})
 """Of one number of keys or values by row."""
 
+QUIET_SHARE: Final = 0.05
+"""Of the cores: what others may take of a machine whose figures are worth quoting. Systems whose
+threads spin become many times slower when there is more."""
+
 COLUMNS: Final = (
     *("weights", "cell", "unit", "ours", "best peer", "theirs", "ratio", "goal", "floor, ms"),
 )
@@ -105,6 +109,7 @@ def heading(report: Mapping[str, Any]) -> str:
         f"{machine['l3']}, DRAM read {machine['dram_gb_per_s']:.0f} GB/s, {machine['threads']} "
         f"threads, medians of {report['num_rounds']} rounds in turns; other work took "
         f"{machine['others_share']:.0%} of the cores"
+        f"{'' if machine['others_share'] < QUIET_SHARE else ': too much to quote these figures'}"
     )
 
 
