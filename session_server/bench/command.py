@@ -15,7 +15,7 @@ examples:
   session-server bench kept
   session-server bench sessions --turns 100 --plot growth.png
   session-server bench peers --short
-  session-server bench peers --llama-server build/bin/llama-server --plot peers.png
+  session-server bench peers --llama-server ./llama-server --plot peers.png
 """
 
 from __future__ import annotations

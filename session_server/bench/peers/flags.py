@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags, all of them None or False where they are not given."""
     group = parser.add_argument_group(
         "peers",
-        "Flags of the benchmark `peers`. Systems have the same random weights and run in\n"
+        "Flags of the benchmark `peers`. All have the same random weights and run in\n"
         "turns, the others stopped. It wants a machine that does nothing else.",
     )
     group.add_argument(

@@ -42,6 +42,7 @@ class GeneratingWorker:
         self._numbers = itertools.count()
         self._waiting: dict[str, Future[tuple[float, int]]] = {}
         self._process: subprocess.Popen[str] | None = None
+        self._reader: threading.Thread | None = None
 
     def __enter__(self) -> Self:
         self._process = subprocess.Popen(  # noqa: S603 - our own argv, no shell
@@ -56,13 +57,16 @@ class GeneratingWorker:
         if self._process.stdout.readline().strip() != _READY:
             self.__exit__()
             raise PeerFailed(f"transformers did not start; to see why: {' '.join(self._argv[1:])}")
-        threading.Thread(target=self._read_answers, daemon=True).start()
+        self._reader = threading.Thread(target=self._read_answers, daemon=True)
+        self._reader.start()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         assert self._process is not None, "it was started"
         self._process.kill()
-        self._process.wait()
+        if self._reader is not None:
+            self._reader.join()
+        self._process.communicate()  # closes the pipes
 
     @property
     def pid(self) -> int:

@@ -162,6 +162,7 @@ async def _first_token_growth(url: str, load: OwnWorkload, on_step: Callable[[],
             times[name].append(trace.first_s - trace.begun_s)
         await new.close()
         on_step()
+    await long.close()
     return _median_ratio(times)
 
 
