@@ -9,7 +9,8 @@ TORCH ?= torch==2.13.0
 TEST_WORKERS ?= 2
 TESTS ?= tests
 DURATIONS ?= 10
-BENCH ?= sessions
+BENCH ?= peers
+BENCH_ARGS ?= $(if $(filter peers,$(BENCH)),--short)
 # A loaded machine must slow tests down, not fail them: one thread per worker, no spinning. A hundred
 # servers are started, which should not compile their sources anew each time.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TOKENIZERS_PARALLELISM=false \
@@ -212,9 +213,9 @@ prove: $(STAMPS)/prove ## all of the above that proves something, and how long e
 	printf '\033[1m==> prove\033[0m\n'"$$took"; test -z "$$failed"
 
 .PHONY: bench
-bench: $(STAMPS)/runtime ## measure what a session costs (BENCH=sessions)
+bench: $(STAMPS)/runtime ## measure what a session costs, in ten minutes (BENCH=peers, BENCH_ARGS=--short)
 	$(SAY) 'bench: $(BENCH)'
-	@$(BIN)/session-server bench $(BENCH)
+	@$(BIN)/session-server bench $(BENCH) $(BENCH_ARGS)
 
 .PHONY: format
 format: $(STAMPS)/dev ## rewrite the sources in house format

@@ -115,19 +115,27 @@ def test_a_session_to_resume_needs_the_server_that_has_it(
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "reason"),
     [
-        "kept --turns 30",
-        "memory-check --plot x.png",
-        "sessions --turns 21",
-        "sessions --turns 10001",
+        ("kept --turns 30", "--turns is a flag of `bench sessions`"),
+        ("memory-check --plot x.png", "--plot is a flag of `bench peers` and `bench sessions`"),
+        ("sessions --turns 21", "--turns 21: 22 to 10000"),
+        ("sessions --turns 10001", "--turns 10001: 22 to 10000"),
+        ("kept --short", "--short is a flag of `bench peers`"),
+        ("drafts --llama-server x", "--llama-server is a flag of `bench peers`"),
+        ("peers --rounds 2", "--rounds 2: 3 or more, for a median"),
+        ("peers --threads 0", "--threads 0: 1 or more"),
+        (
+            "peers --llama-server nowhere",
+            "--llama-server nowhere: not a program; name llama.cpp's server",
+        ),
+        ("peers --model 7b", "--model 7b: not one of 100m, 0.6b, nor a checkpoint's directory"),
     ],
 )
 def test_a_benchmark_refuses_flags_that_it_would_not_use(
-    words: str, capsys: pytest.CaptureFixture[str]
+    words: str, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["bench", *words.split()]) == 2
-    reason = "--turns N, 22 to 10000, and --plot are flags of `bench sessions`"
     assert capsys.readouterr().err == f"session-server bench: {reason}\n"
 
 

@@ -12,12 +12,15 @@ from safetensors.numpy import save_file
 
 from session_server.demo import MODEL_DIR
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_COPIED_FILES = ("tokenizer_config.json", "chat_template.jinja")
 
 
 @dataclass(frozen=True, slots=True)
 class RandomModel:
-    """Describe the shape of a random Qwen3 model, as its configuration does."""
+    """Describe the shape of a random Qwen3 model, as its configuration does.
+
+    `vocab_size`: at least that of the embedded tokenizer; None for exactly that.
+    """
 
     hidden_size: int = 128
     num_hidden_layers: int = 2
@@ -26,17 +29,25 @@ class RandomModel:
     head_dim: int = 32
     intermediate_size: int = 256
     max_position_embeddings: int = 16_384
+    vocab_size: int | None = None
 
 
 def write_random_checkpoint(directory: Path, shape: RandomModel) -> Path:
     """Write a Hugging Face checkpoint of random weights with the embedded tokenizer.
 
-    The weights are float32, drawn with a standard deviation of 0.08. Returns `directory`.
+    The weights are float32, drawn with a standard deviation of 0.08. A vocabulary larger than the
+    tokenizer's is filled up with ASCII words, so that every id decodes to text of its own. Returns
+    `directory`.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    for name in _TOKENIZER_FILES:
+    for name in _COPIED_FILES:
         shutil.copy(MODEL_DIR / name, directory / name)
-    vocab_size = json.loads((MODEL_DIR / "config.json").read_text())["vocab_size"]
+    tokenizer = json.loads((MODEL_DIR / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocab_size = shape.vocab_size or len(vocabulary)
+    assert vocab_size >= len(vocabulary), "the tokenizer's ids are in the vocabulary"
+    vocabulary |= {f"Ġw{token_id}": token_id for token_id in range(len(vocabulary), vocab_size)}
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",

@@ -2,6 +2,7 @@
 
   sessions      whether a turn's overhead, idle sessions and admission stay flat
   kept          the next turn on a kept session against resending all of it
+  peers         ours against llama.cpp and transformers, on the same weights
   drafts        the first token after a typed sentence, with drafts and without
   speculation   answers with drafts from the session's own text, and without
   memory-check  what the memory checker adds to a step, beside idle sessions
@@ -13,6 +14,8 @@ believing one.
 examples:
   session-server bench kept
   session-server bench sessions --turns 100 --plot growth.png
+  session-server bench peers --short
+  session-server bench peers --llama-server ./llama-server --plot peers.png
 """
 
 from __future__ import annotations
@@ -31,7 +34,15 @@ from typing import Any, Final
 from rich.console import Console
 
 from session_server.bench import drafts, growth, kept, memory_check, speculation, structured
+from session_server.bench.peers import benchmark as peers
+from session_server.bench.peers import flags as peers_flags
+from session_server.bench.peers import page
+from session_server.bench.peers.system import PeerFailed
+from session_server.local_server import ServerFailed
 from session_server.progress import StepProgress
+
+PEER_FAILURES: Final = (PeerFailed, ServerFailed)
+"""Errors whose message says what to do."""
 
 BENCHMARKS: Final[Mapping[str, tuple[ModuleType, Callable[..., Any]]]] = MappingProxyType(
     {
@@ -39,6 +50,7 @@ BENCHMARKS: Final[Mapping[str, tuple[ModuleType, Callable[..., Any]]]] = Mapping
         "drafts": (drafts, drafts.DraftsWorkload),
         "kept": (kept, kept.KeptWorkload),
         "memory-check": (memory_check, memory_check.MemoryCheckWorkload),
+        "peers": (peers, peers.PeersWorkload),
         "speculation": (speculation, speculation.SpeculationWorkload),
         "structured": (structured, structured.StructuredWorkload),
     }
@@ -47,7 +59,14 @@ BENCHMARKS: Final[Mapping[str, tuple[ModuleType, Callable[..., Any]]]] = Mapping
 figures, and `SHEETS`, which show them."""
 
 _TURNS: Final = range(22, 10_001)
-_FLAGS_OF_SESSIONS: Final = "--turns N, 22 to 10000, and --plot are flags of `bench sessions`"
+_OWNERS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
+    {
+        "turns": frozenset({"sessions"}),
+        "plot": frozenset({"sessions", "peers"}),
+        **dict.fromkeys(peers_flags.NAMES, frozenset({"peers"})),
+    }
+)
+"""The benchmarks that a flag belongs to, by its name in the parsed arguments."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,32 +81,66 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="turns of the session, 22 to 10000 (default: 300)",
     )
-    sessions.add_argument("--plot", type=Path, metavar="PNG", help="draw it (needs matplotlib)")
+    peers_flags.add_arguments(parser)
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON object instead")
+    output.add_argument(
+        "--plot", type=Path, metavar="PNG", help="draw `sessions` or `peers` (needs matplotlib)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run one benchmark and return 0 when it finished. Figures never change the exit status."""
+    """Run one benchmark. Return 0 when it finished, 2 for flags that do not fit, 1 if a server
+    failed. Figures never change the exit status."""
     console = Console(stderr=args.json)
     benchmark, workload = BENCHMARKS[args.benchmark]
-    is_foreign = benchmark is not growth and (args.turns, args.plot) != (None, None)
-    if is_foreign or (args.turns is not None and args.turns not in _TURNS):
-        print(f"session-server bench: {_FLAGS_OF_SESSIONS}", file=sys.stderr)
+    try:
+        _check_flags(args)
+        load = peers_flags.workload(args) if benchmark is peers else _workload(args, workload)
+    except ValueError as error:
+        print(f"session-server bench: {error}", file=sys.stderr)
         return 2
-    load = workload() if args.turns is None else workload(num_turns=args.turns)
-    with StepProgress(console) as progress:
-        task = progress.add_task("steps", total=load.total_steps)
-        figures = benchmark.measure(load, on_step=lambda: progress.advance(task))
+    try:
+        with StepProgress(console) as progress:
+            task = progress.add_task("steps", total=load.total_steps)
+            figures = benchmark.measure(load, on_step=lambda: progress.advance(task))
+    except PEER_FAILURES as error:
+        print(f"session-server bench: {error}", file=sys.stderr)
+        return 1
     report = {"benchmark": args.benchmark, "machine": _machine(), **figures}
-    if args.plot is not None:
-        growth.plot_growth(report["growth"]["turns"], args.plot)
-        console.print(f"plot written to {args.plot}")
+    _write_files(report, args, console)
     if args.json:
         print(json.dumps(report, indent=2))
     else:
         console.print(*(sheet.table(report) for sheet in benchmark.SHEETS))
     return 0
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """Raise ValueError for a flag that belongs to another benchmark, or has a wrong value."""
+    for name, owners in _OWNERS.items():
+        is_given = getattr(args, name) is not None and getattr(args, name) is not False
+        if is_given and args.benchmark not in owners:
+            flag, benches = name.replace("_", "-"), "` and `bench ".join(sorted(owners))
+            raise ValueError(f"--{flag} is a flag of `bench {benches}`")
+    if args.turns is not None and args.turns not in _TURNS:
+        raise ValueError(f"--turns {args.turns}: 22 to 10000")
+
+
+def _workload(args: argparse.Namespace, workload: Callable[..., Any]) -> Any:
+    return workload() if args.turns is None else workload(num_turns=args.turns)
+
+
+def _write_files(report: dict[str, Any], args: argparse.Namespace, console: Console) -> None:
+    if args.plot is not None:
+        if args.benchmark == "sessions":
+            growth.plot_growth(report["growth"]["turns"], args.plot)
+        else:
+            page.plot_ratios(report, args.plot)
+        console.print(f"plot written to {args.plot}")
+    if args.markdown is not None:
+        page.write_section(args.markdown, report, peers_flags.command_of(args))
+        console.print(f"figures written to {args.markdown}")
 
 
 def _machine() -> dict[str, Any]:

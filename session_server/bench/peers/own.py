@@ -1,0 +1,191 @@
+"""Measure what our sessions cost where no peer is to be compared with: overhead, growth, memory."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+
+from session_server.bench import kept
+from session_server.bench.checkpoint import RandomModel, write_random_checkpoint
+from session_server.bench.peers.cells import Figure, figure_of
+from session_server.bench.peers.models import SHAPES
+from session_server.bench.peers.ours import OurConversation, open_conversation
+from session_server.bench.peers.rounds import Tokens
+from session_server.local_server import LocalServer
+
+NUM_TALKERS: Final = 16
+_NUM_TALKED: Final = 128
+_NUM_INPUT: Final = 16
+_NUM_OUTPUT: Final = 8
+_NUM_NEW: Final = 64
+_MARGIN: Final = 4096
+"""Tokens that a server holds besides the histories."""
+_NUM_HOLDERS: Final = 8
+_HELD_LEN: Final = 2000
+_VOCAB_SIZE: Final = 1536
+
+
+@dataclass(frozen=True, slots=True)
+class OwnWorkload:
+    """Configure how often each of our own costs is measured, and at which histories.
+
+    `long_len`: of the overhead, on a model of two layers. `kept_len`: of the time to the first
+    token on `shape`, and of what a kept session is compared with.
+    """
+
+    num_rounds: int = 15
+    long_len: int = 32_768
+    kept_len: int = 8192
+    shape: RandomModel = SHAPES["100m"]
+
+    @property
+    def total_steps(self) -> int:
+        """Return the rounds of overhead, growth and talk, and the timed turns of `bench kept`."""
+        return 3 * self.num_rounds + self.kept_workload.total_steps
+
+    @property
+    def kept_workload(self) -> kept.KeptWorkload:
+        """Return the load of `bench kept` that is reported here."""
+        return kept.KeptWorkload(
+            histories=(self.kept_len,), num_rounds=max(3, self.num_rounds // 3)
+        )
+
+
+def measure_own(load: OwnWorkload, *, on_step: Callable[[], None]) -> list[dict[str, Any]]:
+    """Return each cost with its goal, in the order of the table."""
+    with tempfile.TemporaryDirectory() as directory:
+        shape = RandomModel(max_position_embeddings=load.long_len + _MARGIN)
+        model = write_random_checkpoint(Path(directory) / "flat", shape)
+        with LocalServer(_flags(model, load.long_len + 8 * _MARGIN)) as server:
+            overhead = asyncio.run(_overhead(server.url, load, on_step))
+            held = asyncio.run(_held_over_needed(server.url))
+        model = write_random_checkpoint(Path(directory) / "grown", load.shape)
+        with LocalServer(_flags(model, load.kept_len + _MARGIN)) as server:
+            growth = asyncio.run(_first_token_growth(server.url, load, on_step))
+    resent = kept.measure(load.kept_workload, on_step=on_step)["histories"][str(load.kept_len)]
+    with LocalServer(["--log-level", "warning"]) as server:
+        talk = asyncio.run(_talk(server.url, load.num_rounds, on_step))
+    long, short = f"{load.long_len:,}", f"{load.kept_len:,}"
+    return [
+        _at_most(1.10, f"first token's overhead, history {long} over 0", overhead["first"]),
+        _at_most(1.10, f"a token's overhead, history {long} over 0", overhead["token"]),
+        _at_most(3.6, f"TTFT of 64 new tokens, history {short} over 0", growth),
+        _at_least(1.2, f"resent with a radix hit over kept, {short}", resent["resent_over_kept"]),
+        _at_least(55, f"prefilled anew over kept, {short}", resent["cold_over_kept"]),
+        _at_least(4000, f"embedded model, {NUM_TALKERS} sessions, tokens/s", talk),
+        _at_most(1.01, "KV bytes held over needed, pages of 16", held),
+    ]
+
+
+def _at_most(goal: float, name: str, value: float) -> dict[str, Any]:
+    return {"name": name, "value": value, "bound": "<=", "goal": goal, "met": value <= goal}
+
+
+def _at_least(goal: float, name: str, value: float) -> dict[str, Any]:
+    return {"name": name, "value": value, "bound": ">=", "goal": goal, "met": value >= goal}
+
+
+async def _overhead(
+    url: str, load: OwnWorkload, on_step: Callable[[], None]
+) -> Mapping[str, float]:
+    """Return the overhead at the long history over that at none, of the first token and of one of
+    the others. Overhead is what the client waits less the forwards that the turn reports."""
+    tokens = Tokens(_VOCAB_SIZE)
+    long = await open_conversation(url)
+    await long.prefill(tokens.draw(load.long_len, "long"))
+    first: dict[str, list[float]] = {"long": [], "new": []}
+    token: dict[str, list[float]] = {"long": [], "new": []}
+    for number in range(load.num_rounds):
+        new = await open_conversation(url)
+        talks = {"long": long, "new": new}
+        for name, conversation in talks.items():
+            first[name].append(await _overhead_ms(conversation, tokens, number, 1))
+        await new.close()
+        talks["new"] = new = await open_conversation(url)
+        for name, conversation in talks.items():
+            token[name].append(await _overhead_ms(conversation, tokens, number, _NUM_OUTPUT))
+        await new.close()
+        on_step()
+    await long.close()
+    return {"first": _median_ratio(first), "token": _median_ratio(token)}
+
+
+def _median_ratio(figures: Mapping[str, list[float]]) -> float:
+    return statistics.median(figures["long"]) / statistics.median(figures["new"])
+
+
+async def _overhead_ms(
+    conversation: OurConversation, tokens: Tokens, number: int, num_output: int
+) -> float:
+    """Return what a turn takes besides its forwards, per token."""
+    trace = await conversation.turn(tokens.draw(_NUM_INPUT, number, num_output), num_output)
+    latency_ms = (trace.last_s - trace.begun_s) * 1e3
+    return (latency_ms - float(conversation.last_end["timings"]["forward_ms"])) / num_output
+
+
+async def _held_over_needed(url: str) -> float:
+    """Return the KV that idle sessions, which share nothing, hold over what their tokens take."""
+    tokens = Tokens(_VOCAB_SIZE)
+    talks = [await open_conversation(url) for _ in range(_NUM_HOLDERS)]
+    for number, conversation in enumerate(talks):
+        await conversation.prefill(tokens.draw(_HELD_LEN + 37 * number, "held", number))
+    async with httpx.AsyncClient(base_url=url) as http:
+        memory = (await http.get("/v1/admin/memory")).raise_for_status().json()
+    for conversation in talks:
+        await conversation.close()
+    sessions, page_size = memory["sessions"], memory["pools"]["full"]["page_size"]
+    num_pages = sum(
+        session[kind]["full"]
+        for session in sessions
+        for kind in ("private_pages", "protected_pages")
+    )
+    return float(num_pages * page_size / sum(session["committed_len"] for session in sessions))
+
+
+async def _first_token_growth(url: str, load: OwnWorkload, on_step: Callable[[], None]) -> float:
+    """Return the time to the first token of 64 new ones with a history, over that without."""
+    tokens = Tokens(_VOCAB_SIZE)
+    long = await open_conversation(url)
+    await long.prefill(tokens.draw(load.kept_len, "kept"))
+    times: dict[str, list[float]] = {"long": [], "new": []}
+    for number in range(load.num_rounds):
+        new = await open_conversation(url)
+        for name, conversation in (("long", long), ("new", new)):
+            trace = await conversation.turn(tokens.draw(_NUM_NEW, name, number), 1)
+            times[name].append(trace.first_s - trace.begun_s)
+        await new.close()
+        on_step()
+    await long.close()
+    return _median_ratio(times)
+
+
+async def _talk(url: str, num_rounds: int, on_step: Callable[[], None]) -> float:
+    """Return the median tokens per second of many sessions that generate at once."""
+    tokens = Tokens(_VOCAB_SIZE)
+    speeds = []
+    for number in range(num_rounds):
+        talks = [await open_conversation(url) for _ in range(NUM_TALKERS)]
+        turns = await asyncio.gather(
+            *(
+                each.turn(tokens.draw(_NUM_INPUT, number, i), _NUM_TALKED)
+                for i, each in enumerate(talks)
+            )
+        )
+        speeds.append(figure_of(Figure.TOKENS_PER_S, [turns]))
+        await asyncio.gather(*(each.close() for each in talks))
+        on_step()
+    return statistics.median(speeds)
+
+
+def _flags(model: Path, num_tokens: int) -> list[str]:
+    return [
+        *("--model-path", str(model), "--dtype", "float32", "--log-level", "warning"),
+        *("--max-total-tokens", str(num_tokens)),
+    ]
