@@ -154,6 +154,21 @@ agents: $(STAMPS)/dev ## measure what loops of agents compute, on every layout o
 	$(SAY) 'agents: whole conversations over Chat Completions'
 	@$(TEST_ENV) $(BIN)/python -m tests.agents
 
+CPUS ?= avx512 avx2 portable
+
+.PHONY: cpus
+cpus: $(STAMPS)/dev ## hold models against transformers as CPUs without the best instructions would (CPUS=)
+	@for cpu in $(CPUS); do \
+		printf '\033[1m==> %s\033[0m\n' "cpus: $$cpu"; \
+		SESSION_SERVER_CPU=$$cpu $(TEST_ENV) $(BIN)/python -m pytest tests/oracle tests/runner \
+			tests/differential -n $(TEST_WORKERS) || exit 1; \
+	done
+
+.PHONY: sanitizers
+sanitizers: $(STAMPS)/prove ## run the kernels' tests under ASan, UBSan and TSan (needs g++)
+	$(SAY) 'sanitizers: address, undefined behavior, threads'
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(TEST_ENV) $(BIN)/python -m tests.sanitizers
+
 .PHONY: everything
 everything: export PROVE := 1
 everything: test ## make test with every combination of settings
@@ -184,7 +199,7 @@ browser: $(STAMPS)/prove ## drive the page in Chromium (CHROMIUM=PATH; needs Nod
 	$(SAY) 'browser: the page and the dashboard in Chromium'
 	@CLIENTS=$(CLIENTS) $(TEST_ENV) $(BIN)/python -m pytest tests/browser $(if $(KEYS),-k '$(KEYS)')
 
-PROOFS ?= everything sglang fuzz schemathesis structured oracle agents observe clients browser chaos load seeded soak \
+PROOFS ?= everything cpus sanitizers sglang fuzz schemathesis structured oracle agents observe clients browser chaos load seeded soak \
 	mutation
 
 .PHONY: prove
@@ -236,7 +251,10 @@ $(STAMPS)/torch: $(STAMPS)/venv
 	esac
 	@touch $@
 
-$(STAMPS)/runtime: $(STAMPS)/torch pyproject.toml
+KERNELS := $(wildcard session_server/runner/native/CMakeLists.txt session_server/runner/native/src/* \
+	session_server/runner/native/src/isa/*)
+
+$(STAMPS)/runtime: $(STAMPS)/torch pyproject.toml $(KERNELS)
 	$(SAY) 'setup: session-server and what it needs at run time'
 	@$(PIP) install --quiet --editable .
 	@touch $@

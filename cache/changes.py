@@ -28,11 +28,18 @@ class Changes:
     """Record changes in the change set of every watcher.
 
     `version`: grows with every change of an edge. The result of a match depends on nothing else.
+    `turn_version`: grows with every change of a running turn, except by its `Lockstep`.
     """
 
     def __init__(self) -> None:
         self._watches: list[ChangeSet] = []
         self.version = 0
+        self.turn_version = 0
+
+    @property
+    def is_watched(self) -> bool:
+        """Return whether anybody is told of changes."""
+        return bool(self._watches)
 
     def watch(self) -> ChangeSet:
         """Return a new change set and start to record changes in it."""

@@ -8,11 +8,12 @@ the lease has locked; the states of its own are in `cache.lease_states`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from cache.components import Component
+from cache.counted_length import CountedLength
 from cache.errors import AuditFailed
 from cache.lease_states import LeaseStates
 from cache.radix_node import LockReceipt, PagesByPool
@@ -31,7 +32,7 @@ from cache.types import (
 )
 
 
-class KVLease:
+class KVLease(CountedLength):
     """Hold the KV of one session. A slot owns the lease, at most one turn borrows it.
 
         0                   protected_len            computed_len   capacity_len     (tokens)
@@ -52,7 +53,6 @@ class KVLease:
         "_private",
         "_rollback_pages",
         "_stores",
-        "computed_len",
         "holder",
         "receipt",
         "row",
@@ -65,6 +65,7 @@ class KVLease:
         Raises:
             OutOfRows: nothing was taken.
         """
+        super().__init__()
         self._stores = stores
         self.row: RowId = stores.rows.alloc()
         self.receipt: LockReceipt = stores.tree.lock_root(namespace)
@@ -77,7 +78,6 @@ class KVLease:
         # The private page that the mark cuts, once the tree's copy has replaced it in the row. A
         # rollback needs it if another session has locked the tree's copy by then.
         self._rollback_pages: PagesByPool = {}
-        self.computed_len = 0
         self.holder = Holder.ACTIVE
 
     @property
@@ -93,7 +93,8 @@ class KVLease:
     @property
     def num_pages(self) -> int:
         """Return the entries of the row in use, the same in every pool: locked and private."""
-        return self._protected_pages + len(next(iter(self._private.values())))
+        num_protected = self.receipt.length // self._stores.page_size
+        return num_protected + len(next(iter(self._private.values())))
 
     def private_pages(self, pool: PoolName) -> tuple[int, ...]:
         """Return the pages of one pool that no other session can see: those of the row in order of
@@ -138,6 +139,11 @@ class KVLease:
         """Return the row's entries after the protected part: private pages, `NULL_PAGE` where one
         was freed. Empty in a recurrent pool."""
         return tuple(self._private.get(pool, ()))
+
+    @property
+    def private_lists(self) -> Iterable[Sequence[int]]:
+        """Return, per paged pool, what `private_entries` copies."""
+        return self._private.values()
 
     @property
     def first_entry(self) -> int:
@@ -213,15 +219,16 @@ class KVLease:
         """
         stores, start = self._stores, self.num_pages
         missing = pages_for(to_len, stores.page_size) - start
-        self.states.allocate(self.computed_len, to_len, num_drafts, self.holder)
+        if self.states.pool is not None:
+            self.states.allocate(self.computed_len, to_len, num_drafts, self.holder)
         if missing <= 0:
             return []
-        writes = []
+        writes, entries = [], stores.rows.entries
         for pool, private in self._private.items():
-            entries = stores.rows.entries(pool, self.row)
             # Consecutive pages let attention read a strided view, see `cache.pages`.
-            last = PageId(int(entries[start - 1])) if start and entries[start - 1] else None
-            allocated = stores.allocators[pool].acquire(missing, self.holder, after=last)
+            last = private[-1] if private else start and entries(pool, self.row)[start - 1]
+            after = PageId(int(last)) if last else None
+            allocated = stores.allocators[pool].acquire(missing, self.holder, after=after)
             writes.append(stores.rows.write(pool, self.row, start, allocated))
             private.extend(allocated)
         return writes
@@ -281,11 +288,14 @@ class KVLease:
         Pages that a forward at the last whole page reads stay, so that another session can continue
         from what will be published.
         """
-        stores, before_len = self._stores, self.computed_len
+        before_len = self.computed_len
         self.computed_len = computed_len
-        if not stores.bounded:
-            return
-        start = self._protected_pages
+        if self._stores.bounded:
+            self.release_passed(before_len)
+
+    def release_passed(self, before_len: int) -> None:
+        """Do so in bounded pools, after `computed_len` has grown from `before_len`."""
+        stores, computed_len, start = self._stores, self.computed_len, self._protected_pages
         # A rollback to the mark reads the pages before it.
         kept = pages_for(self._mark_len, stores.page_size)
         self.states.release_superseded(computed_len, self._mark_len, self.holder)

@@ -42,7 +42,8 @@ class PageAllocator:
             raise OutOfPages(f"wanted {num_pages} pages, {self.ledger.num_free} free")
         pages = self._free.take(num_pages, after)
         is_free = self._is_free
-        if len(set(pages)) != num_pages or not all(is_free[page] for page in pages):
+        is_known_free = is_free[pages[0]] if num_pages == 1 else self._are_free(pages, num_pages)
+        if not is_known_free:
             raise AuditFailed(f"{self.ledger.pool}: the free list named a page that is held")
         for page in pages:
             is_free[page] = 0
@@ -80,6 +81,9 @@ class PageAllocator:
         np.add.at(edges, np.clip(starts + lengths, 0, num_pages), -1)
         return int(lengths.sum()), np.cumsum(edges[:num_pages], dtype=np.int8)
 
+    def _are_free(self, pages: list[int], num_pages: int) -> bool:
+        return len(set(pages)) == num_pages and all(map(self._is_free.__getitem__, pages))
+
 
 class Extents:
     """Keep maximal runs of free pages, by start, by end, and largest first."""
@@ -87,18 +91,20 @@ class Extents:
     def __init__(self, num_pages: int) -> None:
         self._length_at: dict[int, int] = {}
         self._start_before: dict[int, int] = {}
+        # By end, which stays when a session takes pages at the start. That is done for every page
+        # that a session grows by, so the entry keeps the length before it, until it comes first.
         self._largest: LazyHeap[int] = LazyHeap()
         self._add(NULL_PAGE + 1, num_pages - NULL_PAGE - 1)
 
     def take(self, num_pages: int, after: int | None) -> list[int]:
         """Remove and return free pages, consecutive to page `after` where possible."""
         taken: list[int] = []
-        if after is not None and after + 1 in self._length_at:
-            self._cut(after + 1, 0, min(num_pages, self._length_at[after + 1]), taken)
+        if after is not None and (length := self._length_at.get(after + 1, 0)):
+            if num_pages < length:
+                return self._shorten(after + 1, num_pages)
+            self._cut(after + 1, 0, length, taken)
         while len(taken) < num_pages:
-            if (start := self._largest.first()) is None:
-                raise AuditFailed("nothing is free, though the ledger says so")
-            length = self._length_at[start]
+            start, length = self._find_largest()
             count = min(num_pages - len(taken), length)
             # No session ends before the first page, so none needs room to grow there.
             offset = 0 if start == NULL_PAGE + 1 else (length - count) // 2
@@ -120,6 +126,25 @@ class Extents:
         num_runs = len(self._length_at)
         starts = np.fromiter(self._length_at.keys(), np.int32, num_runs)
         return starts, np.fromiter(self._length_at.values(), np.int32, num_runs)
+
+    def _shorten(self, start: int, count: int) -> list[int]:
+        """Remove and return the first pages of a longer extent."""
+        length = self._length_at.pop(start)
+        end = start + length
+        if self._start_before.get(end) != start:
+            raise AuditFailed("the starts and the ends of free extents disagree")
+        self._start_before[end] = start + count
+        self._length_at[start + count] = length - count
+        return list(range(start, start + count))
+
+    def _find_largest(self) -> tuple[int, int]:
+        """Return the start and the length of the longest extent, of several the first."""
+        while (end := self._largest.first()) is not None:
+            start = self._start_before[end]
+            if self._largest.priority(end) == start - end:
+                return start, end - start
+            self._largest.push(end, start - end, start)
+        raise AuditFailed("nothing is free, though the ledger says so")
 
     def _cut(self, start: int, offset: int, count: int, taken: list[int]) -> None:
         """Move [start + offset, + count) of the extent at `start` to `taken`."""
@@ -143,11 +168,11 @@ class Extents:
             return
         self._length_at[start] = length
         self._start_before[start + length] = start
-        self._largest.push(start, -length, start)
+        self._largest.push(start + length, -length, start)
 
     def _remove(self, start: int) -> int:
-        self._largest.remove(start)
         length = self._length_at.pop(start, 0)
+        self._largest.remove(start + length)
         if self._start_before.pop(start + length, None) != start:
             raise AuditFailed("the starts and the ends of free extents disagree")
         return length

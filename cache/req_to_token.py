@@ -79,7 +79,8 @@ class ReqToTokenPool:
             AuditFailed: an entry is live, or lies past the row: it would be lost silently.
         """
         entries = self._entries(pool, row, start, len(pages))
-        if np.count_nonzero(entries):
+        # Nearly every call names one page, for which numpy's loops would take most of the time.
+        if np.count_nonzero(entries) if len(pages) != 1 else entries[0]:
             raise AuditFailed(f"row {row} of {pool}: a live entry would be overwritten")
         entries[:] = pages
         return TableWrite(pool, row, start, entries.copy())
@@ -139,8 +140,10 @@ class ReqToTokenPool:
                 f"row {row} of {pool}: entries [{start}, {start + count}) are not its own"
             )
         if count > 0:
+            end = start + count
             changed_start, changed_end = self._changed[row]
-            self._changed[row] = (min(changed_start, start), max(changed_end, start + count))
-            self._written_end[row] = max(self._written_end[row], start + count)
+            if start < changed_start or end > changed_end:
+                self._changed[row] = (min(changed_start, start), max(changed_end, end))
+            self._written_end[row] = max(self._written_end[row], end)
         table: Pages = self._tables[pool]
         return table[row, start : start + count]

@@ -13,14 +13,15 @@ caller's decision: see `headroom` and `parked`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from cache.borrower import Borrower
 from cache.changes import Changes
 from cache.errors import NamespaceMismatch, OutOfPages, SlotBusy, SlotExists, UnknownSession
 from cache.lease import KVLease
 from cache.ledger import Accounts
+from cache.lockstep import LOW_WATER_DIVISOR, Lockstep
 from cache.parked_queue import ParkedQueue
 from cache.pinned_quota import PinnedQuota
 from cache.radix_node import MatchResult
@@ -44,26 +45,10 @@ from cache.views import CacheParts, Headroom, SlotView, TenantShare, TurnLimits,
 EVICTED_AHEAD: Final = 256
 """Pages that `grow` evicts at most beyond those that it takes: about a millisecond."""
 
-_LOW_WATER_DIVISOR: Final = 32
 _HIGH_WATER_DIVISOR: Final = 16
 """Eviction begins when less than 1/32 of a pool would be free and continues to 1/16. Evicting page
 by page on demand would also hand out single pages, so that no session had consecutive ones: under
 churn the mean run was 1.3 pages long that way and is 2.7 this way."""
-
-
-@dataclass(slots=True)
-class _Turn:
-    """Describe a running turn, for ending it.
-
-    `base_len`: tokens of the history before it; `prompt_len`: including its input.
-    """
-
-    slot: SessionSlot
-    lease: KVLease
-    base_len: int
-    prompt_len: int
-    loan: TurnLoan
-    is_prompt_complete: bool = False
 
 
 class SessionAwareCache:
@@ -92,7 +77,7 @@ class SessionAwareCache:
         self._empty_quota = partial(PinnedQuota, pinned_quota_pages)
         self._pinned = self._empty_quota(self._stores)
         self._slots: dict[SessionId, SessionSlot] = {}
-        self._turns: dict[TurnId, _Turn] = {}
+        self._turns: dict[TurnId, Borrower] = {}
         self.parked = ParkedQueue(self._stores, self._pinned)
         self.tails = Tails(self._stores, self._slots, self.parked)
 
@@ -252,7 +237,8 @@ class SessionAwareCache:
         slot.tokens.append(new_tokens)
         writes = lease.extend_match(slot.tokens.view(lease.protected_len, reuse_len))
         loan = TurnLoan(lease, lease.computed_len, tuple(writes), tail_len)
-        self._turns[turn_id] = _Turn(slot, lease, base_len, context_len, loan)
+        self._turns[turn_id] = Borrower(slot, lease, base_len, context_len, loan)
+        self._stores.changes.turn_version += 1
         self._update_pinned(slot)
         assert lease.computed_len < len(slot.tokens), "one token at least is computed"
         return loan
@@ -278,7 +264,7 @@ class SessionAwareCache:
             if count > ledger.num_free:
                 self.tails.reclaim(ledger.pool, count - ledger.num_free)
         for ledger, count in wanted:
-            if ledger.num_free - count < ledger.num_pages // _LOW_WATER_DIVISOR:
+            if ledger.num_free - count < ledger.num_pages // LOW_WATER_DIVISOR:
                 num_ahead = min(
                     ledger.num_pages // _HIGH_WATER_DIVISOR - ledger.num_free, EVICTED_AHEAD
                 )
@@ -308,6 +294,17 @@ class SessionAwareCache:
             return []
         turn.is_prompt_complete = True
         return self._publish(slot, lease)
+
+    def step_together(self, turn_ids: Sequence[TurnId]) -> Lockstep | None:
+        """Let turns step together, see `Lockstep`. Return None where a prompt is not complete, and
+        where states of a recurrent pool need a page in every step.
+        """
+        turns = [self._turns[turn_id] for turn_id in turn_ids]
+        if self._stores.recurrent is not None or not all(turn.is_prompt_complete for turn in turns):
+            return None
+        slots = [turn.slot for turn in turns]
+        assert [slot.borrower for slot in slots] == list(turn_ids), "a loan is known to both sides"
+        return Lockstep(slots, self._stores, headroom=self.headroom, quota=self._pinned)
 
     def end_turn(self, turn_id: TurnId, keep_len: int) -> list[TableWrite]:
         """Keep the history up to `keep_len`, publish whole pages and park the lease.
@@ -394,6 +391,7 @@ class SessionAwareCache:
         for turn in self._turns.values():
             turn.slot.tokens.truncate(turn.base_len)
         self._turns.clear()
+        self._stores.changes.turn_version += 1
         tenants = self._stores.tree.tenants
         slots = self._slots.items()
         self._slots = {name: slot for name, slot in slots if slot.state is not SlotState.CLOSING}
@@ -507,12 +505,13 @@ class SessionAwareCache:
             raise UnknownSession(session_id)
         return slot
 
-    def _changing_turn(self, turn_id: TurnId) -> _Turn:
+    def _changing_turn(self, turn_id: TurnId) -> Borrower:
         turn = self._turns.get(turn_id)
         if turn is None:
             raise UnknownSession(f"turn {turn_id} has borrowed no session")
         assert turn.slot.borrower == turn_id, "a loan is known to both sides"
         self._stores.changes.record_session(turn.slot.session_id)
+        self._stores.changes.turn_version += 1
         return turn
 
     def _publish(self, slot: SessionSlot, lease: KVLease) -> list[TableWrite]:
@@ -521,6 +520,7 @@ class SessionAwareCache:
     def _finish(self, turn_id: TurnId) -> None:
         """End a turn's loan: every way a turn ends comes here."""
         slot = self._turns.pop(turn_id).slot
+        self._stores.changes.turn_version += 1
         if slot.state is SlotState.CLOSING:
             self._remove(slot)
             return

@@ -92,7 +92,12 @@ class ModelOptions(_Section):
     ] = _setting(
         None, "maximum context length in tokens; the model's by default", ge=16, le=1 << 22
     )
-    attention_backend: Literal["auto", "cpu", "torch"] = _setting("auto", "attention kernels")
+    quantize: Literal["none", "int8", "int4"] = _setting(
+        "none", "store weights in 8 or 4 bits, with a scale for every 32; on a CPU"
+    )
+    attention_backend: Literal["auto", "native", "cpu", "torch"] = _setting(
+        "auto", "what computes; auto: native on a CPU if it was built (else cpu), torch elsewhere"
+    )
     threads: Annotated[int | None, Bound("threads", "a forward uses no more")] = _setting(
         None, "CPU threads of a forward; all cores by default", ge=1, le=1024
     )

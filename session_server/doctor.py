@@ -119,6 +119,7 @@ def run_checks(model_dir: Path, host: str, port: int) -> Iterator[Finding]:
     yield check_python()
     yield from check_versions(importlib.metadata.version)
     yield check_device()
+    yield check_kernels()
     yield from check_model(model_dir)
     yield check_port(host, port)
     yield check_disk(shutil.disk_usage(model_dir if model_dir.is_dir() else Path.cwd()).free)
@@ -154,6 +155,16 @@ def check_device() -> Finding:
         return Finding("device", CheckStatus.WRONG, f"cannot load torch: {error}", "install torch")
     device = choose_device("auto")
     return check_memory(str(device), free_bytes(device))
+
+
+def check_kernels() -> Finding:
+    """Check whether the kernels for CPUs were built, and for which instructions they run."""
+    from session_server.runner import native
+
+    if native.is_available():
+        return Finding("kernels", CheckStatus.GOOD, f"{native.cpu_name()}, for forwards on a CPU")
+    advice = "install g++ 12 or clang 15 and then this package again; torch computes until then"
+    return Finding("kernels", CheckStatus.WARNING, str(native.WHY_MISSING), advice)
 
 
 def check_memory(device: str, num_bytes: int) -> Finding:

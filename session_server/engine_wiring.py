@@ -36,6 +36,7 @@ from session_server.engine_host.loop import EngineAssembly
 from session_server.metrics.logging import configure_logging
 from session_server.models.errors import DraftMismatch, ModelError
 from session_server.models.hub import model_fingerprint, resolve_model
+from session_server.runner import native
 from session_server.runner.capacity import MemoryLimits
 from session_server.runner.grammar_cache import GrammarCache
 from session_server.runner.loader import LoadedRunner, RunnerOptions, load_runner
@@ -77,6 +78,10 @@ def build_engine(settings: Settings) -> EngineAssembly:
         loaded.plan.kv_bytes / 2**20,
         loaded.plan.reason,
     )
+    if (effect := loaded.quantization) is not None:
+        _LOG.info("quantized to %s: %s", options.quantize, effect)
+    if loaded.device == "cpu" and loaded.runner.backend_name != "native":
+        _LOG.warning("torch computes: %s", native.WHY_MISSING or "--attention-backend asks for it")
     _log_pools(loaded)
     fingerprint = model_fingerprint(directory)
     engine = _make_engine(settings, loaded, eos_token_ids=eos_token_ids, fingerprint=fingerprint)
@@ -209,7 +214,7 @@ def warm_up(runner: Runner, speculation: Speculation) -> None:
             num_drafts=num_drafts,
             drafts=np.zeros(num_drafts, np.int32) if has_host_drafts else None,
         )
-        result = runner.launch(Batch(step=0, rows=(row,) * num_rows, table_writes=())).wait()
+        result = runner.launch(Batch(step=0, listed=(row,) * num_rows, table_writes=())).wait()
         if result.error is not None:
             raise RuntimeError(f"the model does not run: {result.error}")
 
@@ -261,6 +266,7 @@ def runner_options(settings: Settings) -> RunnerOptions:
         ),
         backend=model.attention_backend,
         num_threads=model.threads,
+        quantize=model.quantize,
     )
 
 

@@ -47,6 +47,7 @@ FLAGS: Final = (
     Flag(("--kv-cache-dtype",), "model", "kv_dtype"),
     Flag(("--device",), "model", "device"),
     Flag(("--context-length",), "model", "context_length"),
+    Flag(("--quantize",), "model", "quantize"),
     Flag(("--attention-backend",), "model", "attention_backend"),
     Flag(("--threads",), "model", "threads"),
     Flag(("--speculative-draft-model-path",), "model", "draft_path"),

@@ -23,9 +23,9 @@ class MhaPool(KvPool):
         num_pages, page_size = pages.num_pages, pages.page_size
         super().__init__(group, pages, (2, heads, num_pages, page_size, head_dim))
         slots = num_pages * page_size
-        self._sides = self._storage.view(num_layers * 2, 1, heads, slots, head_dim)
-        self._by_layer = self._storage.view(num_layers, 2 * heads, slots, head_dim).unbind(0)
-        self._layer_pages = self._storage.view(
+        self._sides = self.storage.view(num_layers * 2, 1, heads, slots, head_dim)
+        self._by_layer = self.storage.view(num_layers, 2 * heads, slots, head_dim).unbind(0)
+        self._layer_pages = self.storage.view(
             num_layers, 2 * heads, num_pages, page_size * head_dim
         ).unbind(0)
 
@@ -41,7 +41,7 @@ class MhaPool(KvPool):
 
     def page(self, page: int, num_slots: int) -> tuple[Tensor, ...]:
         """Return K and V of one page, each [layers, kv_heads, num_slots, head_dim]."""
-        return self._storage[:, :, :, page, :num_slots].unbind(1)
+        return self.storage[:, :, :, page, :num_slots].unbind(1)
 
     def gather(self, layer: int, pages: Tensor, cleared: Tensor | None = None) -> Tensor:
         """Copy whole pages of one layer; implements `KvPool.gather`."""

@@ -30,8 +30,8 @@ class MlaPool(KvPool):
         assert 0 < group.qk_rope_head_dim < group.head_dim, "a row is a latent and a rotary key"
         width = group.head_dim
         super().__init__(group, pages, (pages.num_pages, pages.page_size, width))
-        self._by_layer = self._storage.flatten(1, 2).unbind(0)
-        self._rows = self._storage.view(len(group.layers), 1, 1, -1, width)
+        self._by_layer = self.storage.flatten(1, 2).unbind(0)
+        self._rows = self.storage.view(len(group.layers), 1, 1, -1, width)
         self.kv_lora_rank = width - group.qk_rope_head_dim
         """Elements of a latent."""
 
@@ -49,12 +49,12 @@ class MlaPool(KvPool):
 
     def page(self, page: int, num_slots: int) -> tuple[Tensor, ...]:
         """Return latents [layers, 1, num_slots, latent] and keys [layers, 1, num_slots, rope]."""
-        rows = self._storage[:, None, page, :num_slots]
+        rows = self.storage[:, None, page, :num_slots]
         return rows[..., : self.kv_lora_rank], rows[..., self.kv_lora_rank :]
 
     def gather(self, layer: int, pages: Tensor, cleared: Tensor | None = None) -> Tensor:
         """Copy whole pages, [2, 1, n * page_size, latent + rope]: one copy, seen as K and as V."""
-        copied = self._storage[layer].index_select(0, pages).flatten(0, 1)
+        copied = self.storage[layer].index_select(0, pages).flatten(0, 1)
         if self.read_dtype != self.dtype:
             copied = copied.to(self.read_dtype)
         if cleared is not None:

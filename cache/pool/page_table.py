@@ -30,8 +30,8 @@ class PageTable:
             max_pages: entries per row.
             device: where the mirror lies; on the CPU it shares the host's memory.
         """
-        self._host: NDArray[np.int32] = np.zeros((num_rows + 1, max_pages), dtype=np.int32)
-        self.device_pages: Tensor = torch.from_numpy(self._host).to(device)
+        self.host: NDArray[np.int32] = np.zeros((num_rows + 1, max_pages), dtype=np.int32)
+        self.device_pages: Tensor = torch.from_numpy(self.host).to(device)
         # Runs of a row stay valid until the row is written: in 15 of 16 decode steps at page size
         # 16 nothing is, and the scan is skipped.
         self._runs: dict[int, tuple[tuple[int, int], tuple[PageRun, ...]]] = {}
@@ -40,7 +40,7 @@ class PageTable:
         """Apply one delta; those of a batch come in order."""
         assert write.row != NULL_ROW, "the padding row is never written"
         end = write.start + len(write.pages)
-        self._host[write.row, write.start : end] = write.pages
+        self.host[write.row, write.start : end] = write.pages
         self._runs.pop(write.row, None)
         device = self.device_pages.device
         if device.type != "cpu":
@@ -49,14 +49,14 @@ class PageTable:
 
     def pages(self, row: int, end: int, *, first: int = 0) -> NDArray[np.int32]:
         """Return entries [first, end) of a row on the host, int32; a view of the current state."""
-        return self._host[row, first:end]
+        return self.host[row, first:end]
 
     def runs(self, row: int, end: int, *, first: int = 0) -> tuple[PageRun, ...]:
         """Return entries [first, end) of a row as maximal runs of consecutive pages, in order."""
         known = self._runs.get(row)
         if known is not None and known[0] == (first, end):
             return known[1]
-        pages = self._host[row, first:end]
+        pages = self.host[row, first:end]
         breaks = np.flatnonzero(np.diff(pages) != 1) + 1
         starts = [0, *breaks.tolist()]
         ends = [*starts[1:], len(pages)]

@@ -31,18 +31,18 @@ class StatePool:
         assert group.kind is LayerKind.RECURRENT, "this pool stores states only"
         assert group.dtype_bytes == torch.float32.itemsize, "states are fp32"
         self.name: PoolName = group.pool
-        self._parts = tuple(
+        self.storage = tuple(
             zeros((len(group.layers), num_pages, *shape), dtype=torch.float32, device=device)
             for shape in group.state_shapes
         )
         self.parts: tuple[tuple[Tensor, ...], ...] = tuple(
-            zip(*(part.unbind(0) for part in self._parts), strict=True)
+            zip(*(part.unbind(0) for part in self.storage), strict=True)
         )
         """By layer, its parts: each [num_pages, *shape]."""
         self.num_pages = num_pages
-        self.device = self._parts[0].device
-        self.num_bytes = sum(part.nbytes for part in self._parts)
+        self.device = self.storage[0].device
+        self.num_bytes = sum(part.nbytes for part in self.storage)
 
     def page(self, page: int) -> tuple[Tensor, ...]:
         """Return views of one state: its parts, each [layers, *shape]."""
-        return tuple(part[:, page] for part in self._parts)
+        return tuple(part[:, page] for part in self.storage)

@@ -53,9 +53,9 @@ class KvPool(ABC):
         """
         assert pages.dtype.itemsize == group.dtype_bytes, "the spec was made for another dtype"
         num_layers = len(group.layers)
-        self._storage = zeros((num_layers, *layer_shape), dtype=pages.dtype, device=pages.device)
-        self.device = self._storage.device
-        self.num_bytes = self._storage.nbytes
+        self.storage = zeros((num_layers, *layer_shape), dtype=pages.dtype, device=pages.device)
+        self.device = self.storage.device
+        self.num_bytes = self.storage.nbytes
         self.name: PoolName = group.pool
         self.num_pages = pages.num_pages
         self.page_size = pages.page_size

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from session_server.bench import host
+from session_server.bench import host, sockets
 from session_server.bench.checkpoint import RandomModel, write_random_checkpoint
 from session_server.bench.sheet import Sheet
 from session_server.client import connect
@@ -41,13 +41,15 @@ class GrowthWorkload:
     @property
     def total_steps(self) -> int:
         """Return the turns, plus the measurements without a model."""
-        return self.num_turns + host.TOTAL_STEPS
+        return self.num_turns + sockets.NUM_TURNS + host.TOTAL_STEPS
 
 
 def measure(load: GrowthWorkload, *, on_step: Callable[[], None]) -> dict[str, Any]:
     """Measure how a turn's costs grow with its session, with idle sessions, and with history."""
     return {
         "growth": measure_growth(load, on_step=on_step),
+        "sockets": sockets.measure_sockets(on_step=on_step),
+        "running": host.measure_running(host.RUNNING_COUNTS, on_step=on_step),
         "idle_sessions": host.measure_idle_sessions(host.IDLE_COUNTS, on_step=on_step),
         "admission": host.measure_admission(host.HISTORIES, on_step=on_step),
     }
@@ -93,6 +95,7 @@ SHEETS: Final = (
         ("",),
         {"turns 2-11": "{head:.2f}", "last 10": "{tail:.2f}", "ratio": "{ratio:.3f}"},
     ),
+    sockets.SHEET,
     *host.SHEETS,
 )
 

@@ -53,11 +53,13 @@ class SteppedEngine:
         forward: Callable[[Batch], StepResult],
         chunk_tokens: int,
         memory: MemoryPolicy,
+        max_running: int = 64,
     ) -> None:
         config = EngineConfig(
             model_fingerprint="bench",
             vocab_size=TOKEN_IDS[1],
             eos_token_ids=(),
+            max_running=max_running,
             max_waiting=1 << 16,
             chunk_tokens=chunk_tokens,
             num_in_flight=1,

@@ -19,9 +19,12 @@ dataclasses.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
+import numpy as np
 
 from cache.types import RowId, StateMoves, TableWrite, Tokens, TurnId
 from session_server.core.errors import SessionServerError
@@ -135,6 +138,47 @@ class BatchRow(msgspec.Struct, frozen=True, gc=False):
     states: StateMoves | None = None
 
 
+@dataclass(slots=True, eq=False)
+class DecodeRows:
+    """Compute one position each of several turns, and sample one token each.
+
+    Columns in place of a `BatchRow` per turn, each [n] in the order of the rows; `rows` makes those
+    for whoever wants them.
+
+    Attributes:
+        turn_ids, attempts: for the engine, as in `BatchRow`.
+        table_rows: int32, row of the page tables and of the sampler state.
+        starts: int32, the position of each.
+        tokens: the input ids; None if the forward before sampled them for these rows and the host
+            has not seen them yet.
+    """
+
+    turn_ids: tuple[TurnId, ...]
+    attempts: tuple[int, ...]
+    table_rows: Tokens
+    starts: Tokens
+    tokens: tuple[int, ...] | None
+    _rows: tuple[BatchRow, ...] | None = field(default=None, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.turn_ids)
+
+    @property
+    def rows(self) -> tuple[BatchRow, ...]:
+        """Return the same as rows, made once."""
+        if self._rows is None:
+            num_rows = len(self)
+            tokens: Sequence[Tokens | None] = [None] * num_rows
+            if self.tokens is not None:
+                tokens = np.array(self.tokens, dtype=np.int32).reshape(num_rows, 1)  # type: ignore[assignment]
+            columns = self.turn_ids, self.attempts, self.table_rows.tolist(), self.starts.tolist()
+            self._rows = tuple(
+                BatchRow(turn_id, attempt, row, start, 1, given, sample=True, sampling=None)
+                for turn_id, attempt, row, start, given in zip(*columns, tokens, strict=True)
+            )
+        return self._rows
+
+
 class Probe(msgspec.Struct, frozen=True, gc=False):
     """Check that a page of a parked session holds the KV of its tokens.
 
@@ -160,15 +204,22 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         step: number of the forward, counted from 1 in launch order.
-        rows: no two with the same `BatchRow.row`, except the padding row.
+        listed: rows; none where `decoding` has them.
         table_writes: page table changes to apply before the rows, in order.
         probe: a page to check; a batch with a probe has no rows.
+        decoding: the rows of a forward in which every turn computes one position and samples.
     """
 
     step: int
-    rows: tuple[BatchRow, ...]
+    listed: tuple[BatchRow, ...]
     table_writes: tuple[TableWrite, ...]
     probe: Probe | None = None
+    decoding: DecodeRows | None = None
+
+    @property
+    def rows(self) -> tuple[BatchRow, ...]:
+        """Return all rows, no two with the same `BatchRow.row`, except the padding row."""
+        return self.listed if self.decoding is None else self.decoding.rows
 
 
 class RowResult(msgspec.Struct, frozen=True, gc=False):
@@ -197,11 +248,13 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         step: that of the batch.
-        rows: one per row of the batch, in its order; empty with an `error`.
+        rows: one per row of the batch, in its order; empty with an `error` and with `tokens`.
         forward_s: duration of the forward, in seconds.
         error: why the device failed; then nothing of the batch can be trusted, KV included.
         probe_holds: whether the page of the batch's probe holds the KV of its tokens; None without
             a probe.
+        tokens: for a batch with `decoding` only: the token of each row, where every row is finite
+            and has nothing else to tell.
     """
 
     step: int
@@ -209,6 +262,23 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     forward_s: float
     error: str | None = None
     probe_holds: bool | None = None
+    tokens: tuple[int, ...] | None = None
+
+    def decoded(self) -> tuple[int, ...] | None:
+        """Return the token of each row, where every row gave just one; None elsewhere."""
+        if self.tokens is not None:
+            return self.tokens
+        for row in self.rows:
+            is_plain = row.finite and row.failure is None and len(row.token_ids) == 1
+            if not is_plain or row.logprobs or row.prompt_logprobs:
+                return None
+        return tuple([row.token_ids[0] for row in self.rows]) or None
+
+    def row_results(self) -> tuple[RowResult, ...]:
+        """Return one result per row of the batch, in its order."""
+        if self.tokens is None:
+            return self.rows
+        return tuple([RowResult((token,), (), (), finite=True) for token in self.tokens])
 
 
 class PendingStep(Protocol):

@@ -7,6 +7,7 @@ and `TokensProduced`, then exactly one of `TurnFinished` or `TurnFailed`, and no
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import msgspec
@@ -165,6 +166,18 @@ class TokensProduced(Event, frozen=True, tag=True, kw_only=True):
     turn_id: TurnId
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class StepTokens(Event, frozen=True, tag=True, kw_only=True):
+    """Report one new token of each of several turns: a `TokensProduced` of each, in this order."""
+
+    turn_ids: tuple[TurnId, ...]
+    token_ids: tuple[int, ...]
+
+    def each(self) -> Iterator[TokensProduced]:
+        """Yield the event of each turn."""
+        for turn_id, token_id in zip(self.turn_ids, self.token_ids, strict=True):
+            yield TokensProduced(turn_id=turn_id, token_ids=(token_id,))
 
 
 class TurnFinished(Event, frozen=True, tag=True, kw_only=True):
@@ -369,9 +382,19 @@ EngineEvent = (
     | PrefillProgressed
     | PromptLogprobsComputed
     | TokensProduced
+    | StepTokens
     | TurnFinished
     | TurnFailed
     | MemoryReported
     | CacheFlushed
     | EngineStats
 )
+
+
+def one_by_one(events: Iterable[EngineEvent]) -> Iterator[EngineEvent]:
+    """Yield events, and in place of each `StepTokens` those of its turns."""
+    for event in events:
+        if isinstance(event, StepTokens):
+            yield from event.each()
+        else:
+            yield event

@@ -222,6 +222,12 @@ class Engine:
             return None, self._in_flight.push((), self._context.outbox.take_writes(), probe)
         if not self._scheduler:
             return None, self._next_draft_batch()
+        interval = self._context.config.retract_interval
+        is_forced = interval > 0 and self._in_flight.num_forwards % interval == 0
+        is_any = retry_alone or self._input_drafts or is_forced
+        if not is_any and (decoding := self._settler.decoding.launch()) is not None:
+            writes = self._context.outbox.take_writes()
+            return None, self._in_flight.push((), writes, decoding=decoding)
         # For such a turn the planner sees no other: none runs, is admitted or gives up pages.
         running = retry_alone[:1] if retry_alone else self._scheduler.running
         max_turn_pages = self._scheduler.turn_limits.max_turn_pages
@@ -239,8 +245,7 @@ class Engine:
         queue.load = plan.load
         if plan.is_denial and plan.blocked is not None:
             queue.note_denial(plan.blocked, len(running), view.supply)
-        interval = self._context.config.retract_interval
-        if interval and self._in_flight.num_forwards % interval == 0:
+        if is_forced:
             plan = _force_retraction(plan, [turn.turn_id for turn in running])
         try:
             rows = self._apply(plan, now_s)

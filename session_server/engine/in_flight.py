@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from cache.types import TableWrite
-from session_server.core.batch import Batch, BatchRow, Probe
+from session_server.core.batch import Batch, BatchRow, DecodeRows, Probe
 
 
 class InFlight:
@@ -33,11 +33,13 @@ class InFlight:
         rows: Sequence[BatchRow],
         table_writes: tuple[TableWrite, ...],
         probe: Probe | None = None,
+        *,
+        decoding: DecodeRows | None = None,
     ) -> Batch:
         """Return the next batch, which counts as in flight from now on."""
         assert not self.is_full
         self.num_forwards += 1
-        batch = Batch(self.num_forwards, tuple(rows), table_writes, probe)
+        batch = Batch(self.num_forwards, tuple(rows), table_writes, probe, decoding)
         self._batches.append(batch)
         return batch
 

@@ -20,12 +20,14 @@ from session_server.core.events import (
     FinishReason,
     PrefillProgressed,
     PromptLogprobsComputed,
+    StepTokens,
     TokensProduced,
     TurnFailed,
     TurnFinished,
 )
 from session_server.core.sampling import TokenLogprob
 from session_server.engine.context import EngineContext
+from session_server.engine.decoding import DecodeGroup, Decoding
 from session_server.engine.input_drafts import InputDrafts
 from session_server.engine.scheduler import Scheduler
 from session_server.engine.turn import Turn, TurnState
@@ -39,7 +41,7 @@ class Settler:
 
     `retry_alone`: turns of a forward that failed on the device. Each is retried once in a forward
     of its own, so that a turn that makes forwards fail does not end its neighbors too. A second
-    failure ends it.
+    failure ends it. `decoding`: launches and settles most forwards, see there.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Settler:
         self._tallies = context.tallies
         self._scheduler = scheduler
         self._input_drafts = input_drafts
+        self.decoding = Decoding(context, scheduler)
         self.retry_alone: list[Turn] = []
 
     def settle(self, batch: Batch, result: StepResult, now_s: float) -> None:
@@ -60,10 +63,14 @@ class Settler:
         if result.error is not None:
             self._settle_failure(batch, result.error)
             return
-        assert len(batch.rows) == len(result.rows)
-        if batch.rows:
-            self._tallies.add_forward(batch)
-        for row, outcome in zip(batch.rows, result.rows, strict=True):
+        self._tallies.add_forward(batch)
+        group = self.decoding.group
+        is_theirs = group is not None and not self.retry_alone and group.covers(batch)
+        if is_theirs and (tokens := result.decoded()) is not None:
+            assert group is not None, "it covers the batch"
+            self._settle_together(group, tokens, result.forward_s, now_s)
+            return
+        for row, outcome in zip(batch.rows, result.row_results(), strict=True):
             if self._input_drafts.settle(row, outcome):
                 continue
             turn = self._scheduler.find_attempt(row)
@@ -72,8 +79,7 @@ class Settler:
                 # and pages may belong to another turn by now, so nothing is recorded.
                 self._counters.overshoots += 1
                 continue
-            turn.clock.forward_s += result.forward_s
-            turn.clock.num_steps += 1
+            turn.clock.add_forward(result.forward_s)
             # Only this turn fails: NaN in one row does not spread to the other rows of a forward.
             if not outcome.finite:
                 self.fail(turn, NumericalError("the model gave NaN or Inf"))
@@ -150,9 +156,20 @@ class Settler:
 
     def _remove(self, turn: Turn) -> None:
         self._scheduler.remove(turn)
+        self.decoding.drop()  # it may be the last turn, and nothing else would let go of it
         if turn in self.retry_alone:
             self.retry_alone.remove(turn)
         self._watch.touch(turn.request.session_id)
+
+    def _settle_together(
+        self, group: DecodeGroup, tokens: tuple[int, ...], forward_s: float, now_s: float
+    ) -> None:
+        group.settle(tokens, forward_s)
+        self._counters.generated_tokens += len(tokens)
+        self._outbox.emit(StepTokens(turn_ids=group.turn_ids, token_ids=tokens))
+        if group.is_complete or not group.stop_ids.isdisjoint(tokens):
+            for turn in group.turns:
+                self._finish_if_done(turn, now_s)
 
     def _settle_row(self, turn: Turn, row: BatchRow, outcome: RowResult, now_s: float) -> None:
         admission = turn.current_admission

@@ -41,12 +41,17 @@ class Tallies:
     used_draft_tokens: int = 0
 
     def add_forward(self, batch: Batch) -> None:
-        """Count a forward that has rows."""
+        """Count a forward, unless it has no rows."""
+        if batch.decoding is not None:
+            self.batch_rows.add(len(batch.decoding))
+            return
+        if not batch.listed:
+            return
         num_prefill = 0
-        for row in batch.rows:
+        for row in batch.listed:
             num_certain = row.num_tokens - row.num_drafts
             if num_certain > 1 or not row.sample:
                 num_prefill += num_certain
-        self.batch_rows.add(len(batch.rows))
+        self.batch_rows.add(len(batch.listed))
         if num_prefill:
             self.prefill_tokens.add(num_prefill)

@@ -9,9 +9,14 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import starmap
 from operator import attrgetter
-from typing import Final
+from typing import Final, NamedTuple
 
-from session_server.core.batch import Batch, StepResult
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.types import TurnId
+from session_server.core.batch import Batch, DecodeRows, StepResult
 from session_server.core.commands import (
     MAX_REPORTED_ROWS,
     MAX_REPORTED_STEPS,
@@ -33,6 +38,22 @@ _SECONDS: Final = attrgetter("forward_s")
 _ROW: Final = attrgetter("turn_id", "row", "start", "num_tokens", "num_drafts", "sample")
 
 
+class _Columns(NamedTuple):
+    """Hold the rows of a forward in which every turn decodes, until somebody wants to see them."""
+
+    turn_ids: tuple[TurnId, ...]
+    table_rows: NDArray[np.int32]
+    starts: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, decoding: DecodeRows) -> _Columns:
+        return cls(decoding.turn_ids, decoding.table_rows, decoding.starts)
+
+    def rows(self) -> tuple[TracedRow, ...]:
+        columns = zip(self.turn_ids, self.table_rows.tolist(), self.starts.tolist(), strict=True)
+        return tuple([TracedRow(name, row, start, 1, 0, True) for name, row, start in columns])
+
+
 class StepTrace:
     """Keep the last steps within both bounds, and a copy of them from the first violation.
 
@@ -41,6 +62,9 @@ class StepTrace:
 
     def __init__(self) -> None:
         self._ring: deque[TracedStep] = deque()
+        self._columns: dict[int, _Columns] = {}
+        """By step, the rows of those that are not in their records."""
+
         self._num_traced = 0
         self._frozen: tuple[TracedStep, ...] = ()
         self._begun: tuple[float, Sequence[EngineCommand], Sequence[StepResult]] | None = None
@@ -71,19 +95,23 @@ class StepTrace:
             refused=plan.refuse if plan else None,
             launched=None if batch is None else batch.step,
             is_probe=batch is not None and batch.probe is not None,
-            rows=() if batch is None else tuple(starmap(TracedRow, map(_ROW, batch.rows))),
+            rows=() if batch is None else tuple(starmap(TracedRow, map(_ROW, batch.listed))),
         )
+        if batch is not None and batch.decoding is not None:
+            self._columns[step.step] = _Columns.of(batch.decoding)
         self._ring.append(step)
-        self._num_traced += _size(step)
+        self._num_traced += self._size(step)
         while self._num_traced > MAX_TRACED or len(self._ring) > NUM_STEPS:
-            self._num_traced -= _size(self._ring.popleft())
+            dropped = self._ring.popleft()
+            self._num_traced -= self._size(dropped)
+            self._columns.pop(dropped.step, None)
 
     def freeze(self) -> None:
         """Keep the steps up to now. Only the first call counts, since it shows the cause."""
         if self._frozen:
             return
         self.end_step(None, None)
-        self._frozen = tuple(self._ring)
+        self._frozen = tuple(map(self._with_rows, self._ring))
 
     def frozen(self, num_steps: int = NUM_STEPS) -> tuple[TracedStep, ...]:
         """Return the last steps before the first violation, oldest first; none without one."""
@@ -94,7 +122,8 @@ class StepTrace:
         at most `MAX_REPORTED_STEPS`, with at most `MAX_REPORTED_ROWS` rows in all."""
         found: list[TracedStep] = []
         num_rows = 0
-        for step in reversed(self._ring):
+        for record in reversed(self._ring):
+            step = self._with_rows(record)
             num_rows += len(step.rows)
             is_full = len(found) == MAX_REPORTED_STEPS or num_rows > MAX_REPORTED_ROWS
             if step.step <= after or is_full:
@@ -103,7 +132,13 @@ class StepTrace:
                 found.append(step)
         return tuple(reversed(found))
 
+    def _with_rows(self, step: TracedStep) -> TracedStep:
+        """Return the record of a step with its rows."""
+        columns = self._columns.get(step.step)
+        return step if columns is None else msgspec.structs.replace(step, rows=columns.rows())
 
-def _size(step: TracedStep) -> int:
-    decisions = len(step.cooled) + len(step.retracted) + len(step.admitted)
-    return len(step.rows) + decisions + len(step.commands) + len(step.settled)
+    def _size(self, step: TracedStep) -> int:
+        decisions = len(step.cooled) + len(step.retracted) + len(step.admitted)
+        columns = self._columns.get(step.step)
+        num_rows = len(step.rows) if columns is None else len(columns.turn_ids)
+        return num_rows + decisions + len(step.commands) + len(step.settled)

@@ -53,6 +53,22 @@ class Draft:
     tokens: Tokens | None
 
 
+@dataclass(slots=True, eq=False)
+class Pace:
+    """Count what several turns do together, one token each per forward: see `engine.decoding`.
+
+    `num_launched`, `num_settled`: forwards. `forward_s`: seconds of those settled.
+    """
+
+    num_launched: int = 0
+    num_settled: int = 0
+    forward_s: float = 0.0
+
+
+ALONE: Final = Pace()
+"""The pace of a turn that shares none; it never changes."""
+
+
 @dataclass(slots=True)
 class Admission:
     """Track one stay among the running turns, from admission to end or retraction.
@@ -61,15 +77,36 @@ class Admission:
     stay, and each retry in it, from earlier ones, whose late results are dropped. `launched_len`:
     see the module. `num_sampling`: launched rows whose token the host has not seen.
     `is_sampler_started`: whether the runner was sent the `SamplingStart` of this attempt. `draft`:
-    what the next forward may verify.
+    what the next forward may verify. `pace`: what is added to its own numbers.
     """
 
     loan: TurnLoan
     attempt: int
-    launched_len: int
-    num_sampling: int = 0
+    own_launched_len: int
+    own_num_sampling: int = 0
     is_sampler_started: bool = False
     draft: Draft | None = None
+    pace: Pace = ALONE
+
+    @property
+    def launched_len(self) -> int:
+        """Return the positions launched, settled ones included."""
+        return self.own_launched_len + self.pace.num_launched
+
+    @launched_len.setter
+    def launched_len(self, length: int) -> None:
+        """Set it."""
+        self.own_launched_len = length - self.pace.num_launched
+
+    @property
+    def num_sampling(self) -> int:
+        """Return how many launched rows have tokens that the host has not seen."""
+        return self.own_num_sampling + self.pace.num_launched - self.pace.num_settled
+
+    @num_sampling.setter
+    def num_sampling(self, count: int) -> None:
+        """Set it."""
+        self.own_num_sampling = count - self.pace.num_launched + self.pace.num_settled
 
     @property
     def computed_len(self) -> int:
@@ -93,10 +130,26 @@ class TurnClock:
     admitted_s: float | None = None
     prompt_done_s: float | None = None
     first_token_s: float | None = None
-    forward_s: float = 0.0
-    num_steps: int = 0
     num_retractions: int = 0
     times_bypassed: int = 0
+    pace: Pace = ALONE
+    own_forward_s: float = 0.0
+    own_num_steps: int = 0
+
+    @property
+    def forward_s(self) -> float:
+        """Return the seconds of the forwards that the turn took part in."""
+        return self.own_forward_s + self.pace.forward_s
+
+    @property
+    def num_steps(self) -> int:
+        """Return how many forwards those were."""
+        return self.own_num_steps + self.pace.num_settled
+
+    def add_forward(self, forward_s: float) -> None:
+        """Count a forward that it alone settles."""
+        self.own_forward_s += forward_s
+        self.own_num_steps += 1
 
     def timings(self, now_s: float) -> TurnTimings:
         """Return the durations so far; a stage that was not reached ends now or took no time."""
@@ -153,7 +206,8 @@ class Turn:
     @property
     def known_len(self) -> int:
         """Return how many tokens of the context the host has seen."""
-        return self.prompt_len + len(self.outputs)
+        request = self.request
+        return request.base_len + len(request.tokens) + len(self.outputs)
 
     @property
     def expected_len(self) -> int:
@@ -177,11 +231,12 @@ class Turn:
 
         `max_new` is known ahead, so no forward is planned past it. 0 for a turn that is held back.
         """
-        if self.is_held_back:
+        admission = self.current_admission
+        num_sampling = admission.num_sampling
+        if num_sampling and self.is_held_back:
             return 0
-        return max(
-            0, min(self.expected_len, self.max_computed_len) - self.current_admission.launched_len
-        )
+        length = min(self.known_len + num_sampling, self.max_computed_len)
+        return max(0, length - admission.launched_len)
 
     @property
     def is_held_back(self) -> bool:
@@ -200,10 +255,40 @@ class Turn:
         return self.current_admission.launched_len == self.expected_len - 1
 
     @property
+    def num_launches(self) -> int:
+        """Return in how many forwards it still takes part if each computes one position."""
+        return self.max_computed_len - self.current_admission.launched_len
+
+    def is_plainly_decoding(self, num_unseen: int) -> bool:
+        """Return whether its next forwards compute one position and sample one token each, with
+        `num_unseen` such forwards in flight."""
+        admission, clock = self.current_admission, self.clock
+        num_ahead = admission.launched_len - admission.computed_len
+        return (
+            num_ahead == admission.num_sampling == num_unseen
+            and self.is_decoding
+            and self.num_launches > 0
+            and admission.is_sampler_started
+            and admission.draft is None
+            and None not in (clock.prompt_done_s, clock.first_token_s)
+            and self.request.sampling.prompt_logprobs_from is None
+        )
+
+    @property
     def num_drafts(self) -> int:
         """Return how many drafts the next forward may verify behind its one certain position."""
         draft = self.current_admission.draft
         return draft.num_drafts if draft is not None and self.num_uncomputed == 1 else 0
+
+    def keep_pace(self, pace: Pace) -> None:
+        """Count forwards with other turns from now on."""
+        admission, clock = self.current_admission, self.clock
+        launched_len, num_sampling = admission.launched_len, admission.num_sampling
+        forward_s, num_steps = clock.forward_s, clock.num_steps
+        admission.pace = clock.pace = pace
+        admission.launched_len, admission.num_sampling = launched_len, num_sampling
+        clock.own_forward_s = forward_s - pace.forward_s
+        clock.own_num_steps = num_steps - pace.num_settled
 
     def uncommitted_tokens(self) -> Tokens:
         """Return everything after `base_len`, input then output: int32 [n].

@@ -15,6 +15,14 @@ from session_server.engine.turn import Turn
 from session_server.engine.turn_queue import Supply, WaitingQueue
 
 
+def supply_of(cache: SessionAwareCache) -> Supply:
+    """Return what admission may take now. Costs what `ParkedQueue.count` does."""
+    num_sessions, freed_pages = cache.parked.count()
+    headroom = cache.headroom()
+    pages = add_pages(headroom.pages, [tuple(freed_pages.values())])
+    return Supply(pages, headroom.num_rows + num_sessions)
+
+
 class LiveView(msgspec.Struct, frozen=True, gc=False):
     """Show the planner live turns and the live cache. Valid until one of them changes.
 
@@ -76,10 +84,7 @@ class LiveView(msgspec.Struct, frozen=True, gc=False):
     @property
     def supply(self) -> Supply:
         """Return what admission may take now. Costs what `ParkedQueue.count` does."""
-        num_sessions, freed_pages = self.cache.parked.count()
-        headroom = self.cache.headroom()
-        pages = add_pages(headroom.pages, [tuple(freed_pages.values())])
-        return Supply(pages, headroom.num_rows + num_sessions)
+        return supply_of(self.cache)
 
     @property
     def idle(self) -> Iterator[LiveReclaimable]:

@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from session_server.core.events import EngineEvent, TokensProduced
+from session_server.core.events import EngineEvent, TokensProduced, one_by_one
 from session_server.core.ids import TurnId
 
 EVENTS_AT_ONCE: Final = 32
@@ -47,7 +47,7 @@ class EventSlices:
 
     def add(self, events: Iterable[EngineEvent]) -> None:
         """Append the events of a step."""
-        for event in events:
+        for event in one_by_one(events):
             self._append(event)
         if not self._is_scheduled:
             self._schedule()

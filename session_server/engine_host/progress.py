@@ -37,7 +37,9 @@ class ForwardSize(NamedTuple):
     @classmethod
     def of(cls, batch: Batch) -> ForwardSize:
         """Measure a batch. O(rows)."""
-        spans = [(row.start, row.num_tokens) for row in batch.rows]
+        if (decoding := batch.decoding) is not None:
+            return cls(len(decoding), int(decoding.starts.sum()) + len(decoding))
+        spans = [(row.start, row.num_tokens) for row in batch.listed]
         if batch.probe is not None:
             spans.append((batch.probe.start, len(batch.probe.tokens)))
         num_read = sum(num_tokens * (start + num_tokens) for start, num_tokens in spans)

@@ -50,7 +50,7 @@ class Decoder:
     Layers are plain callables, not `nn.Module`: Python overhead bounds a step of a small model.
     """
 
-    __slots__ = ("_embedding", "_head", "_layers", "_norm", "_ropes", "_scale", "config")
+    __slots__ = ("config", "embedding", "embedding_scale", "head", "layers", "norm", "ropes")
 
     def __init__(
         self,
@@ -66,29 +66,30 @@ class Decoder:
         `embedding`: [vocab, hidden]; decides device and dtype. `head`: [hidden] -> [vocab].
         """
         self.config = config
-        self._embedding = embedding
-        self._norm = norm
-        self._head = head
+        self.embedding = embedding
+        self.norm = norm
+        self.head = head
         # Rounded to the embedding's dtype: families are trained with the rounded factor.
-        self._scale = torch.tensor(config.embedding_multiplier, dtype=embedding.dtype).item()
+        multiplier = torch.tensor(config.embedding_multiplier, dtype=embedding.dtype)
+        self.embedding_scale: float = multiplier.item()
         mixers = [layer.mixer for layer in config.layers]
         rotated = [(m.rope, m.rotary_dim) for m in mixers if m.rope is not None]
         kinds = list(dict.fromkeys(rotated))
-        self._ropes = tuple(Rope(rope, size, device=embedding.device) for rope, size in kinds)
+        self.ropes = tuple(Rope(rope, size, device=embedding.device) for rope, size in kinds)
         # Layers without rotary embeddings get index -1, where `forward` puts the positions.
         of_layers = [-1 if m.rope is None else kinds.index((m.rope, m.rotary_dim)) for m in mixers]
         pools = [mixer.pool for mixer in mixers]
-        self._layers = tuple(zip(layers, of_layers, pools, strict=True))
+        self.layers = tuple(zip(layers, of_layers, pools, strict=True))
 
     @property
     def device(self) -> torch.device:
         """Return the device that holds the weights."""
-        return self._embedding.device
+        return self.embedding.device
 
     @property
     def dtype(self) -> torch.dtype:
         """Return the dtype of weights and activations."""
-        return self._embedding.dtype
+        return self.embedding.dtype
 
     @property
     def dtype_name(self) -> DTypeName:
@@ -114,11 +115,11 @@ class Decoder:
         Returns:
             [n, hidden], normalized for the LM head.
         """
-        hidden = functional.embedding(token_ids, self._embedding)
-        if self._scale != 1.0:
-            hidden.mul_(self._scale)
-        phases = [*[rope.phases(positions) for rope in self._ropes], positions]
-        for layer, rope, pool in self._layers:
+        hidden = functional.embedding(token_ids, self.embedding)
+        if self.embedding_scale != 1.0:
+            hidden.mul_(self.embedding_scale)
+        phases = [*[rope.phases(positions) for rope in self.ropes], positions]
+        for layer, rope, pool in self.layers:
             norms = layer.mixer_norms
             x = hidden if norms.before is None else norms.before(hidden)
             y = layer.mixer(x, phases[rope], attention[pool])
@@ -128,9 +129,13 @@ class Decoder:
             hidden = hidden.add_(y if norms.after is None else norms.after(y))
         if logits_indices is not None:
             hidden = hidden.index_select(0, logits_indices)
-        return self._norm(hidden)
+        return self.norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute the scores of the next token: [n, hidden] -> float32 [n, vocab]."""
-        logits, softcap = self._head(hidden).float(), self.config.final_logit_softcapping
-        return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+        return capped(self.head(hidden).float(), self.config.final_logit_softcapping)
+
+
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Bound logits to (-softcap, softcap) by a tanh, in place; None leaves them."""
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)

@@ -14,6 +14,9 @@ MAX_OUTBOX_BYTES: Final = 1 << 20
 """Bytes of frames that may wait for the peer before its next message is read."""
 
 
+_ENCODER: Final = msgspec.json.Encoder()
+
+
 class FrameQueue:
     """Hold encoded frames, oldest first: the part that the protocols of all sockets share."""
 
@@ -28,6 +31,20 @@ class FrameQueue:
         """Return whether so many bytes wait for the peer that nothing more may be received."""
         return self.outbox_bytes >= MAX_OUTBOX_BYTES
 
+    def take_frames(self, max_bytes: int) -> list[bytes]:
+        """Remove and return the next text frames to send, UTF-8; empty if none waits. The first one
+        may exceed `max_bytes`."""
+        num_taken = num_bytes = 0
+        for frame in self._outbox:
+            if num_taken and num_bytes + len(frame) > max_bytes:
+                break
+            num_taken += 1
+            num_bytes += len(frame)
+        taken = self._outbox[:num_taken]
+        del self._outbox[:num_taken]
+        self.outbox_bytes -= num_bytes
+        return taken
+
     def take_frame(self) -> str | None:
         """Remove and return the next text frame to send; None if no frame waits."""
         if not self._outbox:
@@ -41,6 +58,6 @@ class FrameQueue:
             self.on_refusal(code)
 
     def _send(self, frame: msgspec.Struct) -> None:
-        encoded = msgspec.json.encode(frame)
+        encoded = _ENCODER.encode(frame)
         self._outbox.append(encoded)
         self.outbox_bytes += len(encoded)

@@ -319,6 +319,7 @@ def coalesce(
     run_seq = run_chars = 0
     for seq, entry in entries:
         delta = entry if isinstance(entry, TurnDelta) else None
+        run_chars += _num_chars(run[-1]) if run else 0
         if run and not (
             delta is not None
             and (delta.turn_id, delta.item_id) == (run[0].turn_id, run[0].item_id)
@@ -331,7 +332,6 @@ def coalesce(
             continue
         run.append(delta)
         run_seq = seq
-        run_chars += _num_chars(delta)
     if run:
         yield run_seq, _merged(run)
 

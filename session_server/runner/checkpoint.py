@@ -24,6 +24,7 @@ from torch import Tensor
 from session_server.models.errors import CheckpointError
 from session_server.models.files import MAX_JSON_BYTES, find_file, find_files, read_object
 from session_server.models.layers.block_weight import Weight
+from session_server.models.layers.linear import Linear, LinearFactory, make_linear
 from session_server.models.quantization import QuantizationConfig
 from session_server.runner import fp8
 from session_server.runner.packed_formats import PackedFormat, packed_format
@@ -49,6 +50,10 @@ class WeightSource(ABC):
     """
 
     dtype: torch.dtype
+
+    def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+        """Return the linear of a weight [outputs, inputs] that was taken, and a bias [outputs]."""
+        return make_linear(weight, bias)
 
     @abstractmethod
     def has(self, name: str) -> bool:
@@ -193,6 +198,7 @@ class CheckpointReader(WeightSource):
         """Create a reader; `take` returns copies of `dtype` on `device`."""
         self.device = device
         self.dtype = dtype
+        self.make_linear: LinearFactory = make_linear
         self._progress: Callable[[int], None] = lambda _: None
         self._num_read = 0
 
@@ -201,6 +207,10 @@ class CheckpointReader(WeightSource):
 
     def __exit__(self, *_: object) -> None:
         """Close what is open."""
+
+    def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+        """Return what `make_linear` makes of a weight and a bias."""
+        return self.make_linear(weight, bias)
 
     def report_to(self, progress: Progress, num_tensors: int) -> None:
         """Call `progress` after every tensor read."""

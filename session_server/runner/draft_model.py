@@ -78,7 +78,7 @@ class DraftModel:
                 active, hidden = [active[i] for i in continuing], hidden[continuing]
             draft_rows = [_draft_row(rows[index], step) for index in active]
             spans = [SampleSpan(row.row, row.start) for row in draft_rows]
-            tokens = self._sampler.sample(self._model.decoder.logits(hidden), spans)
+            tokens = self._sampler.sample(self._model.logits(hidden), spans)
             self._sampler.count_outputs(spans, tokens)
             counted.append((spans, tokens))
             drafts[active, step] = tokens
@@ -102,9 +102,9 @@ def without_missing_drafts(batch: Batch) -> Batch:
         replace(row, num_tokens=row.num_tokens - row.num_drafts, num_drafts=0)
         if needs_drafts(row)
         else row
-        for row in batch.rows
+        for row in batch.listed
     )
-    return replace(batch, rows=tuple(rows))
+    return replace(batch, listed=tuple(rows))
 
 
 def _draft_row(row: BatchRow, step: int) -> BatchRow:

@@ -35,6 +35,7 @@ def take_ffn(
     if ffn.shared_expert is not None:
         shared = _dense(ffn.shared_expert, hidden, tensors, f"{prefix}{beside}")
     return MixtureOfExperts(
+        # Never quantized: it is small, and decides everything behind it.
         Router(make_linear(weight, bias), ffn, correction),
         list(experts(ffn, hidden, tensors, prefix + inner)),
         shared,
@@ -48,11 +49,11 @@ def _dense(mlp: MlpConfig, hidden: int, tensors: WeightSource, prefix: str) -> G
 
     weights = [tensors.take_linear(f"{prefix}{name}.weight", size, hidden) for name in sides]
     biases = [tensors.take(f"{prefix}{name}.bias", size) for name in sides if mlp.bias]
-    gate_up = make_linear(join_rows(weights), concatenate(biases) if mlp.bias else None)
+    gate_up = tensors.linear(join_rows(weights), concatenate(biases) if mlp.bias else None)
     del weights  # they lie in `gate_up` now
     weight = tensors.take_linear(f"{prefix}{down}.weight", hidden, inner)
     bias = tensors.take(f"{prefix}{down}.bias", hidden) if mlp.bias else None
-    return GatedMlp(gate_up, make_linear(weight, bias), make_gate(mlp.gate))
+    return GatedMlp(gate_up, tensors.linear(weight, bias), make_gate(mlp.gate))
 
 
 def _qwen_experts(
@@ -80,7 +81,8 @@ def _stacked(
     gate_up = tensors.take(names[0], moe.num_experts, 2 * inner, hidden)
     down = tensors.take(names[1], moe.num_experts, hidden, inner)
     for of_gate_up, of_down in zip(gate_up, down, strict=True):
-        yield GatedMlp(make_linear(of_gate_up), make_linear(of_down), make_gate(moe.expert.gate))
+        linears = tensors.linear(of_gate_up), tensors.linear(of_down)
+        yield GatedMlp(*linears, make_gate(moe.expert.gate))
 
 
 def _gpt_oss_experts(
@@ -93,8 +95,8 @@ def _gpt_oss_experts(
     down_bias = tensors.take(f"{prefix}down_proj_bias", num, hidden)
     for index in range(num):
         yield GatedMlp(
-            make_linear(_gate_first(gate_up[index]), _gate_first(gate_up_bias[index])),
-            make_linear(down[index], down_bias[index]),
+            tensors.linear(_gate_first(gate_up[index]), _gate_first(gate_up_bias[index])),
+            tensors.linear(down[index], down_bias[index]),
             gate,
         )
 

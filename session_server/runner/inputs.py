@@ -88,7 +88,9 @@ class InputBuilder:
             if row.num_drafts:
                 assert row.drafts is not None or drafts is not None, "drafts are given or made"
                 host[0, first_draft:end] = 0 if row.drafts is None else row.drafts
-            self._write_positions(span, host[1:, span.offset : end])
+            if span.num_tokens > 1:
+                self._write_positions(span, host[1:, span.offset : end])
+        self._write_single_positions([span for span, _ in spans if span.num_tokens == 1], host[1:])
         sampled = tuple(i for i, row in enumerate(rows) if row.sample)
         prompt_rows = tuple(i for i, row in enumerate(rows) if row.prompt_logprobs is not None)
         unsampled = tuple(i for i, row in enumerate(rows) if not row.sample)
@@ -122,17 +124,23 @@ class InputBuilder:
         """Write positions and slots of one span to `out` [1 + pools, num_tokens]."""
         page_size = self._page_size
         num_pages = pages_for(span.end, page_size)
-        if span.num_tokens == 1:
-            out[0, 0] = span.start
-            for of_pool, table in zip(out[1:], self._tables.values(), strict=True):
-                page = table.pages(span.row, num_pages)[-1]
-                of_pool[0] = page * page_size + span.start % page_size
-            return
         positions = np.arange(span.start, span.end)
         out[0] = positions
         for of_pool, table in zip(out[1:], self._tables.values(), strict=True):
             pages = table.pages(span.row, num_pages)
             of_pool[:] = pages[positions // page_size] * page_size + positions % page_size
+
+    def _write_single_positions(self, spans: list[Span], out: NDArray[np.int64]) -> None:
+        """Write positions and slots of spans of one token, which come first, all at once."""
+        if not spans:
+            return
+        count, page_size = len(spans), self._page_size
+        rows_starts = np.array([(span.row, span.start) for span in spans], dtype=np.int64)
+        rows, positions = rows_starts.T
+        out[0, :count] = positions
+        pages, offsets = np.divmod(positions, page_size)
+        for of_pool, table in zip(out[1:], self._tables.values(), strict=True):
+            of_pool[:count] = table.host[rows, pages] * page_size + offsets
 
 
 def _order_spans(rows: tuple[BatchRow, ...]) -> tuple[list[tuple[Span, int]], list[int]]:

@@ -10,13 +10,25 @@ import torch
 
 from cache.spec import CacheSpec
 from session_server.models.config import STATE_POOL, DTypeName, ModelConfig
+from session_server.models.decoder import Decoder
 from session_server.models.errors import DraftMismatch
+from session_server.models.layers.linear import LinearFactory, make_linear
 from session_server.models.registry import load_config
-from session_server.runner.capacity import CapacityPlan, MemoryLimits, measure_capacity
+from session_server.runner import native
+from session_server.runner.capacity import CapacityPlan, MemoryLimits, free_bytes, measure_capacity
 from session_server.runner.checkpoint import Progress
 from session_server.runner.model_runner import ModelRunner
-from session_server.runner.paged_decoder import TORCH_DTYPES, BackendName
-from session_server.runner.weights import load_decoder
+from session_server.runner.paged_decoder import (
+    TORCH_DTYPES,
+    BackendName,
+    ComputeBackend,
+    resolve_backend,
+)
+from session_server.runner.quantization import QuantizationEffect, sequence_logits
+from session_server.runner.weights import load_decoder, weight_bytes
+
+Quantization = Literal["none", "int8", "int4"]
+"""How the weights of linears are stored: in the dtype of the computation, or in codes."""
 
 _Checkpoint = tuple[Path, ModelConfig]
 
@@ -26,7 +38,8 @@ class RunnerOptions:
     """Configure how a model runs. `num_rows`: sessions that can hold KV at the same time.
 
     `kv_dtype`: KV is stored in it; "auto" is the dtype of the computation. `max_context_len`: None
-    for the model's own. `num_threads`: None for torch's choice. `draft`: directory of the draft
+    for the model's own. `num_threads`: None for torch's choice. `quantize`: weights of linears are
+    stored in 8 or 4 bits, by the native backend. `draft`: directory of the draft
     model's checkpoint.
     """
 
@@ -39,6 +52,7 @@ class RunnerOptions:
     memory: MemoryLimits = field(default_factory=MemoryLimits)
     backend: BackendName = "auto"
     num_threads: int | None = None
+    quantize: Quantization = "none"
     eos_token_ids: tuple[int, ...] = ()
     draft: Path | None = None
 
@@ -48,7 +62,7 @@ class LoadedRunner:
     """Hold a runner and what bookkeeping must know of it.
 
     `config`, `spec`: of the model; a draft model's KV uses the same pages. `plan` counts the bytes
-    of both.
+    of both. `quantization`: what it cost; None without, or if the memory to compare is not there.
     """
 
     runner: ModelRunner
@@ -58,6 +72,7 @@ class LoadedRunner:
     device: str
     dtype: DTypeName
     kv_dtype: DTypeName
+    quantization: QuantizationEffect | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +85,7 @@ class ResolvedOptions:
     kv_dtype: DTypeName
     max_context_len: int
     num_rows: int
+    backend: ComputeBackend
 
     def capacity(self, stored: CacheSpec, limits: MemoryLimits) -> CapacityPlan:
         """Plan how many pages to allocate for KV as in `stored`.
@@ -90,9 +106,13 @@ def resolve_options(config: ModelConfig, options: RunnerOptions) -> ResolvedOpti
     """Resolve the options for a model on this machine.
 
     Raises:
-        ValueError: the device does not exist.
+        ValueError: the device does not exist, or the backend does not run on it.
     """
     device = choose_device(options.device)
+    backend = resolve_backend(options.backend, device)
+    if options.quantize != "none" and backend != "native":
+        why = native.WHY_MISSING or f"the backend is {backend}, on {device}"
+        raise ValueError(f"--quantize {options.quantize} needs the native kernels: {why}")
     dtype = choose_dtype(options.dtype, device)
     return ResolvedOptions(
         config=config,
@@ -104,6 +124,7 @@ def resolve_options(config: ModelConfig, options: RunnerOptions) -> ResolvedOpti
             options.max_context_len or config.max_position_embeddings,
         ),
         num_rows=options.num_rows,
+        backend=backend,
     )
 
 
@@ -117,19 +138,31 @@ def load_runner(
             `models.errors`.
         ValueError: the device does not exist, or memory for less than one page.
     """
-    if options.num_threads is not None:
-        torch.set_num_threads(options.num_threads)
     resolved = resolve_options(load_config(directory), options)
     config, device, dtype = resolved.config, resolved.device, resolved.dtype
+    _set_num_threads(options.num_threads, resolved.backend)
     checkpoints = [(directory, config)]
     if options.draft is not None:
         draft_config = load_config(options.draft)
         _check_draft((options.draft, draft_config), (directory, config), resolved.max_context_len)
         checkpoints.append((options.draft, draft_config))
-    decoder, *drafts = (
-        load_decoder(source, of, device=device, dtype=TORCH_DTYPES[dtype], progress=progress)
-        for source, of in checkpoints
-    )
+
+    def load(source: Path, of: ModelConfig, quantize: Quantization) -> Decoder:
+        linears = linear_factory(resolved.backend, dtype if quantize == "none" else quantize)
+        return load_decoder(
+            source,
+            of,
+            device=device,
+            dtype=TORCH_DTYPES[dtype],
+            progress=progress,
+            make_linear=linears,
+        )
+
+    before = None
+    if options.quantize != "none" and _fits_besides(config, device, TORCH_DTYPES[dtype]):
+        before = sequence_logits(load(directory, config, "none"))
+    decoder, *drafts = (load(source, of, options.quantize) for source, of in checkpoints)
+    effect = before if before is None else QuantizationEffect.of(before, sequence_logits(decoder))
     specs = [of.cache_spec(options.page_size, dtype, resolved.kv_dtype) for _, of in checkpoints]
     stored = CacheSpec(tuple(g for spec in specs for g in spec.groups), options.page_size)
     plan = resolved.capacity(stored, options.memory)
@@ -137,11 +170,37 @@ def load_runner(
         decoder,
         specs[0],
         plan.capacity,
-        backend=options.backend,
+        backend=resolved.backend,
         eos_token_ids=options.eos_token_ids,
         draft=drafts[0] if drafts else None,
     )
-    return LoadedRunner(runner, config, specs[0], plan, str(device), dtype, resolved.kv_dtype)
+    return LoadedRunner(
+        runner, config, specs[0], plan, str(device), dtype, resolved.kv_dtype, effect
+    )
+
+
+def linear_factory(backend: ComputeBackend, weights: native.WeightFormat) -> LinearFactory:
+    """Return what creates the linears of a backend, `weights` being how native ones are stored."""
+    if backend != "native":
+        return make_linear
+    from session_server.runner.native.linear import NativeLinears
+
+    return NativeLinears(weights)
+
+
+def _fits_besides(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether memory is plenty for the weights of `dtype`, for as long as they are read."""
+    return 2 * weight_bytes(config, device=device, dtype=dtype) < free_bytes(device)
+
+
+def _set_num_threads(num_threads: int | None, backend: ComputeBackend) -> None:
+    """Give the threads to whoever computes forwards: two pools would fight for the cores."""
+    if num_threads is None:
+        num_threads = torch.get_num_threads()
+    if backend == "native":
+        native.set_num_threads(num_threads)
+        num_threads = 1
+    torch.set_num_threads(num_threads)
 
 
 def _check_draft(draft: _Checkpoint, model: _Checkpoint, max_context_len: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from session_server.models.config import MlaConfig
-from session_server.models.layers.linear import Linear, make_linear
+from session_server.models.layers.linear import Linear
 from session_server.models.layers.mla import MlaWeights, QueryUp
 from session_server.models.layers.norm import RmsNorm
 from session_server.runner.checkpoint import WeightSource, concatenate
@@ -26,7 +26,7 @@ def take_mla(mixer: MlaConfig, hidden: int, tensors: WeightSource, prefix: str) 
         query=_query(mixer, tensors, prefix),
         norm=RmsNorm(tensors.take(f"{prefix}kv_a_layernorm.weight", mixer.kv_lora_rank), NORM_EPS),
         up=up.view(heads, width, mixer.kv_lora_rank),
-        output=make_linear(output, output_bias),
+        output=tensors.linear(output, output_bias),
     )
 
 
@@ -40,13 +40,13 @@ def _down(mixer: MlaConfig, hidden: int, tensors: WeightSource, prefix: str) -> 
         tensors.take_linear(f"{stored}.weight", stored_size, hidden),
     )
     if not mixer.attention_bias:
-        return make_linear(join_rows(weights))
+        return tensors.linear(join_rows(weights))
     stored_bias = tensors.take(f"{stored}.bias", stored_size)
     # No checkpoint has a bias on queries that are projected directly.
     query_bias = stored_bias.new_zeros(query_size)
     if mixer.q_lora_rank is not None:
         query_bias = tensors.take(f"{query}.bias", query_size)
-    return make_linear(join_rows(weights), concatenate((query_bias, stored_bias)))
+    return tensors.linear(join_rows(weights), concatenate((query_bias, stored_bias)))
 
 
 def _query(mixer: MlaConfig, tensors: WeightSource, prefix: str) -> QueryUp | None:
@@ -54,7 +54,7 @@ def _query(mixer: MlaConfig, tensors: WeightSource, prefix: str) -> QueryUp | No
         return None
     gain = tensors.take(f"{prefix}q_a_layernorm.weight", mixer.q_lora_rank)
     up = tensors.take_linear(f"{prefix}q_b_proj.weight", _query_size(mixer), mixer.q_lora_rank)
-    return QueryUp(RmsNorm(gain, NORM_EPS), make_linear(up))
+    return QueryUp(RmsNorm(gain, NORM_EPS), tensors.linear(up))
 
 
 def _query_size(mixer: MlaConfig) -> int:

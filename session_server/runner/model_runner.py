@@ -135,7 +135,7 @@ class ModelRunner:
         self._apply_table_writes(batch.table_writes)
         inputs, _ = self._build(batch)
         hidden = self._model.forward(inputs, inputs.logits_indices)
-        return self._model.decoder.logits(hidden[: len(hidden) - len(inputs.unsampled)])
+        return self._model.logits(hidden[: len(hidden) - len(inputs.unsampled)])
 
     def _apply_table_writes(self, writes: Iterable[TableWrite]) -> None:
         for write in writes:
@@ -179,16 +179,16 @@ class ModelRunner:
     ) -> SampledRows:
         spans = inputs.sample_spans
         rows = upload(torch.tensor([span.row for span in spans]), hidden.device)
-        logits = self._model.decoder.logits(hidden)
+        logits = self._model.logits(hidden)
         num_accepted = None
         masks = None if asked is None else asked.result()
         if len(hidden) == len(spans):
-            tokens = self._sampler.sample(logits, spans, masks=masks)
+            tokens, finite = self._sampler.choose(logits, spans, masks=masks)
             self._sampler.count_outputs(spans, tokens)
             self._last_tokens.index_copy_(0, rows, tokens)
         else:
             input_ids = inputs.token_ids[inputs.logits_indices[: len(hidden)]]
-            tokens = self._sampler.sample(logits, spans, input_ids, masks=masks)
+            tokens, finite = self._sampler.choose(logits, spans, input_ids, masks=masks)
             acceptance = verify(tokens, input_ids, spans)
             self._sampler.count_outputs(spans, tokens, acceptance.num_accepted)
             self._last_tokens.index_copy_(0, rows, tokens[acceptance.last])
@@ -198,8 +198,6 @@ class ModelRunner:
         wants = [params.logprobs for params in sampling]
         num_top = [params.top_logprobs if params.logprobs else 0 for params in sampling]
         logprobs = token_logprobs(logits, tokens, num_top=max(num_top)) if any(wants) else None
-        # A sum is NaN or infinite as soon as one logit is: one pass, no [n, vocab] of booleans.
-        finite = logits.sum(dim=-1).isfinite()
         sampled = SampledRows(spans, tokens, finite, wants, num_top, logprobs, num_accepted)
         if masks is not None:
             sampled.failures = masks.failures
@@ -218,7 +216,7 @@ class ModelRunner:
             blocks = []
             for first in range(0, len(targets), PROMPT_LOGPROB_BLOCK):
                 of_block = targets[first : first + PROMPT_LOGPROB_BLOCK]
-                logits = self._model.decoder.logits(hidden[offset : offset + len(of_block)])
+                logits = self._model.logits(hidden[offset : offset + len(of_block)])
                 blocks.append(token_logprobs(logits, of_block, num_top=request.num_top))
                 offset += len(of_block)
             prompt_logprobs.append(blocks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import torch
 from torch import Tensor
@@ -22,9 +22,16 @@ from session_server.attention.recurrent import RecurrentBackend
 from session_server.attention.reference import ReferenceBackend
 from session_server.models.config import AttentionConfig, MlaConfig
 from session_server.models.decoder import Decoder
+from session_server.runner import native
 from session_server.runner.inputs import ForwardInputs
 
-BackendName = Literal["auto", "cpu", "torch"]
+if TYPE_CHECKING:
+    from session_server.runner.native.decoder import NativeDecoder
+
+BackendName = Literal["auto", "native", "cpu", "torch"]
+
+ComputeBackend = Literal["native", "cpu", "torch"]
+"""What computes forwards: kernels of our own, or torch, with attention for CPUs or any device."""
 
 TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {
     "float32": torch.float32,
@@ -34,6 +41,24 @@ TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {
 """torch dtypes by their names in configurations and layer groups."""
 
 _BACKENDS: Final[Mapping[str, BackendFactory]] = {"cpu": CpuBackend, "torch": ReferenceBackend}
+
+
+def resolve_backend(backend: BackendName, device: torch.device) -> ComputeBackend:
+    """Return what computes forwards: for "auto" the fastest that this machine has.
+
+    Raises:
+        ValueError: "native" is asked for, and was not built or does not run on the device.
+    """
+    if backend == "auto":
+        if device.type != "cpu":
+            return "torch"
+        return "native" if native.is_available() else "cpu"
+    if backend == "native":
+        if device.type != "cpu":
+            raise ValueError(f"--attention-backend native runs on a CPU, not on {device}")
+        if not native.is_available():
+            raise ValueError(f"--attention-backend native: {native.WHY_MISSING}")
+    return backend
 
 
 class PagedDecoder:
@@ -67,9 +92,7 @@ class PagedDecoder:
             torch.backends.cuda.enable_cudnn_sdp(False)
         self.decoder = decoder
         self.page_size = spec.page_size
-        self.backend_name = backend
-        if backend == "auto":
-            self.backend_name = "cpu" if device.type == "cpu" else "torch"
+        self.backend_name = resolve_backend(backend, device)
         self.pools: dict[PoolName, KvPool] = {}
         self.states: StatePool | None = None
         self._backends: dict[PoolName, AttentionBackend | MlaBackend | RecurrentBackend] = {}
@@ -86,10 +109,16 @@ class PagedDecoder:
                 device=device,
             )
             self._add(group, pages, tables[group.pool])
+        self._native: NativeDecoder | None = None
+        if self.backend_name == "native":
+            from session_server.runner.native.decoder import NativeDecoder
+
+            own = {name: tables[name] for name in self.pools}
+            self._native = NativeDecoder(decoder, self.pools, self.states, own)
 
     def _add(self, group: LayerGroup, pages: PageFormat, table: PageTable) -> None:
         """Allocate a pool of positions and create its backend."""
-        name, factory = group.pool, _BACKENDS[self.backend_name]
+        name, factory = group.pool, _BACKENDS.get(self.backend_name, CpuBackend)
         mixer = self.decoder.config.mixer_of(name)
         if isinstance(mixer, MlaConfig):
             latents, rule = MlaPool(group, pages), AttentionRule(mixer.num_heads, mixer.scale)
@@ -110,7 +139,13 @@ class PagedDecoder:
         Returns:
             [n, hidden], normalized for the LM head, of the tokens `logits_indices`, int64 [n].
         """
+        if self._native is not None:
+            return self._native.forward(inputs, logits_indices)
         plans = {name: backend.plan(inputs.attention) for name, backend in self._backends.items()}
         return self.decoder.forward(
             inputs.token_ids, inputs.positions, attention=plans, logits_indices=logits_indices
         )
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Compute the scores of the next token: [n, hidden] -> float32 [n, vocab]."""
+        return (self.decoder if self._native is None else self._native).logits(hidden)

@@ -12,7 +12,6 @@ from session_server.models.config import (
     ShortConvConfig,
 )
 from session_server.models.layers.gated_delta import GatedDeltaWeights
-from session_server.models.layers.linear import make_linear
 from session_server.models.layers.mamba2 import Mamba2Weights
 from session_server.models.layers.norm import RmsNorm
 from session_server.models.layers.short_conv import ShortConvWeights
@@ -30,10 +29,10 @@ def take_short_conv(mixer: ShortConvConfig, tensors: WeightSource, prefix: str) 
     inputs = tensors.take_linear(f"{prefix}in_proj.weight", 3 * size, size)
     output = tensors.take_linear(f"{prefix}out_proj.weight", size, size)
     return ShortConvWeights(
-        inputs=make_linear(inputs, bias("in_proj", 3 * size)),
+        inputs=tensors.linear(inputs, bias("in_proj", 3 * size)),
         taps=_taps(tensors, f"{prefix}conv", size, mixer.conv_kernel_size),
         bias=bias("conv", size),
-        output=make_linear(output, bias("out_proj", size)),
+        output=tensors.linear(output, bias("out_proj", size)),
     )
 
 
@@ -51,14 +50,14 @@ def take_mamba2(
     output = tensors.take_linear(f"{prefix}out_proj.weight", hidden, inner)
     gain = tensors.take(f"{prefix}norm.weight", inner)
     return Mamba2Weights(
-        inputs=make_linear(inputs, bias("in_proj", num_inputs, is_there=mixer.bias)),
+        inputs=tensors.linear(inputs, bias("in_proj", num_inputs, is_there=mixer.bias)),
         taps=_taps(tensors, f"{prefix}conv1d", mixer.conv_size, mixer.conv_kernel_size),
         conv_bias=bias("conv1d", mixer.conv_size, is_there=mixer.conv_bias),
         step_bias=tensors.take_as(torch.float32, f"{prefix}dt_bias", heads),
         rates=_rates(tensors, prefix, heads),
         skip=tensors.take_as(torch.float32, f"{prefix}D", heads),
         norm=RmsNorm(gain.view(mixer.n_groups, -1), config.norm.rms_norm_eps),
-        output=make_linear(output, bias("out_proj", hidden, is_there=mixer.bias)),
+        output=tensors.linear(output, bias("out_proj", hidden, is_there=mixer.bias)),
     )
 
 
@@ -75,12 +74,12 @@ def take_gated_delta(
     output = tensors.take_linear(f"{prefix}out_proj.weight", hidden, mixer.values_size)
     gain = tensors.take(f"{prefix}norm.weight", mixer.linear_value_head_dim)
     return GatedDeltaWeights(
-        inputs=make_linear(join_rows(inputs)),
+        inputs=tensors.linear(join_rows(inputs)),
         taps=_taps(tensors, f"{prefix}conv1d", mixer.conv_size, mixer.linear_conv_kernel_dim),
         step_bias=tensors.take_as(torch.float32, f"{prefix}dt_bias", heads),
         rates=_rates(tensors, prefix, heads),
         norm=RmsNorm(gain, config.norm.rms_norm_eps),
-        output=make_linear(output),
+        output=tensors.linear(output),
     )
 
 

@@ -26,6 +26,7 @@ from cache.pool.upload import upload
 from session_server.core.batch import SamplingStart
 from session_server.core.sampling import SamplingParams
 from session_server.runner.constraints import Masks
+from session_server.runner.greedy import all_finite, most_likely
 from session_server.runner.randomness import TokenNoise, noise_key
 from session_server.runner.truncation import Truncation, thresholds
 from session_server.runner.verification import SampleSpan
@@ -64,6 +65,26 @@ class Sampler:
     def params(self, row: int) -> SamplingParams:
         """Return the sampling parameters of the row's turn, which must have been started."""
         return self._rows[row].params
+
+    def choose(
+        self,
+        logits: Tensor,
+        spans: Sequence[SampleSpan],
+        inputs: Tensor | None = None,
+        *,
+        masks: Masks | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Sample as `sample` does; return the tokens, and which rows of `logits` are finite.
+
+        Tokens of rows that are not finite are arbitrary. Both are [n], int64 and bool.
+        """
+        states = [self._rows[span.row] for span in spans]
+        if masks is None and not any(
+            state.adjusts(span) or not state.params.is_greedy
+            for state, span in zip(states, spans, strict=True)
+        ):
+            return most_likely(logits)
+        return self.sample(logits, spans, inputs, masks=masks), all_finite(logits)
 
     def sample(
         self,

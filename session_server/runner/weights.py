@@ -24,7 +24,7 @@ from session_server.models.decoder import Decoder, DecoderLayer, Mixer, Norms
 from session_server.models.layers.attention import GqaMixer, GqaWeights
 from session_server.models.layers.block_weight import Weight
 from session_server.models.layers.gated_delta import GatedDeltaMixer
-from session_server.models.layers.linear import is_packed, make_linear
+from session_server.models.layers.linear import LinearFactory, is_packed, make_linear
 from session_server.models.layers.mamba2 import Mamba2Mixer
 from session_server.models.layers.mla import MlaMixer
 from session_server.models.layers.norm import ProjectionNorm, RmsNorm, Scale
@@ -68,8 +68,11 @@ def load_decoder(
     device: torch.device,
     dtype: torch.dtype,
     progress: Progress | None = None,
+    make_linear: LinearFactory = make_linear,
 ) -> Decoder:
     """Load a checkpoint, sharded or not, to weights of `dtype`; report every tensor to `progress`.
+
+    `make_linear`: decides how the weights of linears are kept.
 
     Raises:
         CheckpointError: files or tensors are missing, unexpected, unreadable or of the wrong shape;
@@ -77,6 +80,7 @@ def load_decoder(
     """
     checkpoint = open_checkpoint(directory, config)
     reader = checkpoint.reader(device=device, dtype=dtype)
+    reader.make_linear = make_linear
     with return_freed_memory(), reader:
         if progress is not None:
             expected = expected_tensors(config, checkpoint.tensors)
@@ -138,7 +142,7 @@ def build_decoder(config: ModelConfig, tensors: WeightSource) -> Decoder:
     gain = _gain(config.norm, tensors, f"model.{config.spelling.final_norm}", config.hidden_size)
     norm = RmsNorm(gain.mul_(config.norm.final_scale), config.norm.rms_norm_eps)
     head = embedding if config.tie_word_embeddings else tensors.take_linear(_HEAD, *shape)
-    return Decoder(config, embedding=embedding, layers=layers, norm=norm, head=make_linear(head))
+    return Decoder(config, embedding=embedding, layers=layers, norm=norm, head=tensors.linear(head))
 
 
 def _layer(config: ModelConfig, index: int, tensors: WeightSource) -> DecoderLayer:
@@ -194,13 +198,13 @@ def _gqa(
     if mixer.qkv_bias:
         biases = {s: tensors.take(f"{prefix}{s}_proj.bias", size) for s, size in sizes.items()}
         bias = concatenate([reorder(biases[side]) for side, reorder in parts])
-    qkv = make_linear(weight, bias)
+    qkv = tensors.linear(weight, bias)
     output = f"{prefix}{config.spelling.attention_output}"
     weight = tensors.take_linear(f"{output}.weight", hidden, num_queries)
     bias = tensors.take(f"{output}.bias", hidden) if mixer.output_bias else None
     return GqaWeights(
         qkv=qkv,
-        output=make_linear(weight, bias),
+        output=tensors.linear(weight, bias),
         qk_norm=_qk_norm(config.norm, mixer, tensors, prefix + config.spelling.qk_norm),
         sinks=tensors.take(f"{prefix}sinks", mixer.num_heads) if mixer.has_sinks else None,
     )

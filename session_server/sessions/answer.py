@@ -128,7 +128,8 @@ class Answer:
 
     def _stop(self, pieces: AnswerPieces) -> AnswerPieces:
         """Return pieces without the text that belongs, or may yet belong, to a stop string."""
-        return pieces._replace(text=self._stops.feed(pieces.text))
+        text = self._stops.feed(pieces.text)
+        return pieces if text == pieces.text else pieces._replace(text=text)
 
     def _count(self, piece: AnswerPieces) -> None:
         """Count a token that was fed. One that says nothing yet belongs to what is said next."""
@@ -139,11 +140,14 @@ class Answer:
             self._num_silent = 0
 
     def _emit(self, pieces: Sequence[AnswerPieces]) -> AnswerPieces:
-        whole = AnswerPieces(
-            "".join(piece.text for piece in pieces),
-            "".join(piece.reasoning for piece in pieces),
-            tuple(filter(self._is_wanted, chain.from_iterable(p.tool_calls for p in pieces))),
-        )
+        if len(pieces) == 1 and not pieces[0].tool_calls:
+            whole = pieces[0]
+        else:
+            whole = AnswerPieces(
+                "".join(piece.text for piece in pieces),
+                "".join(piece.reasoning for piece in pieces),
+                tuple(filter(self._is_wanted, chain.from_iterable(p.tool_calls for p in pieces))),
+            )
         self._pieces += [whole.text] if whole.text else []
         self._thoughts += [whole.reasoning] if whole.reasoning else []
         return whole

@@ -85,6 +85,8 @@ def item_bytes(turn_id: str, message: Message) -> int:
 
 def call_bytes(calls: Sequence[ToolCall | ToolCallDelta]) -> int:
     """Return the bytes of calls, or pieces of calls."""
+    if not calls:
+        return 0
     texts = (text for call in calls for text in (call.id, call.name, call.arguments))
     return CALL_BYTES * len(calls) + sum(map(text_bytes, texts))
 
@@ -107,6 +109,8 @@ def metadata_bytes(metadata: Mapping[str, str]) -> int:
 
 def logprob_bytes(logprobs: Sequence[TokenLogprob]) -> int:
     """Return the bytes of scored positions."""
+    if not logprobs:
+        return 0
     num_tops = sum(len(logprob.top) for logprob in logprobs)
     return LOGPROB_BYTES * len(logprobs) + TOP_LOGPROB_BYTES * num_tops
 

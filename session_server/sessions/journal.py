@@ -136,11 +136,13 @@ class Journal:
         """Return whether `SessionClosed` was written; nothing follows it."""
         return self._is_closed
 
-    def append(self, entry: SessionEntry) -> int:
-        """Write one entry, tell the listeners, and return its sequence number."""
+    def append(self, entry: SessionEntry, num_bytes: int | None = None) -> int:
+        """Write one entry, tell the listeners, and return its sequence number. `num_bytes`: its
+        `entry_bytes`, if the caller knows them."""
         assert not self._is_closed, "an entry after SessionClosed"
         self._last_seq += 1
-        now_s, num_bytes = self._clock(), entry_bytes(entry)
+        now_s = self._clock()
+        num_bytes = entry_bytes(entry) if num_bytes is None else num_bytes
         if self._entries is _NO_ENTRIES:
             self._entries = deque()
         self._entries.append(JournalEntry(self._last_seq, now_s, num_bytes, entry))

@@ -417,8 +417,9 @@ class TurnFlow:
             pieces.reasoning,
             pieces.tool_calls,
         )
-        session.journal.append(delta)
-        num_bytes = entry_bytes(delta) - logprob_bytes(delta.logprobs)  # `reserve` counted these
+        num_bytes = entry_bytes(delta)
+        session.journal.append(delta, num_bytes)
+        num_bytes -= logprob_bytes(delta.logprobs)  # `reserve` counted these
         self._quotas.add_turn_bytes(session.owner, turn, num_bytes)
         if submitted.answer.is_over:
             submitted.verdict = StopFound(submitted.answer.matched)

@@ -9,6 +9,7 @@ of messages and of frames that wait. The server does not wait for a peer that re
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any, Final
 
 from uvicorn.protocols.utils import ClientDisconnected
@@ -290,6 +291,23 @@ class GuardedWebSocket(Guard, WebSocketsSansIOProtocol):
             self.request.headers.clear()
             del self.request, self.response
 
+    def send_texts(self, texts: Sequence[bytes]) -> None:
+        """Send text messages, UTF-8, in one write. Call `drain` before.
+
+        `send` takes one, and three times as long as this on its way through ASGI.
+
+        Raises:
+            ClientDisconnected: the peer is gone, or has read nothing for `send_timeout_s`.
+        """
+        if self.close_sent or self.conn.state is not State.OPEN or self.transport.is_closing():
+            raise ClientDisconnected
+        if not self.conn.extensions:
+            self.transport.write(b"".join([part for text in texts for part in (_head(text), text)]))
+            return
+        for text in texts:
+            self.conn.send_text(text)
+        self.transport.write(b"".join(self.conn.data_to_send()))
+
     def send_keepalive_ping(self) -> None:
         """Send a ping, and record how much the peer has to read before it and the ping itself."""
         super().send_keepalive_ping()
@@ -311,3 +329,11 @@ class GuardedWebSocket(Guard, WebSocketsSansIOProtocol):
         """Abort soon after the handler is done, whatever the peer has not read."""
         super().on_task_complete(task)
         self.loop.call_later(LINGER_S, self.transport.abort)
+
+
+def _head(text: bytes) -> bytes:
+    """Return the head of a frame that is one whole text message of a server (RFC 6455, 5.2)."""
+    size = len(text)
+    if size < 126:
+        return bytes((0x81, size))
+    return b"\x81\x7e" + size.to_bytes(2) if size < 1 << 16 else b"\x81\x7f" + size.to_bytes(8)

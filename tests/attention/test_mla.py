@@ -226,7 +226,7 @@ def test_long_runs_are_read_where_they_lie() -> None:
     assert len(views) == 2 * NUM_LAYERS
     for view in views:
         assert view.shape == (1, 1, 9, RANK + ROPE_DIM)
-        assert view.untyped_storage().data_ptr() == world.pool._storage.untyped_storage().data_ptr()
+        assert view.untyped_storage().data_ptr() == world.pool.storage.untyped_storage().data_ptr()
 
 
 def test_a_position_is_stored_once() -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from session_server.bench import kept, memory_check, speculation, structured
+from session_server.bench import kept, memory_check, sockets, speculation, structured
 from session_server.bench.checkpoint import RandomModel, write_random_checkpoint
 from session_server.bench.growth import GrowthWorkload, measure_growth, plot_growth
-from session_server.bench.host import measure_admission, measure_idle_sessions
+from session_server.bench.host import measure_admission, measure_idle_sessions, measure_running
 from session_server.runner.capacity import MemoryLimits
 from session_server.runner.loader import RunnerOptions, load_runner
 from tests.bench import kv_dtype, mla, not_found
@@ -93,12 +93,21 @@ def test_answers_held_to_a_schema_are_timed_against_free_ones() -> None:
     assert figures["kinds"]["held"]["token_ms"] > 0
 
 
+def test_sockets_are_timed_over_every_token() -> None:
+    ended: list[int] = []
+    figures = sockets.measure_sockets(on_step=lambda: ended.append(1))
+    assert len(ended) == sockets.NUM_TURNS
+    assert figures["cpu_us_per_token"] > 0
+    assert figures["tokens_per_s"] > 0
+
+
 def test_host_benchmarks_time_the_real_engine() -> None:
     rounds = []
+    running = measure_running((1, 4), on_step=lambda: rounds.append(1))
     idle = measure_idle_sessions((0, 20), on_step=lambda: rounds.append(1))
     admission = measure_admission((0, 512), on_step=lambda: rounds.append(1))
     assert rounds
-    for figures in (idle, admission):
+    for figures in (running, idle, admission):
         assert all(figure["median_us"] > 0 for figure in figures.values())
         assert next(iter(figures.values()))["ratio"] == 1.0
 

@@ -15,7 +15,13 @@ from session_server.core.commands import (
     StopTurn,
     SubmitTurn,
 )
-from session_server.core.events import EngineEvent, TokensProduced, TurnFailed, TurnFinished
+from session_server.core.events import (
+    EngineEvent,
+    TokensProduced,
+    TurnFailed,
+    TurnFinished,
+    one_by_one,
+)
 from session_server.core.sampling import SamplingParams
 from tests.differential.traces import PlannedSession, PlannedTurn
 from tests.sim.hand_engine import HandEngine
@@ -129,7 +135,7 @@ class Player:
         self, events: Sequence[EngineEvent], to_come: Iterator[PlannedSession]
     ) -> list[EngineCommand]:
         commands: list[EngineCommand] = []
-        for event in events:
+        for event in one_by_one(events):
             match event:
                 case TokensProduced(turn_id=turn_id):
                     talk = self._live[turn_id.partition(".")[0]]

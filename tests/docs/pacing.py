@@ -51,6 +51,12 @@ SLICES = (
         _NEXT,
     ),
     _constant(
+        "web.socket_peer:WRITE_BYTES",
+        "frames for a socket in one write",
+        "bytes",
+        "the rest comes next; a larger frame is written alone",
+    ),
+    _constant(
         "protocol.realtime:ITEMS_AT_ONCE",
         "items of a session that a Realtime conversation takes over",
         "items",
@@ -206,6 +212,7 @@ ARITHMETIC = (
     "session_server.runner.mla_weights",
     "session_server.runner.mxfp4",
     "session_server.runner.probe",
+    "session_server.runner.quantization",
     "session_server.runner.randomness",
     "session_server.models.layers.gated_delta",
 )
@@ -287,7 +294,7 @@ BOUND_NOTHING = frozenset(
         "cache.components:_FIRST_BLOCK",
         "cache.pair_check:_SHORT",
         "cache.session_cache:_HIGH_WATER_DIVISOR",
-        "cache.session_cache:_LOW_WATER_DIVISOR",
+        "cache.lockstep:LOW_WATER_DIVISOR",
         "session_server.attention.mla:BLOCK_LEN",
         "session_server.attention.recurrent:CHUNK",
         "session_server.engine_host.child:READ_BYTES",

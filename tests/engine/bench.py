@@ -22,6 +22,7 @@ from session_server.core.events import (
     TurnFailed,
     TurnFinished,
     TurnStarted,
+    one_by_one,
 )
 from session_server.core.sampling import SamplingParams, TokenLogprob
 from session_server.engine.engine import StepOutcome
@@ -112,7 +113,7 @@ class Bench:
                 self._last_lens[command.draft_id] = command.base_len + len(command.tokens)
         # STRICT, the default, recounts every page at the end of every step and raises.
         outcome = self.hand.step(self.now_s, commands, results)
-        for event in outcome.events:
+        for event in one_by_one(outcome.events):
             self._hear(event)
         if outcome.batch is not None:
             for row in outcome.batch.rows:

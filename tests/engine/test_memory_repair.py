@@ -300,10 +300,14 @@ def test_a_trace_is_bounded_over_the_rows_of_all_its_steps(
     monkeypatch: pytest.MonkeyPatch, spare: int, num_dropped: int
 ) -> None:
     bench = Bench(Sizes(memory_check=MemoryCheck.WARN))
-    steps = bench.engine.inspect().watch.trace._ring
+    kept = bench.engine.inspect().watch.trace
+    steps = kept._ring
     bench.run(bench.submit_command(bench.open("s"), "t", PROMPT))
     num_entries = sum(
-        len(step.rows) + len(step.commands) + len(step.settled) + len(step.admitted)
+        len(kept._with_rows(step).rows)
+        + len(step.commands)
+        + len(step.settled)
+        + len(step.admitted)
         for step in steps
     )
     first = steps[0].step

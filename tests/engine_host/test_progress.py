@@ -22,7 +22,7 @@ from session_server.engine_host.progress import (
 def batch(*spans: tuple[int, int]) -> Batch:
     """A forward over (start, num_tokens) of each row."""
     rows = [SimpleNamespace(start=start, num_tokens=num_tokens) for start, num_tokens in spans]
-    return cast(Batch, SimpleNamespace(rows=rows, probe=None))
+    return cast(Batch, SimpleNamespace(listed=rows, decoding=None, probe=None))
 
 
 DECODE, CHUNK = batch((100, 1)), batch((100, 512))

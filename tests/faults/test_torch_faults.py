@@ -57,7 +57,7 @@ def torch_engine() -> HandEngine:
     capacity = Capacity({FULL_POOL: SIZES.num_pages + 1}, SIZES.num_rows, SIZES.max_context_len)
     spec = decoder().config.cache_spec(SIZES.page_size, "float32")
     settings = SIZES.settings(EchoModel(vocab_size=VOCAB_SIZE))
-    device = LateDevice(ModelRunner(decoder(), spec, capacity))
+    device = LateDevice(ModelRunner(decoder(), spec, capacity, backend="cpu"))
     return HandEngine(SessionAwareCache(spec, capacity), settings, lambda _: device)
 
 

@@ -163,7 +163,7 @@ WINDOW_PAGE_STAYS_PRIVATE = Mutant(
     "A page behind the window is freed and stays in its lease.",
     "streaming_session.py of sglang 0.5.23 (G2)",
     Edit(
-        "cache.lease:KVLease.advance",
+        "cache.lease:KVLease.release_passed",
         "private[begin - start : end - start] = [NULL_PAGE] * (end - begin)",
         "pass",
     ),
@@ -173,7 +173,7 @@ WINDOW_PAGE_STAYS_IN_ROW = Mutant(
     "A page behind the window is freed and stays in its row.",
     "sglang#27586, vllm#42273 (A17)",
     Edit(
-        "cache.lease:KVLease.advance",
+        "cache.lease:KVLease.release_passed",
         "stores.rows.clear(pool, self.row, begin, end)",
         "pass",
     ),

@@ -27,14 +27,14 @@ HOLES_ARE_READ = Mutant(
 WINDOW_STAYS = Mutant(
     "What the window has passed is never given back while a turn runs.",
     "systematic",
-    Edit("cache.lease:KVLease.advance", "if dead:", "if False:"),
+    Edit("cache.lease:KVLease.release_passed", "if dead:", "if False:"),
 )
 
 WINDOW_GOES_EARLY = Mutant(
     "The first page that a window still reads is given back.",
     "systematic",
     Edit(
-        "cache.lease:KVLease.advance",
+        "cache.lease:KVLease.release_passed",
         "min(first, start + len(private))",
         "min(first + (first > 0), start + len(private))",
     ),
@@ -44,7 +44,7 @@ PASSED_PAGE_STAYS_IN_THE_ROW = Mutant(
     "A page that the window has passed is given back, and the row goes on to name it.",
     "systematic",
     Edit(
-        "cache.lease:KVLease.advance",
+        "cache.lease:KVLease.release_passed",
         "stores.rows.clear(pool, self.row, begin, end)",
         "pass",
     ),
@@ -54,7 +54,7 @@ PASSED_PAGE_GOES_TWICE = Mutant(
     "A page that the window has passed is given back, and again at the end.",
     "systematic",
     Edit(
-        "cache.lease:KVLease.advance",
+        "cache.lease:KVLease.release_passed",
         "private[begin - start : end - start] = [NULL_PAGE] * (end - begin)",
         "pass",
     ),

@@ -85,9 +85,9 @@ RESULTS_BY_RANK = Mutant(
     "mlx-lm#965 (A18)",
     Edit(
         "session_server.engine.settle:Settler.settle",
-        "zip(batch.rows, result.rows, strict=True)",
+        "zip(batch.rows, result.row_results(), strict=True)",
         "zip([r for r in batch.rows if self._scheduler.find_attempt(r)] or batch.rows,"
-        " result.rows, strict=False)",
+        " result.row_results(), strict=False)",
     ),
 )
 

@@ -57,10 +57,13 @@ def test_appended_turns_give_the_logits_of_one_full_forward(
     oracle.talk(directory, page_size=page_size, chunk=chunk, layout=Layout.SCATTERED)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
 @pytest.mark.parametrize("family", LAYERED_FAMILIES)
-def test_the_reference_backend_is_as_exact(family: str, oracle: Oracle) -> None:
+def test_the_backends_of_torch_are_as_exact(
+    family: str, backend: BackendName, oracle: Oracle
+) -> None:
     directory = oracle.directory(family)
-    oracle.talk(directory, page_size=4, chunk=7, layout=Layout.RUNS, backend="torch")
+    oracle.talk(directory, page_size=4, chunk=7, layout=Layout.RUNS, backend=backend)
 
 
 @pytest.mark.parametrize("case", MATRIX, ids=str)
@@ -90,7 +93,7 @@ def test_a_model_that_guesses_for_itself_is_right_in_every_pool(
     assert is_short or FULL_POOL not in load_config(directory).pools, "no pool was ever short"
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("backend", ["native", "cpu", "torch"])
 @pytest.mark.parametrize("family", LAYERED_FAMILIES)
 def test_halves_are_close(
     family: str, backend: BackendName, checkpoints: Mapping[str, Path]

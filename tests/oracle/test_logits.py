@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from session_server.runner.paged_decoder import BackendName
 from tests.depth import cases
 from tests.oracle.checkpoints import FAMILIES, to_v4_style, write_checkpoint
 from tests.oracle.conversations import Layout
@@ -29,12 +30,15 @@ def test_pages_in_runs_of_different_length_change_nothing(page_size: int, oracle
     oracle.talk(oracle.directory("qwen3"), page_size=page_size, chunk=7, layout=Layout.RUNS)
 
 
-@pytest.mark.parametrize(("family", "page_size", "layout"), cases(FAMILIES, (1, 16), Layout))
-def test_the_reference_backend_is_as_exact(
-    family: str, page_size: int, layout: Layout, oracle: Oracle
+@pytest.mark.parametrize(
+    ("family", "layout", "places"),
+    cases(FAMILIES, Layout, (("cpu", 1), ("torch", 16), ("cpu", 16))),
+)
+def test_the_backends_of_torch_are_as_exact(
+    family: str, layout: Layout, places: tuple[BackendName, int], oracle: Oracle
 ) -> None:
-    directory = oracle.directory(family)
-    oracle.talk(directory, page_size=page_size, chunk=7, layout=layout, backend="torch")
+    directory, (backend, page_size) = oracle.directory(family), places
+    oracle.talk(directory, page_size=page_size, chunk=7, layout=layout, backend=backend)
 
 
 ROPES: dict[str, dict[str, Any]] = {

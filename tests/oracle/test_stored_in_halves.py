@@ -38,7 +38,9 @@ ROUTED = (
     "granitemoehybrid",
 )
 LAYOUTS: list[tuple[int, int, BackendName, Layout]] = [
+    (1, 1, "native", Layout.SCATTERED),
     (1, 1, "cpu", Layout.SCATTERED),
+    (16, 7, "native", Layout.RUNS),
     (4, 7, "torch", Layout.RUNS),
     (16, 64, "cpu", Layout.RUNS),
     (256, 64, "cpu", Layout.CONSECUTIVE),
@@ -71,7 +73,7 @@ def test_logits_stay_close_to_those_of_full_precision(
         assert 1e-5 < worst <= bound
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("backend", ["native", "cpu", "torch"])
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_oss", "deepseek_v2"])
 def test_what_was_computed_together_makes_no_difference(
     family: str, backend: BackendName, checkpoints: dict[str, Path]

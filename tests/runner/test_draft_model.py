@@ -193,7 +193,7 @@ def test_nan_in_the_draft_model_is_only_a_bad_guess(
     tmp_path: Path, target: Decoder, plain: Mapping[int, Said]
 ) -> None:
     sick = load(write_checkpoint("llama", tmp_path, num_hidden_layers=1))
-    sick._embedding.fill_(float("nan"))
+    sick.embedding.fill_(float("nan"))
     said = run_turns(new_rows(target, draft=sick), everyone(), num=NUM, guess=always(2))
     assert_same(said, plain)
 

@@ -73,7 +73,7 @@ class Spoken:
         """[layers, pages, page_size, latent + rope]."""
         pool = self.rows.runner.pools[LATENT_POOL]
         assert isinstance(pool, MlaPool)
-        return pool._storage
+        return pool.storage
 
     def page(self, row: int, index: int) -> int:
         return int(self.rows.runner._tables[LATENT_POOL].pages(row, index + 1)[-1])

@@ -75,7 +75,7 @@ class Conversations:
     @property
     def storage(self) -> Tensor:
         """[layers, 2, kv_heads, pages, page_size, head_dim]."""
-        return self.rows.runner.pools[FULL_POOL]._storage
+        return self.rows.runner.pools[FULL_POOL].storage
 
     def page(self, row: int, index: int) -> int:
         """Where a row's page lies."""

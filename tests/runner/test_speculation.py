@@ -217,7 +217,7 @@ def test_chunks_plain_rows_and_guesses_share_a_forward(
 def test_nan_in_a_guess_fails_its_row_alone(tmp_path: Path) -> None:
     decoder = load(write_checkpoint("llama", tmp_path, num_hidden_layers=1))
     poison = 77
-    decoder._embedding[poison] = float("nan")
+    decoder.embedding[poison] = float("nan")
     rows = new_rows(decoder, backend="cpu")
     prompts = {row: np.where(p == poison, 1, p) for row, p in _prompts(3).items()}
     rows.run(*(rows.row(row, prompt) for row, prompt in prompts.items()))

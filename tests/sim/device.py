@@ -208,7 +208,13 @@ class EchoRunner:
             self.reached["probe"] += 1
             holds = self._probe(batch.probe)
             return StepResult(batch.step, (), _FORWARD_S, probe_holds=holds)
-        return StepResult(batch.step, tuple(map(self._run, batch.rows)), _FORWARD_S)
+        results = tuple(map(self._run, batch.rows))
+        result = StepResult(batch.step, results, _FORWARD_S)
+        # As a runner may, of a forward in which every turn decodes; this one does it now and then.
+        if batch.decoding is None or batch.step % 2 or (tokens := result.decoded()) is None:
+            return result
+        self.reached["tokens alone"] += 1
+        return StepResult(batch.step, (), _FORWARD_S, tokens=tokens)
 
     def _run(self, row: BatchRow) -> RowResult:
         root = name_value(self._salt_of(row.turn_id))

@@ -41,6 +41,7 @@ from session_server.core.events import (
     TurnFailed,
     TurnFinished,
     TurnStarted,
+    one_by_one,
 )
 from session_server.core.sampling import TokenLogprob
 from session_server.engine.config import EngineConfig
@@ -287,7 +288,7 @@ class EngineHistory:
 
     def heard(self, events: Iterable[EngineEvent]) -> None:
         """Check the events of one step, and that it left nothing owing."""
-        for event in events:
+        for event in one_by_one(events):
             match event:
                 case (
                     TurnStarted()

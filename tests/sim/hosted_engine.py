@@ -13,7 +13,7 @@ from typing import Final, Generic, TypeVar
 from session_server.core.commands import EngineCommand
 from session_server.core.engine_client import EventListener
 from session_server.core.errors import EngineUnavailable
-from session_server.core.events import EngineDied, EngineEvent, EngineReady
+from session_server.core.events import EngineDied, EngineEvent, EngineReady, one_by_one
 from tests.sim.hand_engine import HandEngine
 
 INBOX_SIZE: Final = 1 << 16
@@ -109,7 +109,7 @@ class HostedEngine(Generic[EngineT]):
             return
         commands, self._commands = self._commands, []
         results = self.hand.take_results(num_results)
-        self._events.extend(self.hand.step(now_s, commands, results).events)
+        self._events.extend(one_by_one(self.hand.step(now_s, commands, results).events))
 
     def deliver(self, num_events: int | None = None) -> None:
         """Let events arrive at the server, all or the first few."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping, Sequence
 from typing import Any, Final, Protocol
 from urllib.parse import urlencode
+
+from uvicorn.protocols.utils import ClientDisconnected
 
 from session_server.protocol.session_protocol import CloseCode
 from session_server.web.websocket_guard import CONNECTION
@@ -37,13 +39,21 @@ SEND_TIMEOUT_S: Final = 10.0
 
 
 class _Unguarded:
-    """What the server tells of frames that wait; `Socket` itself makes it wait."""
+    """Stand for the `GuardedWebSocket` of a connection."""
+
+    def __init__(self, socket: Socket) -> None:
+        self._socket = socket
 
     def set_behind(self, num_bytes: int) -> None:
         """See `GuardedWebSocket.set_behind`."""
 
-    async def drain(self, *, num_behind: int = 0) -> None:
+    async def drain(self) -> None:
         """See `GuardedWebSocket.drain`."""
+        await self._socket.find_room()
+
+    def send_texts(self, texts: Sequence[bytes]) -> None:
+        """See `GuardedWebSocket.send_texts`."""
+        self._socket.send_texts(texts)
 
 
 class Socket:
@@ -79,7 +89,7 @@ class Socket:
             "headers": [(b"host", b"localhost"), (b"authorization", f"Bearer {key}".encode())],
             "subprotocols": [SUBPROTOCOL],
             "extensions": {"websocket.http.response": {}},
-            "state": {CONNECTION: _Unguarded()},
+            "state": {CONNECTION: _Unguarded(self)},
         }
         self._task = self._loop.create_task(app(scope, self._receive, self._send))
 
@@ -116,6 +126,24 @@ class Socket:
         _wake(self._heard)
         _wake(self._room)
 
+    async def find_room(self) -> None:
+        """Wait while the network holds all it can, or until the client has read nothing for too
+        long, which ends the connection."""
+        while len(self._outbound) >= self._capacity and not self.is_dropped:
+            self._room = self._loop.create_future()
+            try:
+                async with asyncio.timeout(SEND_TIMEOUT_S):
+                    await self._room
+            except TimeoutError:
+                self.close_code = int(CloseCode.OVERLOADED)
+                return
+
+    def send_texts(self, texts: Sequence[bytes]) -> None:
+        """Send frames to the client. Raises ClientDisconnected."""
+        if self.is_dropped or self.close_code is not None:
+            raise ClientDisconnected
+        self._outbound.extend(text.decode() for text in texts)
+
     async def _receive(self) -> Message:
         while not self._inbound:
             self._heard = self._loop.create_future()
@@ -124,27 +152,12 @@ class Socket:
 
     async def _send(self, message: Message) -> None:
         match message["type"]:
-            case "websocket.send":
-                await self._find_room()
-                self._outbound.append(message["text"])
             case "websocket.close":
                 self.close_code = message.get("code", 1000)
             case "websocket.http.response.start":
                 self.denied = message["status"]
             case _:
                 pass
-
-    async def _find_room(self) -> None:
-        while len(self._outbound) >= self._capacity and not self.is_dropped:
-            self._room = self._loop.create_future()
-            try:
-                async with asyncio.timeout(SEND_TIMEOUT_S):
-                    await self._room
-            except TimeoutError:
-                self.close_code = int(CloseCode.OVERLOADED)
-                raise
-        if self.is_dropped:
-            raise OSError("the peer is gone")
 
 
 def _wake(future: asyncio.Future[None] | None) -> None:

@@ -33,6 +33,7 @@ from session_server.core.events import (
     TurnFailed,
     TurnFinished,
     TurnStarted,
+    one_by_one,
 )
 from tests.sim.trace import Op
 
@@ -89,7 +90,7 @@ class Story:
             " ".join(map(self._command, record.commands)),
             self._batch(record.batch) if record.batch is not None else "",
             _pages(record.accounts),
-            " ".join(filter(None, map(self._event, record.events))),
+            " ".join(filter(None, map(self._event, one_by_one(record.events)))),
         ]
         self._lines.append(f"{record.number:6d}  {' | '.join(parts)}")
 
@@ -108,7 +109,7 @@ class Story:
             return f"#{result.step} error"
         if batch.probe is not None:
             return f"#{result.step} probe {'holds' if result.probe_holds else 'fails'}"
-        pairs = zip(batch.rows, result.rows, strict=True)
+        pairs = zip(batch.rows, result.row_results(), strict=True)
         rows = (f"{self._name(row.turn_id)}:{_outcome(outcome)}" for row, outcome in pairs)
         return f"#{result.step} {' '.join(rows)}"
 

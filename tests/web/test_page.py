@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -175,11 +174,3 @@ def test_a_script_imports_what_the_other_exports(name: str) -> None:
         if not other.startswith("./vendor/"):
             wanted = {each.partition(" as ")[0].strip() for each in names.split(",")} - {""}
             assert wanted <= set(EXPORT.findall(text_of((Path(name).parent / other).as_posix())))
-
-
-def test_a_wheel_has_every_file_that_is_served() -> None:
-    with (ROOT / "pyproject.toml").open("rb") as file:
-        patterns = tomllib.load(file)["tool"]["setuptools"]["package-data"]["session_server"]
-    package = ROOT / "session_server"
-    packed = {path for pattern in patterns for path in package.glob(pattern)}
-    assert {STATIC / name for name in pages.FILES} <= packed

@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
-from websockets.frames import Opcode
+from websockets.frames import Frame, Opcode
+from websockets.streams import StreamReader
 
 from session_server.core.owner import ANONYMOUS
 from session_server.protocol import frame_queue
 from session_server.protocol.session_protocol import SessionProtocol
 from session_server.web.keys import KeyRing
+from session_server.web.websocket_guard import GuardedWebSocket, _head
 from tests.web.serving import SUBPROTOCOL, Served, served, serving, small_journal, turn
 from tests.web.wire_client import Wire, narrow_socket
 
@@ -195,6 +198,41 @@ async def test_settings_pings_and_acks(this: Served) -> None:
         assert pong["t"] == 5
         assert pong["server_time"] > 1e9
         assert not [frame for frame in wire.frames if frame["type"] == "error"]
+
+
+@served()
+async def test_entries_written_together_leave_in_one_write(this: Served) -> None:
+    """Whatever their lengths: those of all three forms of a frame's head."""
+    sent: list[list[bytes]] = []
+
+    def note(connection: GuardedWebSocket, texts: list[bytes]) -> None:
+        sent.append(texts)
+        send_texts(connection, texts)
+
+    send_texts = GuardedWebSocket.send_texts
+    async with this.socket() as wire:
+        session_id = wire.hello["session_id"]
+        with mock.patch.object(GuardedWebSocket, "send_texts", note):
+            for size in (1, 100, 500):
+                this.sessions.update(ANONYMOUS, session_id, metadata={"a": "b" * size})
+            frames = [await wire.until("session.updated") for _ in range(3)]
+        assert [len(frame["metadata"]["a"]) for frame in frames] == [1, 100, 500]
+        assert [len(texts) for texts in sent] == [3]
+
+
+@pytest.mark.parametrize("size", [0, 125, 126, 65_535, 65_536])
+def test_a_text_frame_is_what_the_parser_of_websockets_takes(size: int) -> None:
+    text = b"a" * size
+    reader = StreamReader()
+    reader.feed_data(_head(text) + text)
+    parsed = Frame.parse(reader.read_exact, mask=False)
+    frame = next(iter(_run_parser(parsed)))
+    assert (frame.opcode, frame.data, frame.fin) == (Opcode.TEXT, text, True)
+
+
+def _run_parser(parsed: Generator[None, None, Frame]) -> Iterator[Frame]:
+    """Yield what a parser that has all its bytes returns."""
+    yield (yield from parsed)  # type: ignore[misc]
 
 
 @served()

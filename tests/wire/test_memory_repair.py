@@ -164,7 +164,7 @@ def overwrite_a_page(assembly: EngineAssembly) -> None:
     assert isinstance(runner, ModelRunner)
     row = first_parked_row(assembly)
     page = int(assembly.engine.inspect().cache.inspect().stores.rows.entries(FULL_POOL, row)[2])
-    kv = runner.pools[FULL_POOL]._storage[:, :, :, page]
+    kv = runner.pools[FULL_POOL].storage[:, :, :, page]
     kv.copy_(torch.randn(kv.shape, generator=torch.Generator().manual_seed(1)))
 
 

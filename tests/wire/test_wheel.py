@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from session_server.cli import COMMANDS
+from session_server.web import pages
 from tests.docs.import_graph import module_imports
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -29,6 +30,11 @@ class Blocker:
             raise ImportError(name + " is not there at run time")
         return None
 
+# The finder of an editable install would find the checkout first.
+editable = [finder for finder in sys.meta_path if "Editable" in type(finder).__name__
+            or "Redirecting" in type(finder).__name__]
+for finder in editable:
+    sys.meta_path.remove(finder)
 sys.meta_path.insert(0, Blocker())
 """
 
@@ -67,6 +73,10 @@ def test_the_wheel_holds_both_packages_the_model_and_no_tests(wheel: Path) -> No
     assert "session_server/demo/model/chat_template.jinja" in names
     assert "session_server/py.typed" in names
     assert "cache/session_cache.py" in names
+    static = "session_server/web/static/"
+    assert {static + name for name in pages.FILES} <= set(names)
+    assert [name for name in names if name.startswith("session_server/runner/native/_native.")]
+    assert not [name for name in names if name.endswith((".cpp", ".h", "CMakeLists.txt"))]
     assert not [name for name in names if name.startswith(("tests/", "examples/", "docs/"))]
 
 

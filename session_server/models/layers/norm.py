@@ -13,7 +13,7 @@ from torch.nn import functional
 class RmsNorm:
     """Compute `x / sqrt(mean(x^2) + eps) * weight` over the last dimension."""
 
-    __slots__ = ("_eps", "_floor", "_gain", "_size", "_weight")
+    __slots__ = ("_floor", "_gain", "_size", "eps", "weight")
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         """Create the norm.
@@ -22,8 +22,8 @@ class RmsNorm:
         """
         size = weight.shape[-1]
         self._size = (size,)
-        self._eps = eps
-        self._weight = weight
+        self.eps = eps
+        self.weight = weight
         is_fp32_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
         # With n elements, sqrt(mean(x^2) + eps) = hypot(|x|, sqrt(n * eps)) / sqrt(n): four small
         # calls instead of the six torch's CPU rms_norm makes (7 us against 13 at decode).
@@ -33,8 +33,8 @@ class RmsNorm:
     def __call__(self, x: Tensor) -> Tensor:
         """Normalize `x`; the result has its shape and dtype."""
         if self._gain is None:
-            normed: Tensor = functional.rms_norm(x, self._size, eps=self._eps)
-            return normed * self._weight
+            normed: Tensor = functional.rms_norm(x, self._size, eps=self.eps)
+            return normed * self.weight
         length: Tensor = torch.linalg.vector_norm(x, 2, -1, True)
         return (x / torch.hypot(length, self._floor)).mul_(self._gain)
 

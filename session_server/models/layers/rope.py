@@ -20,19 +20,19 @@ from session_server.models.config import RopeConfig, RopeKind
 class Rope:
     """Compute the angles of positions and rotate heads by them."""
 
-    __slots__ = ("_factor", "_frequencies")
+    __slots__ = ("factor", "frequencies")
 
     def __init__(self, config: RopeConfig, head_dim: int, *, device: torch.device) -> None:
-        self._frequencies = inverse_frequencies(config, head_dim).to(device)
-        self._factor = torch.tensor(config.attention_factor, dtype=torch.float32, device=device)
+        self.frequencies = inverse_frequencies(config, head_dim).to(device)
+        self.factor = torch.tensor(config.attention_factor, dtype=torch.float32, device=device)
 
     def phases(self, positions: Tensor) -> Tensor:
         """Return the unit rotations of positions [tokens], once per step for all layers.
 
         They are complex64 [tokens, 1, head_dim / 2], YaRN's attention factor included.
         """
-        angles = torch.outer(positions.to(torch.float32), self._frequencies)
-        return torch.polar(self._factor.expand_as(angles), angles).unsqueeze(1)
+        angles = torch.outer(positions.to(torch.float32), self.frequencies)
+        return torch.polar(self.factor.expand_as(angles), angles).unsqueeze(1)
 
     @staticmethod
     def rotate_(heads: Tensor, phases: Tensor) -> None:

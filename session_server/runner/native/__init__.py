@@ -1,0 +1,59 @@
+"""Kernels of our own for CPUs: a whole forward in one call, for every family of models.
+
+The C++ in `src/` is compiled when the package is installed. Without a compiler the package installs
+all the same and torch computes: `WHY_MISSING` then says what happened. The variable
+SESSION_SERVER_CPU of the environment names another instruction set than the best, as if the machine
+had no better.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+WeightFormat = Literal["float32", "bfloat16", "float16", "int8", "int4"]
+"""How weights are stored. "int8" and "int4" are codes of 32 weights of an output with one scale,
+int4 with a minimum besides; activations are quantized to int8 per 32, token by token."""
+
+try:
+    from session_server.runner.native import _native
+
+    WHY_MISSING: str | None = None
+    """Why there are no kernels; None if there are."""
+except ImportError as error:
+    WHY_MISSING = (
+        f"the native kernels cannot be used: {error}. If they were not built, install the package "
+        "again where a C++20 compiler is found (g++ 12, clang 15 or newer)"
+    )
+
+
+def is_available() -> bool:
+    """Return whether the kernels were built."""
+    return WHY_MISSING is None
+
+
+def cpu_name() -> str:
+    """Return the instruction set whose kernels run: avx512_bf16, avx512, avx2 or portable."""
+    assert is_available(), WHY_MISSING
+    return _native.cpu()
+
+
+def argmax(
+    logits: NDArray[np.float32], tokens: NDArray[np.int64], is_finite: NDArray[np.bool_]
+) -> None:
+    """Write the index of each row's largest logit, and whether the row is finite, in one pass.
+
+    `logits`: [n, vocab], contiguous; the others [n].
+    """
+    _native.argmax(logits, tokens, is_finite)
+
+
+def set_num_threads(num_threads: int) -> None:
+    """Compute forwards on so many threads, the caller's included.
+
+    Raises:
+        ValueError: not even one.
+    """
+    _native.set_num_threads(num_threads)

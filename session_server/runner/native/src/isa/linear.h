@@ -1,0 +1,395 @@
+// Linears for the few tokens of a step, and for the many of a prompt.
+//
+// A tile is R panels by C tokens. Its sums stay in registers while the weights stream by once; the
+// number of tokens never changes the order of a sum. Sums are cut every kChunk inputs, which keeps
+// rounding errors of long rows small.
+
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+
+#include "../kernels.h"
+#include "vec.h"
+
+namespace session_server::SESSION_SERVER_ISA {
+
+constexpr int kVectors = kPanel / kLanes;  // of one panel
+constexpr long kChunk = 512;
+constexpr int kMaxTokens = kLanes == 16 ? 8 : kLanes == 8 ? 6 : 2;
+
+#if defined(__AVX512BF16__)
+constexpr bool kHasBf16Dot = true;
+#else
+constexpr bool kHasBf16Dot = false;
+#endif
+
+constexpr bool is_quantized(Format format) {
+    return format == Format::kInt8 || format == Format::kInt4;
+}
+
+// Panels of a tile of `tokens`: as many as leave registers for weights and inputs.
+constexpr int tile_panels(Format format, int tokens) {
+    int free = is_quantized(format) ? kRegisters / 2 - 4 : kRegisters * 3 / 4;
+    int panels = free / (tokens * kVectors);
+    return panels < 1 ? 1 : panels > 8 ? 8 : panels;
+}
+
+inline F bias_of(const Packed& weights, long panel, int vector) {
+    if (weights.bias.size() == 0) return F{};
+    return load(weights.bias.as<float>() + panel * kPanel + vector * kLanes);
+}
+
+inline void write_out(const Packed& weights, long panel, const F (&sum)[kVectors], float* y,
+                      Write write) {
+    long left = std::min(kPanel, weights.outputs - panel * kPanel);
+    float lanes[kPanel];
+    for (int v = 0; v < kVectors; ++v) {
+        F out = sum[v] + bias_of(weights, panel, v);
+        if (left == kPanel) {
+            float* at = y + v * kLanes;
+            store(at, write.adds ? fma(broadcast(write.factor), out, load(at)) : out);
+        } else {
+            store(lanes + v * kLanes, out);
+        }
+    }
+    if (left == kPanel) return;
+    for (long i = 0; i < left; ++i) {
+        y[i] = write.adds ? std::fma(write.factor, lanes[i], y[i]) : lanes[i];
+    }
+}
+
+// Weights of 32 or 16 bits: one vector of weights times one broadcast input.
+template <Format kFormat, int R, int C>
+struct FloatTile {
+    static constexpr bool kDot = kFormat == Format::kBFloat16 && kHasBf16Dot;
+    static constexpr int kStep = kFormat == Format::kBFloat16 ? 2 : 1;
+    static constexpr int kElement = kFormat == Format::kFloat32 ? 4 : 2;
+
+    const uint8_t* panels[R];
+    const float* x[C];
+    const uint16_t* pairs[C];
+    F sum[R][C][kVectors];
+
+    inline void add(long begin, long end) {
+        F acc[R][C][kVectors] = {};
+        for (long k = begin; k < end; k += kStep) {
+            F low[R][kVectors], high[R][kVectors];
+            for (int r = 0; r < R; ++r) {
+                for (int v = 0; v < kVectors; ++v) read(r, v, k, low[r][v], high[r][v]);
+            }
+            for (int c = 0; c < C; ++c) {
+                if constexpr (kDot) {
+#if defined(__AVX512BF16__)
+                    int pair;
+                    std::memcpy(&pair, pairs[c] + k, sizeof pair);
+                    __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+                    for (int r = 0; r < R; ++r) {
+                        acc[r][c][0] = (F)_mm512_dpbf16_ps((__m512)acc[r][c][0],
+                                                           (__m512bh)low[r][0], both);
+                    }
+#endif
+                } else {
+                    F first = broadcast(x[c][k]);
+                    for (int r = 0; r < R; ++r) {
+                        for (int v = 0; v < kVectors; ++v) {
+                            acc[r][c][v] = fma(low[r][v], first, acc[r][c][v]);
+                        }
+                    }
+                    if constexpr (kStep == 2) {
+                        F second = broadcast(x[c][k + 1]);
+                        for (int r = 0; r < R; ++r) {
+                            for (int v = 0; v < kVectors; ++v) {
+                                acc[r][c][v] = fma(high[r][v], second, acc[r][c][v]);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        for (int r = 0; r < R; ++r) {
+            for (int c = 0; c < C; ++c) {
+                for (int v = 0; v < kVectors; ++v) sum[r][c][v] += acc[r][c][v];
+            }
+        }
+    }
+
+    inline void read(int r, int v, long k, F& low, F& high) const {
+        const uint8_t* at = panels[r] + (k * kPanel + v * kLanes * kStep) * kElement;
+        if constexpr (kFormat == Format::kFloat32) {
+            low = load(reinterpret_cast<const float*>(at));
+        } else if constexpr (kFormat == Format::kFloat16) {
+            low = load_half(reinterpret_cast<const uint16_t*>(at));
+        } else {
+            U both;
+            std::memcpy(&both, at, sizeof both);
+            if constexpr (kDot) {
+                low = (F)both;
+            } else {
+                low = (F)(both << 16);
+                high = (F)(both & 0xffff0000u);
+            }
+        }
+    }
+
+    static void run(const Packed& weights, long panel, const Inputs& inputs, float* y, long ldy,
+                    Write write) {
+        FloatTile tile;
+        for (int r = 0; r < R; ++r) {
+            tile.panels[r] = weights.weights.as<uint8_t>() + (panel + r) * weights.panel_bytes();
+        }
+        for (int c = 0; c < C; ++c) {
+            if constexpr (kDot) {
+                tile.pairs[c] = inputs.bf16 + c * inputs.stride;
+            } else {
+                tile.x[c] = inputs.floats + c * inputs.stride;
+            }
+        }
+        std::memset(tile.sum, 0, sizeof tile.sum);
+        for (long k = 0; k < weights.padded_inputs; k += kChunk) {
+            tile.add(k, std::min(k + kChunk, weights.padded_inputs));
+        }
+        for (int c = 0; c < C; ++c) {
+            for (int r = 0; r < R; ++r) {
+                write_out(weights, panel + r, tile.sum[r][c], y + c * ldy + (panel + r) * kPanel,
+                          write);
+            }
+        }
+    }
+};
+
+// Four products of codes per lane: unsigned weights times signed inputs.
+#if defined(__AVX512VNNI__)
+constexpr int kQuadBytes = 4;  // bytes of input that one step of a dot product takes
+inline I dot_quads(I acc, I weights, const int8_t* quad) {
+    int bytes;
+    std::memcpy(&bytes, quad, sizeof bytes);
+    return (I)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)weights, _mm512_set1_epi32(bytes));
+}
+#else
+// Inputs are kept as 16-bit pairs, (0, 2) and (1, 3): products of 8-bit codes, summed in pairs,
+// would overflow the 16 bits of `maddubs`.
+constexpr int kQuadBytes = 8;
+inline I dot_pairs(I weights, int pair) {
+#if defined(__AVX512BW__)
+    return (I)_mm512_madd_epi16((__m512i)weights, _mm512_set1_epi32(pair));
+#elif defined(__AVX2__)
+    return (I)_mm256_madd_epi16((__m256i)weights, _mm256_set1_epi32(pair));
+#else
+    int low = static_cast<int16_t>(pair), high = pair >> 16;
+    return (weights & 0xffff) * low + (I)((U)weights >> 16) * high;
+#endif
+}
+inline I dot_quads(I acc, I weights, const int8_t* quad) {
+    int even, odd;
+    std::memcpy(&even, quad, sizeof even);
+    std::memcpy(&odd, quad + 4, sizeof odd);
+    I evens = weights & 0x00ff00ff, odds = (I)((U)weights >> 8) & 0x00ff00ff;
+    return acc + dot_pairs(evens, even) + dot_pairs(odds, odd);
+}
+#endif
+
+template <Format kFormat, int R, int C>
+struct CodeTile {
+    static void run(const Packed& weights, long panel, const Inputs& inputs, float* y, long ldy,
+                    Write write) {
+        constexpr bool kIsInt8 = kFormat == Format::kInt8;
+        const long blocks = weights.padded_inputs / kBlock;
+        const long input_blocks = inputs.stride / kBlock;
+        const bool has_minimums = weights.minimums.size() > 0;
+        const uint8_t* codes[R];
+        const uint16_t* scales[R];
+        const uint16_t* minimums[R];
+        for (int r = 0; r < R; ++r) {
+            codes[r] = weights.weights.as<uint8_t>() + (panel + r) * weights.panel_bytes();
+            scales[r] = weights.scales.as<uint16_t>() + (panel + r) * blocks * kPanel;
+            minimums[r] = weights.minimums.as<uint16_t>() + (panel + r) * blocks * kPanel;
+        }
+        F sum[R][C][kVectors] = {};
+        for (long block = 0; block < blocks; ++block) {
+            I dots[R][C][kVectors];
+            for (int c = 0; c < C; ++c) {
+                int offset = inputs.sums[c * input_blocks + block] * (kIsInt8 ? 128 : 8);
+                for (int r = 0; r < R; ++r) {
+                    for (int v = 0; v < kVectors; ++v) {
+                        dots[r][c][v] = has_minimums ? I{} : I{} - offset;
+                    }
+                }
+            }
+            for (int quad = 0; quad < kBlock / 4; ++quad) {
+                I read[R][kVectors];
+                for (int r = 0; r < R; ++r) {
+                    for (int v = 0; v < kVectors; ++v) {
+                        read[r][v] = read_quad<kIsInt8>(codes[r], block, quad, v);
+                    }
+                }
+                for (int c = 0; c < C; ++c) {
+                    const int8_t* x = inputs.codes + (c * inputs.stride / 4) * kQuadBytes +
+                                      (block * (kBlock / 4) + quad) * kQuadBytes;
+                    for (int r = 0; r < R; ++r) {
+                        for (int v = 0; v < kVectors; ++v) {
+                            dots[r][c][v] = dot_quads(dots[r][c][v], read[r][v], x);
+                        }
+                    }
+                }
+            }
+            for (int r = 0; r < R; ++r) {
+                for (int v = 0; v < kVectors; ++v) {
+                    F scale = load_half(scales[r] + block * kPanel + v * kLanes);
+                    F minimum{};
+                    if (has_minimums) minimum = load_half(minimums[r] + block * kPanel + v * kLanes);
+                    for (int c = 0; c < C; ++c) {
+                        float of_input = inputs.scales[c * input_blocks + block];
+                        F dot = __builtin_convertvector(dots[r][c][v], F);
+                        sum[r][c][v] = fma(scale * broadcast(of_input), dot, sum[r][c][v]);
+                        if (has_minimums) {
+                            float total = of_input * static_cast<float>(
+                                                         inputs.sums[c * input_blocks + block]);
+                            sum[r][c][v] = fma(minimum, broadcast(-total), sum[r][c][v]);
+                        }
+                    }
+                }
+            }
+        }
+        for (int c = 0; c < C; ++c) {
+            for (int r = 0; r < R; ++r) {
+                write_out(weights, panel + r, sum[r][c], y + c * ldy + (panel + r) * kPanel, write);
+            }
+        }
+    }
+
+    template <bool kIsInt8>
+    static inline I read_quad(const uint8_t* panel, long block, int quad, int vector) {
+        I codes;
+        if constexpr (kIsInt8) {
+            const uint8_t* at = panel + (block * (kBlock / 4) + quad) * kPanel * 4;
+            std::memcpy(&codes, at + vector * sizeof codes, sizeof codes);
+            return codes;
+        }
+        const uint8_t* at = panel + (block * (kBlock / 8) + quad / 2) * kPanel * 4;
+        std::memcpy(&codes, at + vector * sizeof codes, sizeof codes);
+        return quad % 2 ? (I)((U)codes >> 4) & 0x0f0f0f0f : codes & 0x0f0f0f0f;
+    }
+};
+
+template <Format kFormat, int R, int C>
+using Tile = std::conditional_t<is_quantized(kFormat), CodeTile<kFormat, R, C>,
+                                FloatTile<kFormat, R, C>>;
+
+template <Format kFormat, int C>
+void run_panels(const Packed& weights, long first, long end, const Inputs& inputs, float* y,
+                long ldy, Write write) {
+    constexpr int kPanels = tile_panels(kFormat, C);
+    long panel = first;
+    for (; panel + kPanels <= end; panel += kPanels) {
+        Tile<kFormat, kPanels, C>::run(weights, panel, inputs, y, ldy, write);
+    }
+    for (; panel < end; ++panel) Tile<kFormat, 1, C>::run(weights, panel, inputs, y, ldy, write);
+}
+
+// A group of panels stays in the cache while all tokens pass by.
+template <Format kFormat>
+void run_tokens(const Packed& weights, long first, long end, const Inputs& inputs, long num_tokens,
+                float* y, long ldy, Write write) {
+    using Run = void (*)(const Packed&, long, long, const Inputs&, float*, long, Write);
+    static constexpr auto kRuns = []<int... C>(std::integer_sequence<int, C...>) {
+        return std::array<Run, sizeof...(C)>{run_panels<kFormat, C + 1>...};
+    }(std::make_integer_sequence<int, kMaxTokens>());
+    constexpr long kPanels = tile_panels(kFormat, kMaxTokens);
+    const long step = num_tokens <= kMaxTokens ? end - first : kPanels;
+    for (long panel = first; panel < end; panel += step) {
+        for (long token = 0; token < num_tokens; token += kMaxTokens) {
+            long count = std::min<long>(kMaxTokens, num_tokens - token);
+            kRuns[count - 1](weights, panel, std::min(panel + step, end), inputs.from(token),
+                             y + token * ldy, ldy, write);
+        }
+    }
+}
+
+inline void linear(const Packed& weights, long first, long end, const Inputs& inputs,
+                   long num_tokens, float* y, long ldy, Write write) {
+    switch (weights.format) {
+#define SESSION_SERVER_CASE(format)                                                              \
+    case Format::format:                                                                         \
+        return run_tokens<Format::format>(weights, first, end, inputs, num_tokens, y, ldy, write)
+        SESSION_SERVER_CASE(kFloat32);
+        SESSION_SERVER_CASE(kBFloat16);
+        SESSION_SERVER_CASE(kFloat16);
+        SESSION_SERVER_CASE(kInt8);
+        SESSION_SERVER_CASE(kInt4);
+#undef SESSION_SERVER_CASE
+    }
+}
+
+inline InputForm input_form(Format format) {
+    if (is_quantized(format)) return InputForm::kInt8;
+    return format == Format::kBFloat16 && kHasBf16Dot ? InputForm::kBFloat16 : InputForm::kFloat32;
+}
+
+inline void quantize(const float* x, long n, int8_t* codes, float* scales, int32_t* sums) {
+    for (long block = 0; block * kBlock < n; ++block) {
+        float values[kBlock] = {};
+        long count = std::min(kBlock, n - block * kBlock);
+        std::memcpy(values, x + block * kBlock, count * sizeof(float));
+        F most{}, zeros{};
+        for (int i = 0; i < kBlock; i += kLanes) {
+            F v = load(values + i);
+            most = max(most, max(v, -v));
+            zeros += v * 0.0f;
+        }
+        const float scale = largest(most) / 127.0f;
+        const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+        scales[block] = scale + sum(zeros);  // codes cannot be NaN or infinite; a scale can
+        const F magic = broadcast(12582912.0f);
+        int32_t rounded[kBlock], total = 0;
+        for (int i = 0; i < kBlock; i += kLanes) {
+            F bounded = max(broadcast(-127.0f), min(broadcast(127.0f), load(values + i) * inverse));
+            I whole = (I)(bounded + magic) - (I)magic;
+            std::memcpy(rounded + i, &whole, sizeof whole);
+        }
+        for (int i = 0; i < kBlock; ++i) total += rounded[i];
+        sums[block] = total;
+        int8_t* out = codes + block * (kBlock / 4) * kQuadBytes;
+        for (int i = 0; i < kBlock; i += 4) {
+            if constexpr (kQuadBytes == 4) {
+                for (int j = 0; j < 4; ++j) out[i + j] = static_cast<int8_t>(rounded[i + j]);
+            } else {
+                const int16_t pairs[4] = {
+                    static_cast<int16_t>(rounded[i]), static_cast<int16_t>(rounded[i + 2]),
+                    static_cast<int16_t>(rounded[i + 1]), static_cast<int16_t>(rounded[i + 3])};
+                std::memcpy(out + i * 2, pairs, sizeof pairs);
+            }
+        }
+    }
+}
+
+inline void convert(const float* x, long n, const Inputs& inputs, long token) {
+    Inputs at = inputs.from(token);
+    switch (inputs.form) {
+        case InputForm::kFloat32: {
+            auto* floats = const_cast<float*>(at.floats);
+            if (floats != x) std::memcpy(floats, x, n * sizeof(float));
+            if (n % 2) floats[n] = 0.0f;
+            break;
+        }
+        case InputForm::kBFloat16: {
+            auto* out = const_cast<uint16_t*>(at.bf16);
+            long i = 0;
+#if defined(__AVX512BF16__)
+            for (; i + kLanes <= n; i += kLanes) {
+                __m256bh rounded = _mm512_cvtneps_pbh((__m512)load(x + i));
+                std::memcpy(out + i, &rounded, sizeof rounded);
+            }
+#endif
+            for (; i < n; ++i) out[i] = to_bf16(x[i]);
+            if (n % 2) out[n] = 0;
+            break;
+        }
+        case InputForm::kInt8:
+            quantize(x, n, const_cast<int8_t*>(at.codes), const_cast<float*>(at.scales),
+                     const_cast<int32_t*>(at.sums));
+    }
+}
+
+}  // namespace session_server::SESSION_SERVER_ISA

@@ -1,0 +1,88 @@
+#include "team.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace session_server {
+
+namespace {
+
+// Spins of about 40 ns before a wait goes to sleep: a meeting in a step is a matter of
+// microseconds, unless another process has taken the core.
+constexpr int kSpinsInStep = 2000;
+constexpr int kSpinsBetweenSteps = 500;
+
+inline void pause() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+void wait_while(std::atomic<int>& value, int old, int spins) {
+    for (int i = 0; i < spins; ++i) {
+        if (value.load(std::memory_order_acquire) != old) return;
+        pause();
+    }
+    value.wait(old, std::memory_order_acquire);
+}
+
+}  // namespace
+
+void Member::meet() {
+    const int meeting = team_.meetings_.load(std::memory_order_relaxed);
+    if (team_.arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
+        team_.arrived_.store(0, std::memory_order_relaxed);
+        team_.next_.store(0, std::memory_order_relaxed);
+        team_.meetings_.store(meeting + 1, std::memory_order_release);
+        team_.meetings_.notify_all();
+        return;
+    }
+    // A spurious return is none: the value has changed.
+    while (team_.meetings_.load(std::memory_order_acquire) == meeting) {
+        wait_while(team_.meetings_, meeting, kSpinsInStep);
+    }
+}
+
+Team::Team(int num_threads) {
+    for (int index = 1; index < num_threads; ++index) {
+        threads_.emplace_back([this, index] { serve(index); });
+    }
+}
+
+Team::~Team() {
+    is_closing_ = true;
+    runs_.fetch_add(1, std::memory_order_release);
+    runs_.notify_all();
+    for (auto& thread : threads_) thread.join();
+}
+
+void Team::run(bool is_parallel, const std::function<void(Member&)>& work) {
+    if (!is_parallel || threads_.empty()) {
+        Member alone(*this, 0, 1);
+        work(alone);
+        return;
+    }
+    work_ = &work;
+    runs_.fetch_add(1, std::memory_order_release);
+    runs_.notify_all();
+    Member caller(*this, 0, size());
+    work(caller);
+    caller.meet();
+}
+
+void Team::serve(int index) {
+    for (int seen = 0;; ++seen) {
+        while (runs_.load(std::memory_order_acquire) == seen) {
+            wait_while(runs_, seen, kSpinsBetweenSteps);
+        }
+        if (is_closing_) return;
+        Member member(*this, index, size());
+        (*work_)(member);
+        member.meet();
+    }
+}
+
+}  // namespace session_server
