@@ -120,9 +120,11 @@ class Gptq(PackedFormat):
         """Read a matrix."""
         stem = _stem(name)
         codes = unpack(_required(f"{stem}.qweight", read).t(), self.num_bits)
-        # The sum wraps around: a zero point of 0 is stored as the largest number (AutoGPTQ).
-        zeros = unpack(_required(f"{stem}.qzeros", read), self.num_bits) + self.config.zero_offset
-        zeros = (zeros & ((1 << self.num_bits) - 1)).t().contiguous()
+        # The first format subtracts one from whole words, so that a zero point of 0 borrows from
+        # the next one (GPTQModel); the sum of words gives it back.
+        ones = sum(1 << self.num_bits * place for place in range(self.per_word))
+        words = _required(f"{stem}.qzeros", read) + self.config.zero_offset * ones
+        zeros = unpack(words, self.num_bits).t().contiguous()
         scales = _required(f"{stem}.scales", read).float().t().contiguous()
         groups = _groups(f"{stem}.g_idx", read, shape[1], self)
         return GroupedCodes(codes, scales, zeros, groups, self.num_bits)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from session_server.models.errors import CheckpointError, ModelError, Unsupporte
 from session_server.models.gguf.config import ARCHITECTURES
 from session_server.models.gguf.reader import read_gguf, read_range
 from session_server.models.gguf.types import TENSOR_TYPES, UNSUPPORTED_TYPES
-from session_server.models.registry import load_config
+from session_server.models.registry import gguf_config, load_config
 from session_server.runner.weights import load_decoder, open_checkpoint
 from tests.oracle.checkpoints import write_checkpoint
 from tests.oracle.gguf_files import write_gguf
@@ -210,6 +212,23 @@ def test_settings_that_are_not_understood_are_named(
 
     with pytest.raises(ModelError, match=words):
         load_config(write(tmp_path / "changed.gguf", describe))
+
+
+JUNK = ("", "x" * 200, -1, 0, 3, 1 << 40, -0.5, math.nan, math.inf, True, [], [1, 2], ["a"], None)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3_text", "lfm2"])
+def test_metadata_of_any_kind_is_a_model_or_an_error_of_ours(family: str, tmp_path: Path) -> None:
+    twin = write_checkpoint(family, tmp_path / "twin", mlp_only_layers=[], conv_bias=False)
+    file = read_gguf(write_gguf(twin, tmp_path / "m.gguf"))
+    refused = 0
+    for key in [*file.metadata, "llama.rope.scaling.factor", "llama.attention.sliding_window"]:
+        for value in JUNK:
+            try:
+                gguf_config(replace(file, metadata={**file.metadata, key: value}))
+            except ModelError:
+                refused += 1
+    assert refused > 100
 
 
 def test_missing_and_unexpected_tensors_are_named_and_nothing_is_built(

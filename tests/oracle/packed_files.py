@@ -88,10 +88,11 @@ def awq(stem: str, of: Codes, num_bits: int) -> Tensors:
 
 
 def gptq(stem: str, of: Codes, num_bits: int, *, offset: int = 1, index: bool = True) -> Tensors:
-    stored = (of.zeros - offset) % (1 << num_bits)
+    ones = sum(1 << place for place in range(0, 32, num_bits))
+    zeros = words(of.zeros.T, num_bits).long() - offset * ones
     tensors = {
         f"{stem}.qweight": words(of.codes, num_bits).T.contiguous(),
-        f"{stem}.qzeros": words(stored.T, num_bits),
+        f"{stem}.qzeros": zeros.to(torch.int32),
         f"{stem}.scales": torch.from_numpy(of.scales.T.copy()),
     }
     if index:

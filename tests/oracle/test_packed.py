@@ -199,10 +199,12 @@ def test_matrices_come_as_codes_where_blocks_can_hold_them(name: str, tmp_path: 
         assert reader.take(weight_name, *shape).equal(meant)
 
 
-def test_zeros_of_a_first_gptq_file_wrap_around() -> None:
+def test_a_zero_point_of_zero_borrows_from_the_next_in_a_first_gptq_file() -> None:
     codes = random_codes((8, 32), 0, num_bits=4)
-    assert codes.zeros.min() == 0
-    assert gptq("x", codes, 4)["x.qzeros"][0, 0] & 15 == 15
+    assert codes.zeros[0, 0] == 0
+    word = int(gptq("x", codes, 4)["x.qzeros"][0, 0])
+    assert word & 15 == 15
+    assert word >> 4 & 15 == (codes.zeros[1, 0] - 2) % 16
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -242,3 +243,23 @@ def test_tokenizers_that_cannot_be_read_are_named(
 
     with pytest.raises(ModelError, match=words):
         load_local_text(write_tokens(tmp_path / "m.gguf", describe))
+
+
+def test_a_damaged_tokenizer_is_one_or_an_error_of_ours(tmp_path: Path) -> None:
+    directory = write_model(tmp_path / "hf", "chatml")
+    path = write_tokens(
+        tmp_path / "m.gguf", lambda writer: describe_byte_level(writer, directory, "gpt-2")
+    )
+    content = path.read_bytes()
+    rng = random.Random(0)
+    refused = 0
+    for _ in range(200):
+        damaged = bytearray(content)
+        for _ in range(3):
+            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        path.write_bytes(damaged)
+        try:
+            load_local_text(path).tokenizer.encode_control("Hello, world!")
+        except ModelError:
+            refused += 1
+    assert 20 < refused < 200
