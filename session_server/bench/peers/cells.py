@@ -86,7 +86,10 @@ CELLS: Final = (
         "16 x 64 / 32 on 2,048, turns/s", Figure.TURNS_PER_S, 16, 2048, 1, 64, 32, 1.3,
         is_short=False,
     ),
-    Cell("8 requests of 16 / 32, tokens/s", Figure.TOKENS_PER_S, 8, 0, 1, 16, 32, 10.0, peer=TRANSFORMERS),
+    Cell(
+        "8 requests of 16 / 32, tokens/s", Figure.TOKENS_PER_S, 8, 0, 1, 16, 32, 10.0,
+        peer=TRANSFORMERS,
+    ),
 )  # fmt: skip
 """Every cell, in the order of the tables."""
 
