@@ -62,12 +62,12 @@ class Cell:
 
 
 def _decode(num_sessions: int, history: int, goal: float) -> Cell:
-    name = f"decode, batch {num_sessions}, history {history:,}"
+    name = f"decode, batch {num_sessions} on {history:,}, ms"
     return Cell(name, Figure.STEP_MS, num_sessions, history, 1, 1, 32, goal)
 
 
 def _first_token(history: int, goal: float) -> Cell:
-    name = f"TTFT, 64 new on {history:,}"
+    name = f"TTFT, 64 new on {history:,}, ms"
     return Cell(name, Figure.TTFT_MS, 1, history, 1, 64, 1, goal)
 
 
@@ -81,12 +81,15 @@ CELLS: Final = (
     _first_token(0, 1.0),
     _first_token(1024, 1.2),
     _first_token(4096, 1.5),
-    Cell("8 sessions x 20 turns of 16 / 8", Figure.TURNS_PER_S, 8, 0, 20, 16, 8, 1.3),
+    Cell("8 x 20 turns of 16 / 8, turns/s", Figure.TURNS_PER_S, 8, 0, 20, 16, 8, 1.3),
     Cell(
-        "16 sessions, 64 / 32 on 2,048", Figure.TURNS_PER_S, 16, 2048, 1, 64, 32, 1.3,
+        "16 x 64 / 32 on 2,048, turns/s", Figure.TURNS_PER_S, 16, 2048, 1, 64, 32, 1.3,
         is_short=False,
     ),
-    Cell("8 requests of 16 / 32", Figure.TOKENS_PER_S, 8, 0, 1, 16, 32, 10.0, peer=TRANSFORMERS),
+    Cell(
+        "8 requests of 16 / 32, tokens/s", Figure.TOKENS_PER_S, 8, 0, 1, 16, 32, 10.0,
+        peer=TRANSFORMERS,
+    ),
 )  # fmt: skip
 """Every cell, in the order of the tables."""
 

@@ -36,7 +36,7 @@ class GeneratingWorker:
     """
 
     def __init__(self, checkpoint: Path, dtype: str, size: ServerSize) -> None:
-        self.name = f"transformers {dtype}, continuous batching"
+        self.name = f"transformers {dtype}"
         argv = (sys.executable, "-m", _WORKER, str(checkpoint), dtype, str(size.num_threads))
         self._argv = argv
         self._numbers = itertools.count()
@@ -87,7 +87,10 @@ class GeneratingWorker:
         request = {"name": name, "prompt": list(token_ids), "num_output": num_output}
         begun_s = time.perf_counter()
         self._process.stdin.write(f"{json.dumps(request)}\n")
-        return TurnTrace(begun_s, (await asyncio.wrap_future(done),))
+        trace = TurnTrace(begun_s, (await asyncio.wrap_future(done),))
+        if trace.num_tokens != num_output:
+            raise PeerFailed(f"wanted {num_output} tokens, transformers made {trace.num_tokens}")
+        return trace
 
     def _read_answers(self) -> None:
         assert self._process is not None

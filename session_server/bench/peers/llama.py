@@ -34,8 +34,7 @@ class LlamaVariant(NamedTuple):
     @property
     def name(self) -> str:
         """Return what tables call it."""
-        weights, kv = self.weights.lower(), self.kv
-        return f"llama.cpp {weights}, KV {kv}, fa {self.flash_attention}"
+        return f"llama.cpp {self.weights.lower()}, KV {self.kv}, fa {self.flash_attention}"
 
 
 VARIANTS: Final[Mapping[str, tuple[LlamaVariant, ...]]] = MappingProxyType(

@@ -43,11 +43,12 @@ def write_section(path: Path, report: Mapping[str, Any], command: str) -> None:
 def section(report: Mapping[str, Any], command: str) -> Iterator[str]:
     """Yield the lines of a report as Markdown."""
     yield f"{heading(report)}: `{command}`."
-    for model in report["models"]:
-        yield ""
-        yield f"Model `{model}`:"
-        yield ""
-        yield from _table(COLUMNS, rows_of(report, model))
+    for model, rows in report["models"].items():
+        for row, cells in rows.items():
+            yield ""
+            yield f"Model `{model}`, our weights in {row}:"
+            yield ""
+            yield from _table(COLUMNS, rows_of(cells))
     if report["own"]:
         yield ""
         yield "What a session costs:"

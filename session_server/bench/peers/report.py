@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from session_server.bench.peers.cells import Cell, Figure
 from session_server.terminal import make_table
@@ -22,9 +22,7 @@ QUIET_SHARE: Final = 0.05
 """Of the cores: what others may take of a machine whose figures are worth quoting. Systems whose
 threads spin become many times slower when there is more."""
 
-COLUMNS: Final = (
-    *("weights", "cell", "unit", "ours", "best peer", "theirs", "ratio", "goal", "floor, ms"),
-)
+COLUMNS: Final = ("cell", "ours", "theirs", "ratio", "goal", "floor", "best peer")
 OWN_COLUMNS: Final = ("cost", "figure", "goal", "")
 
 _MARKS: Final = MappingProxyType({True: " met", False: " MISSED", None: ""})
@@ -76,28 +74,25 @@ def floor_ms(cell: Cell, row: str, sizes: tuple[int, int], bytes_per_s: float) -
     return num_bytes / bytes_per_s * 1e3
 
 
-def rows_of(report: Mapping[str, Any], model: str) -> Iterator[tuple[str, ...]]:
-    """Yield the cells of a model as texts, in the order of `COLUMNS`."""
-    for row, cells in report["models"][model].items():
-        for name, cell in cells.items():
-            yield (
-                row,
-                name,
-                cell["unit"],
-                _number(cell["ours"]),
-                cell["best"] or "not measured",
-                _number(cell["theirs"]),
-                "-" if cell["ratio"] is None else f"{cell['ratio']:.2f}x",
-                f"{cell['goal']:.1f}x{_MARKS[cell['met']]}",
-                _number(cell["floor_ms"]),
-            )
+def rows_of(cells: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Yield the cells of one of our types of weights as texts, in the order of `COLUMNS`."""
+    for name, cell in cells.items():
+        yield (
+            name,
+            _number(cell["ours"]),
+            _number(cell["theirs"]),
+            "-" if cell["ratio"] is None else f"{cell['ratio']:.2f}x",
+            f"{cell['goal']:.1f}x{_MARKS[cell['met']]}",
+            _number(cell["floor_ms"]),
+            cell["best"] or "not measured",
+        )
 
 
 def own_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     """Yield what our own sessions cost as texts, in the order of `OWN_COLUMNS`."""
     for figure in report["own"]:
         goal = f"{figure['bound']} {figure['goal']:,}"
-        yield figure["name"], _number(figure["value"]), goal, _MARKS[figure["met"]].strip()
+        yield figure["name"], f"{figure['value']:,.4g}", goal, _MARKS[figure["met"]].strip()
 
 
 def heading(report: Mapping[str, Any]) -> str:
@@ -122,9 +117,10 @@ class PeerSheets:
         """Return all of it, as a grid of one column."""
         grid = Table.grid()
         grid.add_row(heading(report))
-        for model in report["models"]:
-            title = f"{model}: ours against the best peer (ratio above 1: ours is better)"
-            grid.add_row(make_table(COLUMNS, rows_of(report, model), title=title))
+        for model, rows in report["models"].items():
+            for row, cells in rows.items():
+                title = f"{model}, {row} (ratio above 1: ours is better)"
+                grid.add_row(make_table(_columns(), rows_of(cells), title=title))
         if report["own"]:
             grid.add_row(make_table(OWN_COLUMNS, own_rows(report), title="what a session costs"))
         for reason in report["not_measured"]:
@@ -132,7 +128,14 @@ class PeerSheets:
         return grid
 
 
+def _columns() -> Iterator[Column]:
+    """Yield the columns of a terminal, of which only the last gives way where it is narrow."""
+    *others, best = COLUMNS
+    yield from (Column(name, justify="right", no_wrap=True) for name in others)
+    yield Column(best)
+
+
 def _number(value: float | None) -> str:
     if value is None:
         return "-"
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
