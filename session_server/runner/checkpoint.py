@@ -71,6 +71,11 @@ class WeightSource(ABC):
         """Return a matrix [outputs, inputs]: its codes where they are stored, else like `take`."""
         return self.take(name, outputs, inputs)
 
+    def has_codes(self, name: str) -> bool:
+        """Return whether `take_linear` returns codes."""
+        del name
+        return False
+
 
 class ExpectedTensors(WeightSource):
     """Record the tensors that are asked for, and return tensors without content.
@@ -214,7 +219,8 @@ class CheckpointReader(WeightSource):
 
     def report_to(self, progress: Progress, num_tensors: int) -> None:
         """Call `progress` after every tensor read."""
-        self._progress = lambda num_read: progress(num_read, num_tensors)
+        # A matrix may be read twice: as numbers, and as codes for the head.
+        self._progress = lambda num_read: progress(min(num_read, num_tensors), num_tensors)
 
     def count_read(self) -> None:
         """Report one more tensor."""
@@ -259,6 +265,10 @@ class TensorReader(CheckpointReader):
         if self._packed is None or not self._packed.holds(name, self._tensors):
             return self.take(name, outputs, inputs)
         return self._quantized(self._packed, name, (outputs, inputs), self.dtype)
+
+    def has_codes(self, name: str) -> bool:
+        """Return whether a matrix is stored as codes."""
+        return self._packed is not None and self._packed.holds(name, self._tensors)
 
     def _quantized(
         self, packed: PackedFormat, name: str, shape: tuple[int, int], dtype: torch.dtype

@@ -83,6 +83,10 @@ class GgufReader(CheckpointReader):
         self.count_read()
         return _unpaired(part, weight.to(self.device))
 
+    def has_codes(self, name: str) -> bool:
+        """Return whether a matrix is stored as codes that kernels take."""
+        return has_block_codes(self._parts[name].tensor.type.name)
+
     def _dense(self, part: StoredPart, dtype: torch.dtype) -> Tensor:
         kind = part.tensor.type.name
         if kind in _PLAIN:

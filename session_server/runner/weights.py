@@ -141,7 +141,10 @@ def build_decoder(config: ModelConfig, tensors: WeightSource) -> Decoder:
     layers = [_layer(config, index, tensors) for index in range(len(config.layers))]
     gain = _gain(config.norm, tensors, f"model.{config.spelling.final_norm}", config.hidden_size)
     norm = RmsNorm(gain.mul_(config.norm.final_scale), config.norm.rms_norm_eps)
-    head = embedding if config.tie_word_embeddings else tensors.take_linear(_HEAD, *shape)
+    name = _EMBEDDING if config.tie_word_embeddings else _HEAD
+    # Codes are multiplied as they are, however the embedding itself is read.
+    is_shared = config.tie_word_embeddings and not tensors.has_codes(name)
+    head = embedding if is_shared else tensors.take_linear(name, *shape)
     return Decoder(config, embedding=embedding, layers=layers, norm=norm, head=tensors.linear(head))
 
 

@@ -69,6 +69,8 @@ class NativeDecoder:
             indices[states.name] = len(indices)
             self._decoder.add_states([part.numpy() for part in states.storage])
         self._has_states = states is not None
+        # The kernels have addresses of these.
+        self._alive = (embedding, tuple(pools.values()), states, tuple(tables.values()))
         configs = decoder.config.layers
         for (layer, rope, pool_name), config in zip(decoder.layers, configs, strict=True):
             mixer = cast(Any, layer.mixer)

@@ -264,6 +264,7 @@ NB_MODULE(_native, m) {
         }), "router"_a, "experts"_a, "shared"_a.none(), "num_chosen"_a, "sigmoid_and_norm"_a,
              "groups"_a, "scaling"_a, "correction"_a.none());
 
+    // The caller keeps the embedding, pools and tables alive.
     nb::class_<Decoder>(m, "Decoder")
         .def(nb::new_([](const Any& embedding, float scale, Norm norm,
                          const std::vector<std::pair<FloatArray, float>>& ropes) {
@@ -278,7 +279,7 @@ NB_MODULE(_native, m) {
                 decoder.ropes.push_back({floats(frequencies), factor});
             }
             return decoder;
-        }), "embedding"_a, "scale"_a, "norm"_a, "ropes"_a, nb::keep_alive<0, 1>())
+        }), "embedding"_a, "scale"_a, "norm"_a, "ropes"_a)
         .def("add_pool", [](Decoder& decoder, const Any& storage, bool is_latent, long value_dim,
                             nb::ndarray<const int32_t, nb::device::cpu, nb::c_contig> table) {
             // [layers, 2, heads, pages, page_size, dim], or [layers, pages, page_size, dim]
@@ -298,8 +299,7 @@ NB_MODULE(_native, m) {
             pool.num_rows = static_cast<long>(table.shape(0));
             pool.table_stride = static_cast<long>(table.shape(1));
             decoder.pools.push_back(std::move(pool));
-        }, "storage"_a, "is_latent"_a, "value_dim"_a, "table"_a, nb::keep_alive<1, 2>(),
-             nb::keep_alive<1, 5>())
+        }, "storage"_a, "is_latent"_a, "value_dim"_a, "table"_a)
         .def("add_states", [](Decoder& decoder, const std::vector<Output>& parts) {
             Pool pool;
             pool.is_state = true;
@@ -310,7 +310,7 @@ NB_MODULE(_native, m) {
                     static_cast<long>(part.size() / part.shape(0) / part.shape(1)));
             }
             decoder.pools.push_back(std::move(pool));
-        }, "parts"_a, nb::keep_alive<1, 2>())
+        }, "parts"_a)
         .def("add_layer", [](Decoder& decoder, std::pair<std::optional<Norm>, After> mixer_norms,
                              Mixer mixer, std::pair<std::optional<Norm>, After> ffn_norms, Ffn ffn,
                              std::pair<long, long> pool) {
