@@ -30,10 +30,10 @@ class Grown {
 // Inputs of linears in every form that one of them wants.
 class Converted {
   public:
-    void reserve(long num_tokens, long size, bool floats) {
+    void reserve(long num_tokens, long size) {
         stride_ = round_up(size, kSegment);
         const size_t elements = static_cast<size_t>(num_tokens) * stride_;
-        if (floats) floats_.get(elements);
+        floats_.get(elements);
         bf16_.get(elements);
         codes_.get(elements / 4 * kMaxQuadBytes);
         scales_.get(elements / kBlock);
@@ -857,7 +857,7 @@ void Decoder::forward(Team& team, const StepInputs& step, float* hidden) {
     memory.z.get(n * needs.z);
     memory.mixed.get(n * needs.mixed);
     memory.routed.get(n * needs.routed);
-    memory.x.reserve(n * needs.rows_per_token, needs.inputs, true);
+    memory.x.reserve(n * needs.rows_per_token, needs.inputs);
     long pairs = 0;
     for (const Rope& rope : ropes) pairs += static_cast<long>(rope.frequencies.size());
     memory.phases.get(n * 4 * pairs);
@@ -882,7 +882,7 @@ bool is_worth_sharing(size_t num_bytes) { return num_bytes >= (size_t{1} << 20);
 
 void apply_linear(Team& team, const Packed& weights, const float* x, long num_tokens, float* y) {
     static thread_local Converted converted;
-    converted.reserve(num_tokens, weights.inputs, true);
+    converted.reserve(num_tokens, weights.inputs);
     const Kernels& table = kernels();
     const Inputs inputs = converted.as(table.input_form(weights.format));
     for (long t = 0; t < num_tokens; ++t) table.convert(x + t * weights.inputs, weights.inputs, inputs, t);
