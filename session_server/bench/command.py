@@ -24,6 +24,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -100,6 +101,8 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"session-server bench: {error}", file=sys.stderr)
         return 2
+    # Ended from outside, it still stops its servers, some of which may be paused.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with StepProgress(console) as progress:
             task = progress.add_task("steps", total=load.total_steps)
