@@ -107,7 +107,7 @@ class GeneratingWorker:
 
 
 class GeneratingConversation:
-    """Run one request; a `Conversation`."""
+    """Run one request; a `KeptConversation`."""
 
     def __init__(self, worker: GeneratingWorker) -> None:
         self._worker = worker

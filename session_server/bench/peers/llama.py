@@ -90,7 +90,7 @@ class LlamaServer:
 
 
 class LlamaConversation:
-    """Hold one conversation in a slot; a `Conversation`."""
+    """Hold one conversation in a slot; a `KeptConversation`."""
 
     def __init__(self, url: str, slot: int) -> None:
         address = urlsplit(url)
