@@ -101,8 +101,8 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"session-server bench: {error}", file=sys.stderr)
         return 2
-    # Servers are children that a signal to this process alone would leave behind.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    # Ended from outside, it still stops its servers, some of which may be paused.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with StepProgress(console) as progress:
             task = progress.add_task("steps", total=load.total_steps)

@@ -107,7 +107,7 @@ class GeneratingWorker:
 
 
 class GeneratingConversation:
-    """Run one request; a `HeldConversation`."""
+    """Run one request; a `PeerConversation`."""
 
     def __init__(self, worker: GeneratingWorker) -> None:
         self._worker = worker

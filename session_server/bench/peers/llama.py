@@ -90,7 +90,7 @@ class LlamaServer:
 
 
 class LlamaConversation:
-    """Hold one conversation in a slot; a `HeldConversation`."""
+    """Hold one conversation in a slot; a `PeerConversation`."""
 
     def __init__(self, url: str, slot: int) -> None:
         address = urlsplit(url)

@@ -89,7 +89,7 @@ async def open_conversation(url: str) -> OurConversation:
 
 
 class OurConversation:
-    """Hold one session; a `HeldConversation`. `last_end` is the last frame of the latest turn."""
+    """Hold one session; a `PeerConversation`. `last_end` is the last frame of the latest turn."""
 
     def __init__(self, socket: ClientConnection) -> None:
         self._socket = socket

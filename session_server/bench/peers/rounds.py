@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 from session_server.bench.peers.cells import Cell, figure_of
-from session_server.bench.peers.system import HeldConversation, System, TurnTrace, pause, resume
+from session_server.bench.peers.system import PeerConversation, System, TurnTrace, pause, resume
 
 FIRST_TOKEN_ID: Final = 300
 """Ids below it are bytes and control tokens."""
@@ -54,7 +54,7 @@ async def measure_cell(
     """Return the figure of every round, by the system's name. All systems are paused before and
     after; `on_visit` is called after each round of each of them."""
     figures: dict[str, list[float]] = {system.name: [] for system in systems}
-    kept: dict[str, list[HeldConversation]] = {}
+    kept: dict[str, list[PeerConversation]] = {}
     for system in systems:
         with _awake(system):
             kept[system.name] = await _prepare(system, cell, tokens)
@@ -71,7 +71,7 @@ async def measure_cell(
     return figures
 
 
-async def _prepare(system: System, cell: Cell, tokens: Tokens) -> list[HeldConversation]:
+async def _prepare(system: System, cell: Cell, tokens: Tokens) -> list[PeerConversation]:
     """Return conversations with the history of a cell; none if it needs none: a visit then goes
     before the rounds, so that none of them is the first."""
     if cell.history == 0:
@@ -84,12 +84,12 @@ async def _prepare(system: System, cell: Cell, tokens: Tokens) -> list[HeldConve
 
 
 async def _visit(
-    system: System, cell: Cell, tokens: Tokens, number: int, *, kept: list[HeldConversation]
+    system: System, cell: Cell, tokens: Tokens, number: int, *, kept: list[PeerConversation]
 ) -> list[list[TurnTrace]]:
     """Run the turns of a cell once, in `kept` conversations or new ones."""
     conversations = kept or [await system.open(slot) for slot in range(cell.num_sessions)]
 
-    async def converse(slot: int, conversation: HeldConversation) -> list[TurnTrace]:
+    async def converse(slot: int, conversation: PeerConversation) -> list[TurnTrace]:
         return [
             await conversation.turn(
                 tokens.draw(cell.num_new, cell.name, number, slot, turn), cell.num_output

@@ -36,7 +36,7 @@ class TurnTrace(NamedTuple):
         return self.arrivals[-1][0]
 
 
-class HeldConversation(Protocol):
+class PeerConversation(Protocol):
     """Hold one conversation whose history its system keeps."""
 
     async def prefill(self, token_ids: Sequence[int]) -> None:
@@ -60,7 +60,7 @@ class System(AbstractContextManager["System"], Protocol):
     def pid(self) -> int:
         """Return the process id of the server, whose children belong to it."""
 
-    async def open(self, slot: int) -> HeldConversation:
+    async def open(self, slot: int) -> PeerConversation:
         """Open a conversation; `slot`: 0 up to the number of conversations held at once."""
 
 
