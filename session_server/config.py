@@ -152,8 +152,13 @@ class EngineOptions(_Section):
     max_running_turns: Annotated[int, Bound("turns", "further turns wait in order of arrival")] = (
         _setting(64, "maximum turns in one forward", ge=1, le=4096)
     )
-    chunked_prefill_size: Annotated[int, Bound("tokens", "longer inputs take several forwards")] = (
-        _setting(512, "maximum tokens computed by one forward", ge=1, le=1 << 17)
+    chunked_prefill_size: Annotated[
+        int | None, Bound("tokens", "longer inputs take several forwards")
+    ] = _setting(
+        None,
+        "maximum tokens computed by one forward; by default what takes some 0.1 s, 64 to 512",
+        ge=1,
+        le=1 << 17,
     )
     overlap: bool = _setting(True, "prepare the next forward while one runs")
     speculation: Literal["off", "ngram", "model"] = _setting(

@@ -47,6 +47,14 @@ _LOG: Final = logging.getLogger("session_server.engine")
 _PROGRESS_INTERVAL_S: Final = 2.0
 _NO_TOKENS: Final = np.empty(0, np.int32)
 
+CHUNK_S: Final = 0.1
+"""Seconds that a forward of prompts should take, where the device lets it."""
+
+MIN_CHUNK_TOKENS: Final = 64
+"""Fewer tokens do not pay for reading all weights."""
+
+MAX_CHUNK_TOKENS: Final = 512
+
 # A collection of the oldest generation walks every live object, also of idle sessions, and delays
 # the step it happens in. Reference counts free what steps allocate; cycles are rare here.
 _GC_THRESHOLDS: Final = (50_000, 50, 1_000)
@@ -84,7 +92,17 @@ def build_engine(settings: Settings) -> EngineAssembly:
         _LOG.warning("torch computes: %s", native.WHY_MISSING or "--attention-backend asks for it")
     _log_pools(loaded)
     fingerprint = model_fingerprint(directory)
-    engine = _make_engine(settings, loaded, eos_token_ids=eos_token_ids, fingerprint=fingerprint)
+    chunk_tokens = settings.engine.chunked_prefill_size or chunk_for(
+        loaded.runner, loaded.plan.capacity.max_context_len
+    )
+    _LOG.info("a forward computes up to %d tokens of prompts", chunk_tokens)
+    engine = _make_engine(
+        settings,
+        loaded,
+        eos_token_ids=eos_token_ids,
+        fingerprint=fingerprint,
+        chunk_tokens=chunk_tokens,
+    )
     if engine.max_turn_len < loaded.plan.capacity.max_context_len:
         _LOG.warning(
             "KV memory is smaller than one context: serving %d tokens instead of %d; raise "
@@ -125,7 +143,10 @@ def plan_service(settings: Settings, options: RunnerOptions | None = None) -> Se
         ValueError: the settings ask for what the machine or the model does not have.
     """
     found = survey(model_directory(settings.model), options or runner_options(settings))
-    engine = _make_engine(settings, found, eos_token_ids=(), fingerprint="")
+    chunk_tokens = settings.engine.chunked_prefill_size or MAX_CHUNK_TOKENS
+    engine = _make_engine(
+        settings, found, eos_token_ids=(), fingerprint="", chunk_tokens=chunk_tokens
+    )
     return ServicePlan(found, engine.max_turn_len)
 
 
@@ -135,6 +156,7 @@ def _make_engine(
     *,
     eos_token_ids: tuple[int, ...],
     fingerprint: str,
+    chunk_tokens: int,
 ) -> Engine:
     """Build cache and engine for a model; the device is not touched."""
     capacity = model.plan.capacity
@@ -148,7 +170,7 @@ def _make_engine(
             max_running=settings.engine.max_running_turns,
             max_waiting=settings.sessions.max_sessions,
             max_sessions=settings.sessions.max_sessions * 2,
-            chunk_tokens=settings.engine.chunked_prefill_size,
+            chunk_tokens=chunk_tokens,
             num_in_flight=2 if settings.engine.overlap else 1,
             speculation=_speculation(settings),
             retract_interval=settings.debug.retract_interval,
@@ -188,6 +210,42 @@ def _build_from_frame(frame: bytes) -> EngineAssembly:
         return build_engine(settings)
     except (ModelError, ValueError) as error:
         raise CannotStart(str(error)) from error
+
+
+def chunk_for(runner: Runner, max_context_len: int) -> int:
+    """Return how many tokens of prompts a forward may compute to take about `CHUNK_S`.
+
+    Others wait for it between two of their tokens. It is a power of two, so that small differences
+    of the measured time change nothing.
+    """
+    num_timed = min(MIN_CHUNK_TOKENS, max_context_len)
+    token_s = min(_run_padding(runner, num_timed) for _ in range(2)) / num_timed
+    num_tokens = MIN_CHUNK_TOKENS
+    while num_tokens < MAX_CHUNK_TOKENS and 2 * num_tokens * token_s <= CHUNK_S:
+        num_tokens *= 2
+    return num_tokens
+
+
+def _run_padding(runner: Runner, num_tokens: int) -> float:
+    """Compute padding in row 0 and page 0; return the seconds of the forward.
+
+    Raises:
+        RuntimeError: the device refuses.
+    """
+    row = BatchRow(
+        turn_id=TurnId("warm-up"),
+        attempt=0,
+        row=NULL_ROW,
+        start=0,
+        num_tokens=num_tokens,
+        tokens=np.zeros(num_tokens, np.int32),
+        sample=False,
+        sampling=None,
+    )
+    result = runner.launch(Batch(step=0, listed=(row,), table_writes=())).wait()
+    if result.error is not None:
+        raise RuntimeError(f"the model does not run: {result.error}")
+    return result.forward_s
 
 
 def warm_up(runner: Runner, speculation: Speculation) -> None:
@@ -273,7 +331,7 @@ def runner_options(settings: Settings) -> RunnerOptions:
 def _bounded_pools(settings: Settings) -> BoundedPools:
     engine, num_drafts = settings.engine, _speculation(settings).num_drafts
     ahead = num_ahead(
-        chunk_tokens=engine.chunked_prefill_size,
+        chunk_tokens=engine.chunked_prefill_size or MAX_CHUNK_TOKENS,
         num_in_flight=2 if engine.overlap else 1,
         num_drafts=num_drafts,
     )

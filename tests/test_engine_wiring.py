@@ -20,7 +20,7 @@ from session_server.core.batch import Batch, Runner, StepResult
 from session_server.demo import MODEL_DIR
 from session_server.engine.config import Drafter, Speculation
 from session_server.engine_host.loop import EngineAssembly
-from session_server.engine_wiring import build_engine, warm_up
+from session_server.engine_wiring import build_engine, chunk_for, warm_up
 from session_server.models.errors import DraftMismatch
 
 DRAFT_SHAPE = RandomModel(num_hidden_layers=1, max_position_embeddings=4096)
@@ -85,6 +85,26 @@ def test_every_shape_runs_once_before_a_client_needs_it(
     warm_up(cast("Runner", SimpleNamespace(launch=launch)), speculation)
     plain = [(1, 1, 0, False), (1, 8, 0, False), (2, 1, 0, False), (4, 1, 0, False)]
     assert shapes == [*plain, (8, 1, 0, False), *drafted]
+
+
+@pytest.mark.parametrize(
+    ("token_s", "chunk"), [(1e-6, 512), (1.9e-4, 512), (2e-4, 256), (1e-3, 64), (1.0, 64)]
+)
+def test_a_chunk_takes_a_tenth_of_a_second_where_the_device_lets_it(
+    token_s: float, chunk: int
+) -> None:
+    slow = iter([3.0, 1.0])  # the first forward also finds memory
+
+    def launch(batch: Batch) -> SimpleNamespace:
+        (row,) = batch.rows
+        assert row.row == NULL_ROW
+        duration_s = row.num_tokens * token_s * next(slow)
+        return SimpleNamespace(wait=lambda: StepResult(0, (), forward_s=duration_s))
+
+    runner = cast("Runner", SimpleNamespace(launch=launch))
+    assert chunk_for(runner, 4096) == chunk
+    slow = iter([1.0, 1.0])
+    assert chunk_for(runner, 32) == chunk
 
 
 def test_the_memory_of_a_pool_is_logged_in_mib(caplog: pytest.LogCaptureFixture) -> None:

@@ -246,6 +246,10 @@ BOUND_NOTHING = frozenset(
         "session_server.metrics.throughput:REST_S",
         "session_server.web.request_log:_CLIENT_GONE",
         "session_server.engine_wiring:_PROGRESS_INTERVAL_S",
+        # What the chunk of a prompt is chosen between; --chunked-prefill-size is the bound.
+        "session_server.engine_wiring:CHUNK_S",
+        "session_server.engine_wiring:MAX_CHUNK_TOKENS",
+        "session_server.engine_wiring:MIN_CHUNK_TOKENS",
         "session_server.progress:LINE_INTERVAL_S",
         "session_server.web.app:LAG_PROBE_S",
         "session_server.web.app:TICK_S",
