@@ -8,9 +8,12 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-PROGRAM: Final = (sys.executable, "-P", "-m", "session_server")
-"""Runs a command of this package in a process of its own. Modules are not looked for in the working
-directory, where a file may have the name of one of ours: `cache.py`."""
+PYTHON_MODULE: Final = (sys.executable, "-P", "-m")
+"""Runs a module in a process of its own. Modules are not looked for in the working directory, where
+a file may have the name of one of ours: `cache.py`."""
+
+PROGRAM: Final = (*PYTHON_MODULE, "session_server")
+"""Runs a command of this package."""
 
 
 def start_child(argv: Sequence[str]) -> tuple[socket.socket, subprocess.Popen[bytes]]:

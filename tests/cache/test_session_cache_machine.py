@@ -161,7 +161,7 @@ def test_no_program_of_verbs_loses_a_page_or_misreads_a_history(
     run_state_machine_as_test(
         Machine,
         settings=settings(
-            max_examples=at_depth(60, proof=100),
+            max_examples=at_depth(80, proof=100),
             stateful_step_count=50,
             deadline=None,
             derandomize=True,

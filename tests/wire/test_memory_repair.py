@@ -193,7 +193,7 @@ def test_clients_of_a_damaged_server_hear_what_they_would_have_heard(
             assert (health.status_code, health.json()["status"]) == (503, "memory_invariant_failed")
             assert (await this.server.http.get("/ready")).status_code == 200
             report = (await this.server.http.get("/v1/admin/memory", params={"trace": 1})).json()
-            assert any(step["rows"] for step in report["trace"][-4:])
+            assert any(step["rows"] for step in report["trace"])
             pool = report["pools"]["full"]
             assert (pool["quarantine"] > 0) is (num_quarantined > 0)
             assert pool["free"] + pool["quarantine"] + 1 == pool["pages"]

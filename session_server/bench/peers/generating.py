@@ -7,7 +7,6 @@ import importlib.util
 import itertools
 import json
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -15,12 +14,13 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final, Self
 
+from session_server.bench.peers import generating_worker
 from session_server.bench.peers.system import PeerFailed, ServerSize, TurnTrace
+from session_server.core.child_process import PYTHON_MODULE
 
 DTYPES: Final = ("float32", "bfloat16")
 """Rows that it has a type of weights for."""
 
-_WORKER: Final = "session_server.bench.peers.generating_worker"
 _READY: Final = "ready"
 
 
@@ -37,8 +37,8 @@ class GeneratingWorker:
 
     def __init__(self, checkpoint: Path, dtype: str, size: ServerSize) -> None:
         self.name = f"transformers {dtype}"
-        argv = (sys.executable, "-m", _WORKER, str(checkpoint), dtype, str(size.num_threads))
-        self._argv = argv
+        argv = (*PYTHON_MODULE, generating_worker.__name__, str(checkpoint), dtype)
+        self._argv = (*argv, str(size.num_threads))
         self._numbers = itertools.count()
         self._waiting: dict[str, Future[tuple[float, int]]] = {}
         self._process: subprocess.Popen[str] | None = None

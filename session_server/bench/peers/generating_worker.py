@@ -12,12 +12,12 @@ import sys
 import threading
 from typing import Any
 
-import torch
-import transformers
-
 
 def main(checkpoint: str, dtype: str, num_threads: str) -> None:
     """Answer until the input ends."""
+    import torch
+    import transformers
+
     torch.set_num_threads(int(num_threads))
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=getattr(torch, dtype)
