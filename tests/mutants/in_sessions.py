@@ -322,9 +322,9 @@ FRAMES_ARE_SENT_AGAIN = Mutant(
     "Frames handed out stay in the outbox.",
     "systematic",
     Edit(
-        "session_server.protocol.frame_queue:FrameQueue.take_frame",
-        "frame = self._outbox.pop(0)",
-        "frame = self._outbox[0] if self.outbox_bytes > 0 else self._outbox.pop(0)",
+        "session_server.protocol.frame_queue:FrameQueue.take_frames",
+        "del self._outbox[:num_taken]",
+        "del self._outbox[: max(1, num_taken - 1)]",
     ),
 )
 
