@@ -1,5 +1,7 @@
 #include "team.h"
 
+#include <chrono>
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -8,10 +10,12 @@ namespace session_server {
 
 namespace {
 
-// Spins of about 40 ns before a wait goes to sleep: a meeting in a step is a matter of
-// microseconds, unless another process has taken the core.
-constexpr int kSpinsInStep = 2000;
-constexpr int kSpinsBetweenSteps = 500;
+// How long a member waits awake. A thread that sleeps is often woken on the core of the thread that
+// wakes it, and both then share one core for milliseconds: so members stay awake from step to step,
+// and give their core to whoever else wants it meanwhile.
+constexpr std::chrono::microseconds kAwakeInStep{10'000};
+constexpr std::chrono::microseconds kAwakeBetweenSteps{1'000};
+constexpr int kSpins = 300;  // before the core is offered to others
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -21,11 +25,15 @@ inline void pause() {
 #endif
 }
 
-void wait_while(std::atomic<int>& value, int old, int spins) {
-    for (int i = 0; i < spins; ++i) {
-        if (value.load(std::memory_order_acquire) != old) return;
-        pause();
-    }
+void wait_while(std::atomic<int>& value, int old, std::chrono::microseconds awake) {
+    const auto until = std::chrono::steady_clock::now() + awake;
+    do {
+        for (int i = 0; i < kSpins; ++i) {
+            if (value.load(std::memory_order_acquire) != old) return;
+            pause();
+        }
+        std::this_thread::yield();
+    } while (std::chrono::steady_clock::now() < until);
     value.wait(old, std::memory_order_acquire);
 }
 
@@ -42,7 +50,7 @@ void Member::meet() {
     }
     // A spurious return is none: the value has changed.
     while (team_.meetings_.load(std::memory_order_acquire) == meeting) {
-        wait_while(team_.meetings_, meeting, kSpinsInStep);
+        wait_while(team_.meetings_, meeting, kAwakeInStep);
     }
 }
 
@@ -76,7 +84,7 @@ void Team::run(bool is_parallel, const std::function<void(Member&)>& work) {
 void Team::serve(int index) {
     for (int seen = 0;; ++seen) {
         while (runs_.load(std::memory_order_acquire) == seen) {
-            wait_while(runs_, seen, kSpinsBetweenSteps);
+            wait_while(runs_, seen, kAwakeBetweenSteps);
         }
         if (is_closing_) return;
         Member member(*this, index, size());
