@@ -50,10 +50,8 @@ _NO_TOKENS: Final = np.empty(0, np.int32)
 CHUNK_S: Final = 0.1
 """Seconds that a forward of prompts should take, where the device lets it."""
 
-MIN_CHUNK_TOKENS: Final = 64
-"""Fewer tokens do not pay for reading all weights."""
-
-MAX_CHUNK_TOKENS: Final = 512
+CHUNK_SIZES: Final = (64, 128, 256, 512)
+"""Tokens of prompts in a forward, to choose from: fewer do not pay for reading all weights."""
 
 # A collection of the oldest generation walks every live object, also of idle sessions, and delays
 # the step it happens in. Reference counts free what steps allocate; cycles are rare here.
@@ -77,19 +75,7 @@ def build_engine(settings: Settings) -> EngineAssembly:
     )
     started_s = time.monotonic()
     loaded = load_runner(directory, options, progress=_progress_logger())
-    _LOG.info(
-        "model loaded seconds=%.1f device=%s dtype=%s kv_dtype=%s kv_mib=%.0f kv_from=%s",
-        time.monotonic() - started_s,
-        loaded.device,
-        loaded.dtype,
-        loaded.kv_dtype,
-        loaded.plan.kv_bytes / 2**20,
-        loaded.plan.reason,
-    )
-    if (effect := loaded.quantization) is not None:
-        _LOG.info("quantized to %s: %s", options.quantize, effect)
-    if loaded.device == "cpu" and loaded.runner.backend_name != "native":
-        _LOG.warning("torch computes: %s", native.WHY_MISSING or "--attention-backend asks for it")
+    _log_model(loaded, time.monotonic() - started_s)
     _log_pools(loaded)
     fingerprint = model_fingerprint(directory)
     chunk_tokens = settings.engine.chunked_prefill_size or chunk_for(
@@ -143,7 +129,7 @@ def plan_service(settings: Settings, options: RunnerOptions | None = None) -> Se
         ValueError: the settings ask for what the machine or the model does not have.
     """
     found = survey(model_directory(settings.model), options or runner_options(settings))
-    chunk_tokens = settings.engine.chunked_prefill_size or MAX_CHUNK_TOKENS
+    chunk_tokens = settings.engine.chunked_prefill_size or CHUNK_SIZES[-1]
     engine = _make_engine(
         settings, found, eos_token_ids=(), fingerprint="", chunk_tokens=chunk_tokens
     )
@@ -178,6 +164,22 @@ def _make_engine(
         ),
         stopwatch=time.perf_counter,
     )
+
+
+def _log_model(loaded: LoadedRunner, elapsed_s: float) -> None:
+    _LOG.info(
+        "model loaded seconds=%.1f device=%s dtype=%s kv_dtype=%s kv_mib=%.0f kv_from=%s",
+        elapsed_s,
+        loaded.device,
+        loaded.dtype,
+        loaded.kv_dtype,
+        loaded.plan.kv_bytes / 2**20,
+        loaded.plan.reason,
+    )
+    if loaded.quantization is not None:
+        _LOG.info("weights are quantized: %s", loaded.quantization)
+    if loaded.device == "cpu" and loaded.runner.backend_name != "native":
+        _LOG.warning("torch computes: %s", native.WHY_MISSING or "--attention-backend asks for it")
 
 
 def _log_pools(loaded: LoadedRunner) -> None:
@@ -215,15 +217,12 @@ def _build_from_frame(frame: bytes) -> EngineAssembly:
 def chunk_for(runner: Runner, max_context_len: int) -> int:
     """Return how many tokens of prompts a forward may compute to take about `CHUNK_S`.
 
-    Others wait for it between two of their tokens. It is a power of two, so that small differences
-    of the measured time change nothing.
+    Others wait for it between two of their tokens.
     """
-    num_timed = min(MIN_CHUNK_TOKENS, max_context_len)
+    num_timed = min(CHUNK_SIZES[0], max_context_len)
     token_s = min(_run_padding(runner, num_timed) for _ in range(2)) / num_timed
-    num_tokens = MIN_CHUNK_TOKENS
-    while num_tokens < MAX_CHUNK_TOKENS and 2 * num_tokens * token_s <= CHUNK_S:
-        num_tokens *= 2
-    return num_tokens
+    quick = [size for size in CHUNK_SIZES if size * token_s <= CHUNK_S]
+    return max(quick, default=CHUNK_SIZES[0])
 
 
 def _run_padding(runner: Runner, num_tokens: int) -> float:
@@ -331,7 +330,7 @@ def runner_options(settings: Settings) -> RunnerOptions:
 def _bounded_pools(settings: Settings) -> BoundedPools:
     engine, num_drafts = settings.engine, _speculation(settings).num_drafts
     ahead = num_ahead(
-        chunk_tokens=engine.chunked_prefill_size or MAX_CHUNK_TOKENS,
+        chunk_tokens=engine.chunked_prefill_size or CHUNK_SIZES[-1],
         num_in_flight=2 if engine.overlap else 1,
         num_drafts=num_drafts,
     )

@@ -248,7 +248,6 @@ BOUND_NOTHING = frozenset(
         "session_server.engine_wiring:_PROGRESS_INTERVAL_S",
         # What the chunk of a prompt is chosen between; --chunked-prefill-size is the bound.
         "session_server.engine_wiring:CHUNK_S",
-        "session_server.engine_wiring:MAX_CHUNK_TOKENS",
         "session_server.progress:LINE_INTERVAL_S",
         "session_server.web.app:LAG_PROBE_S",
         "session_server.web.app:TICK_S",
