@@ -4,7 +4,7 @@ The format is that of ggml's `docs/gguf.md`, versions 2 and 3, little-endian: ma
 counts, key-value pairs, tensor descriptions, then the tensors, each at a multiple of the alignment.
 The file is not trusted: all lengths have bounds, and a tensor lies inside the file or nothing is
 read. The `gguf` package reads the same, in 17 seconds where this takes 0.3, and has no bounds
-(docs/decisions/0019).
+(docs/decisions/0030).
 """
 
 from __future__ import annotations
