@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+from msgspec import structs
 
 from cache.capacity import BoundedPools
 from cache.session_cache import SessionAwareCache
@@ -220,31 +221,9 @@ def chunk_for(runner: Runner, max_context_len: int) -> int:
     Others wait for it between two of their tokens.
     """
     num_timed = min(CHUNK_SIZES[0], max_context_len)
-    token_s = min(_run_padding(runner, num_timed) for _ in range(2)) / num_timed
+    token_s = min(_run_padding(runner, _padding(num_timed)) for _ in range(2)) / num_timed
     quick = [size for size in CHUNK_SIZES if size * token_s <= CHUNK_S]
     return max(quick, default=CHUNK_SIZES[0])
-
-
-def _run_padding(runner: Runner, num_tokens: int) -> float:
-    """Compute padding in row 0 and page 0; return the seconds of the forward.
-
-    Raises:
-        RuntimeError: the device refuses.
-    """
-    row = BatchRow(
-        turn_id=TurnId("warm-up"),
-        attempt=0,
-        row=NULL_ROW,
-        start=0,
-        num_tokens=num_tokens,
-        tokens=np.zeros(num_tokens, np.int32),
-        sample=False,
-        sampling=None,
-    )
-    result = runner.launch(Batch(step=0, listed=(row,), table_writes=())).wait()
-    if result.error is not None:
-        raise RuntimeError(f"the model does not run: {result.error}")
-    return result.forward_s
 
 
 def warm_up(runner: Runner, speculation: Speculation) -> None:
@@ -259,21 +238,42 @@ def warm_up(runner: Runner, speculation: Speculation) -> None:
         shapes += [(num_rows, 1, num_drafts) for num_rows in (1, 2, 4, 8)]
     for num_rows, num_tokens, num_drafts in shapes:
         has_host_drafts = num_drafts > 0 and speculation.drafter is Drafter.NGRAM
-        row = BatchRow(
-            turn_id=TurnId("warm-up"),
-            attempt=0,
-            row=NULL_ROW,
-            start=0,
+        drafts = np.zeros(num_drafts, np.int32) if has_host_drafts else None
+        row = structs.replace(
+            _padding(num_tokens),
             num_tokens=num_tokens + num_drafts,
-            tokens=np.zeros(num_tokens, np.int32),
             sample=True,
             sampling=start,
             num_drafts=num_drafts,
-            drafts=np.zeros(num_drafts, np.int32) if has_host_drafts else None,
+            drafts=drafts,
         )
-        result = runner.launch(Batch(step=0, listed=(row,) * num_rows, table_writes=())).wait()
-        if result.error is not None:
-            raise RuntimeError(f"the model does not run: {result.error}")
+        _run_padding(runner, row, num_rows)
+
+
+def _padding(num_tokens: int) -> BatchRow:
+    """Return a row that computes padding, in row 0 and page 0."""
+    return BatchRow(
+        turn_id=TurnId("warm-up"),
+        attempt=0,
+        row=NULL_ROW,
+        start=0,
+        num_tokens=num_tokens,
+        tokens=np.zeros(num_tokens, np.int32),
+        sample=False,
+        sampling=None,
+    )
+
+
+def _run_padding(runner: Runner, row: BatchRow, num_rows: int = 1) -> float:
+    """Run a forward of equal rows; return its seconds.
+
+    Raises:
+        RuntimeError: the device refuses.
+    """
+    result = runner.launch(Batch(step=0, listed=(row,) * num_rows, table_writes=())).wait()
+    if result.error is not None:
+        raise RuntimeError(f"the model does not run: {result.error}")
+    return result.forward_s
 
 
 def _progress_logger() -> Callable[[int, int], None]:

@@ -21,8 +21,8 @@ UNSUPPORTED_FLAGS: Final[Mapping[str, str]] = {
             "--nnodes --node-rank --dist-init-addr --dist-timeout --distributed-executor-backend "
             "--disaggregation-mode --load-balance-method"
         ),
-        "weights are served as the checkpoint has them: floats, GGUF, AWQ, GPTQ, "
-        "compressed-tensors, FP8 of deepseek_v3 and MXFP4 of gpt_oss": (
+        "the format of weights is read from the checkpoint (floats, GGUF, AWQ, GPTQ, "
+        "compressed-tensors, FP8 of deepseek_v3, MXFP4 of gpt_oss); see --quantize": (
             "--quantization -q --torchao-config --load-format --quantization-param-path"
         ),
         "adapters are not implemented": (

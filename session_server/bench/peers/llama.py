@@ -12,10 +12,10 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, Self
+from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
-from session_server.bench.peers.system import PeerFailed, ServerSize, TurnTrace
+from session_server.bench.peers.system import PeerFailed, ServedSystem, ServerSize, TurnTrace
 from session_server.local_server import LocalServer
 
 _HTTP_OK: Final = b"200"
@@ -52,13 +52,12 @@ VARIANTS: Final[Mapping[str, tuple[LlamaVariant, ...]]] = MappingProxyType(
 """What may be the best of llama.cpp, by our row that it is compared with."""
 
 
-class LlamaServer:
+class LlamaServer(ServedSystem):
     """Run `llama-server`; a `System`."""
 
     def __init__(self, program: str, model: Path, variant: LlamaVariant, size: ServerSize) -> None:
-        self.name = variant.name
         threads = str(size.num_threads)
-        self._server = LocalServer(
+        server = LocalServer(
             [
                 *("--model", str(model), "--host", "127.0.0.1", "--offline"),
                 *("--cache-type-k", variant.kv, "--cache-type-v", variant.kv),
@@ -71,22 +70,11 @@ class LlamaServer:
             ],
             program=(program,),
         )
-
-    def __enter__(self) -> Self:
-        self._server.__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._server.stop()
-
-    @property
-    def pid(self) -> int:
-        """Return the process id of the server."""
-        return self._server.pid
+        super().__init__(variant.name, server)
 
     async def open(self, slot: int) -> LlamaConversation:
         """Start a conversation in a slot, whose older conversation ends."""
-        return LlamaConversation(self._server.url, slot)
+        return LlamaConversation(self.url, slot)
 
 
 class LlamaConversation:

@@ -11,14 +11,14 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import msgspec
 from websockets.asyncio.client import ClientConnection
 from websockets.asyncio.client import connect as open_socket
 from websockets.typing import Subprotocol
 
-from session_server.bench.peers.system import PeerFailed, ServerSize, TurnTrace
+from session_server.bench.peers.system import PeerFailed, ServedSystem, ServerSize, TurnTrace
 from session_server.local_server import SERVE, LocalServer
 
 SUBPROTOCOL: Final = Subprotocol("kvsession.v1")
@@ -36,37 +36,19 @@ _HEAD_BYTES: Final = 64
 """Of a frame: its type stands there."""
 
 
-class OurServer:
+class OurServer(ServedSystem):
     """Run `session-server serve`; a `System`."""
-
-    name = "session-server"
 
     def __init__(self, checkpoint: Path, row: str, size: ServerSize) -> None:
         num_tokens = size.num_sessions * size.context_len
-        self._server = LocalServer(
+        server = LocalServer(
             [
                 *("--model-path", str(checkpoint), *DTYPE_FLAGS[row]),
                 *("--threads", str(size.num_threads), "--max-total-tokens", str(num_tokens)),
                 *("--log-level", "warning"),
             ]
         )
-
-    def __enter__(self) -> Self:
-        self._server.__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._server.stop()
-
-    @property
-    def pid(self) -> int:
-        """Return the process id of the server."""
-        return self._server.pid
-
-    @property
-    def url(self) -> str:
-        """Return where it listens."""
-        return self._server.url
+        super().__init__("session-server", server)
 
     async def open(self, slot: int) -> OurConversation:
         """Open a session over a WebSocket of its own."""

@@ -7,7 +7,9 @@ import signal
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
+
+from session_server.local_server import LocalServer
 
 
 class PeerFailed(Exception):
@@ -62,6 +64,31 @@ class System(AbstractContextManager["System"], Protocol):
 
     async def open(self, slot: int) -> PeerConversation:
         """Open a conversation; `slot`: 0 up to the number of conversations held at once."""
+
+
+class ServedSystem:
+    """Run a `System` that is a server reached by a URL."""
+
+    def __init__(self, name: str, server: LocalServer) -> None:
+        self.name = name
+        self._server = server
+
+    def __enter__(self) -> Self:
+        self._server.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._server.stop()
+
+    @property
+    def pid(self) -> int:
+        """Return the process id of the server."""
+        return self._server.pid
+
+    @property
+    def url(self) -> str:
+        """Return where it listens."""
+        return self._server.url
 
 
 class ServerSize(NamedTuple):

@@ -35,7 +35,7 @@ from session_server.models.layers.norm import ProjectionNorm, RmsNorm, Scale
 from session_server.models.layers.short_conv import ShortConvMixer
 from session_server.runner.inputs import ForwardInputs
 from session_server.runner.native import _native
-from session_server.runner.native.linear import NativeLinear, packed
+from session_server.runner.native.linear import FORMATS, NativeLinear, pack, packed
 
 _NO_STATES: Final = np.empty(0, dtype=np.int64)
 
@@ -224,17 +224,13 @@ def _mla(mixer: MlaMixer, rope: int) -> _native.Latent:
         down=packed(weights.down),
         query=None if query is None else (_norm(query.norm), packed(query.up)),
         norm=_norm(weights.norm),
-        to_latent=[_of_head(of_head[:nope].t()) for of_head in up],
-        from_latent=[_of_head(of_head[nope:]) for of_head in up],
+        to_latent=[pack(of_head[:nope].t(), FORMATS[up.dtype]) for of_head in up],
+        from_latent=[pack(of_head[nope:], FORMATS[up.dtype]) for of_head in up],
         output=packed(weights.output),
         sizes=(nope, config.qk_rope_head_dim, config.kv_lora_rank, config.v_head_dim),
         rope=rope,
         rule=_native.AttentionRule(config.scale),
     )
-
-
-def _of_head(weight: Tensor) -> _native.Linear:
-    return _native.Linear(weight.contiguous(), str(weight.dtype).removeprefix("torch."))
 
 
 def _mlp(mlp: GatedMlp, gate: GateConfig) -> _native.GatedMlp:

@@ -6,6 +6,8 @@
 #include <numeric>
 #include <stdexcept>
 
+#include "scalars.h"
+
 namespace session_server {
 
 namespace {
@@ -62,9 +64,98 @@ class Converted {
     Grown<int32_t> sums_;
 };
 
+// Floats per token that the parts of a step need, and inputs of linears.
+struct Needs {
+    long y = 0, z = 0, mixed = 0, routed = 0, inputs = 0, rows_per_token = 1, choices = 0;
+    long scratch = 0;
+    size_t num_bytes = 0;  // of feed-forwards, about what a step reads
+
+    void cover(const Packed& weights) { inputs = std::max(inputs, weights.inputs); }
+
+    void add(const GroupedQuery& mixer) {
+        y = std::max(y, mixer.qkv->outputs);
+        mixed = std::max(mixed, mixer.num_heads * mixer.head_dim);
+        cover(*mixer.qkv), cover(*mixer.output);
+        scratch = std::max(scratch, attention_scratch(mixer.head_dim, mixer.head_dim,
+                                                      mixer.num_heads / mixer.num_kv_heads));
+    }
+    void add(const Latent& mixer) {
+        const long row = mixer.rank + mixer.rotary;
+        y = std::max(y, mixer.down->outputs);
+        if (mixer.query) {
+            z = std::max(z, mixer.query->second->outputs);
+            cover(*mixer.query->second);
+        }
+        mixed = std::max(mixed, mixer.num_heads * std::max(row, mixer.value));
+        routed = std::max(routed, mixer.num_heads * mixer.rank);
+        cover(*mixer.down), cover(*mixer.output);
+        const long of_head = kTokenBlock * (std::max(mixer.rank, mixer.nope) + kBlock) * 3;
+        scratch = std::max({scratch, attention_scratch(row, mixer.rank, mixer.num_heads), of_head});
+    }
+    void add(const ShortConv& mixer) {
+        y = std::max(y, 3 * mixer.channels);
+        z = std::max(z, mixer.channels);
+        mixed = std::max(mixed, mixer.channels);
+        cover(*mixer.inputs), cover(*mixer.output);
+    }
+    void add(const GatedDelta& mixer) {
+        const long values = mixer.value_heads * mixer.value_dim;
+        y = std::max(y, mixer.inputs->outputs);
+        z = std::max(z, values);
+        mixed = std::max(mixed, 2 * mixer.key_heads * mixer.key_dim + values);
+        cover(*mixer.inputs), cover(*mixer.output);
+        scratch = std::max(scratch, mixer.value_dim);
+    }
+    void add(const Mamba2& mixer) {
+        const long inner = mixer.num_heads * mixer.head_dim;
+        y = std::max(y, mixer.inputs->outputs);
+        z = std::max(z, inner);
+        mixed = std::max(mixed, inner + 2 * mixer.groups * mixer.state_size);
+        cover(*mixer.inputs), cover(*mixer.output);
+        scratch = std::max(scratch, mixer.head_dim);
+    }
+    void add(const GatedMlp& mlp) {
+        y = std::max(y, mlp.gate_up->outputs);
+        cover(*mlp.gate_up), cover(*mlp.down);
+    }
+    void add(const Experts& moe, long hidden) {
+        const GatedMlp& any = moe.experts.front();
+        long shared = 0;
+        if (moe.shared) {
+            add(*moe.shared);
+            shared = moe.shared->gate_up->outputs;
+            mixed = std::max(mixed, moe.shared->down->inputs);
+        }
+        add(any);
+        y = std::max(y, shared + moe.num_chosen * std::max(any.gate_up->outputs, hidden));
+        routed = std::max(routed, moe.router->outputs);
+        choices = std::max(choices, moe.num_chosen);
+        rows_per_token = std::max(rows_per_token, 1 + moe.num_chosen);
+    }
+};
+
+Needs needs_of(const Decoder& model) {
+    Needs needs;
+    needs.inputs = needs.z = model.hidden_size;
+    for (const Layer& layer : model.layers) {
+        std::visit([&](const auto& mixer) { needs.add(mixer); }, layer.mixer);
+        if (const auto* mlp = std::get_if<GatedMlp>(&layer.ffn)) {
+            needs.add(*mlp);
+            needs.num_bytes += mlp->gate_up->num_bytes() + mlp->down->num_bytes();
+        } else {
+            needs.add(std::get<Experts>(layer.ffn), model.hidden_size);
+            needs.num_bytes += size_t{1} << 22;
+        }
+    }
+    return needs;
+}
+
 }  // namespace
 
 struct Decoder::Memory {
+    explicit Memory(Needs of_model) : needs(of_model) {}
+
+    const Needs needs;
     Grown<float> hidden, y, z, mixed, phases, routed;
     Converted x;
     std::vector<Grown<float>> scratch;  // of each thread
@@ -132,20 +223,6 @@ class Step {
                 phases += num_tokens_ * 4 * pairs;
             }
         });
-    }
-
-    static float element(const void* data, DType dtype, long index) {
-        if (dtype == DType::kFloat32) return static_cast<const float*>(data)[index];
-        const uint16_t bits = static_cast<const uint16_t*>(data)[index];
-        if (dtype == DType::kBFloat16) {
-            const uint32_t wide = static_cast<uint32_t>(bits) << 16;
-            float value;
-            std::memcpy(&value, &wide, sizeof value);
-            return value;
-        }
-        _Float16 half;
-        std::memcpy(&half, &bits, sizeof half);
-        return static_cast<float>(half);
     }
 
     const float* phases(long rope, long token) const {
@@ -764,76 +841,6 @@ class Step {
     const Scratch scratch_;
 };
 
-// Floats per token that the parts of a step need, and inputs of linears.
-struct Needs {
-    long y = 0, z = 0, mixed = 0, routed = 0, inputs = 0, rows_per_token = 1, choices = 0;
-    long scratch = 0, num_experts = 0;
-
-    void cover(const Packed& weights) { inputs = std::max(inputs, weights.inputs); }
-
-    void add(const GroupedQuery& mixer) {
-        y = std::max(y, mixer.qkv->outputs);
-        mixed = std::max(mixed, mixer.num_heads * mixer.head_dim);
-        cover(*mixer.qkv), cover(*mixer.output);
-        scratch = std::max(scratch, attention_scratch(mixer.head_dim, mixer.head_dim,
-                                                      mixer.num_heads / mixer.num_kv_heads));
-    }
-    void add(const Latent& mixer) {
-        const long row = mixer.rank + mixer.rotary;
-        y = std::max(y, mixer.down->outputs);
-        if (mixer.query) {
-            z = std::max(z, mixer.query->second->outputs);
-            cover(*mixer.query->second);
-        }
-        mixed = std::max(mixed, mixer.num_heads * std::max(row, mixer.value));
-        routed = std::max(routed, mixer.num_heads * mixer.rank);
-        cover(*mixer.down), cover(*mixer.output);
-        const long of_head = kTokenBlock * (std::max(mixer.rank, mixer.nope) + kBlock) * 3;
-        scratch = std::max({scratch, attention_scratch(row, mixer.rank, mixer.num_heads), of_head});
-    }
-    void add(const ShortConv& mixer) {
-        y = std::max(y, 3 * mixer.channels);
-        z = std::max(z, mixer.channels);
-        mixed = std::max(mixed, mixer.channels);
-        cover(*mixer.inputs), cover(*mixer.output);
-    }
-    void add(const GatedDelta& mixer) {
-        const long values = mixer.value_heads * mixer.value_dim;
-        y = std::max(y, mixer.inputs->outputs);
-        z = std::max(z, values);
-        mixed = std::max(mixed, 2 * mixer.key_heads * mixer.key_dim + values);
-        cover(*mixer.inputs), cover(*mixer.output);
-        scratch = std::max(scratch, mixer.value_dim);
-    }
-    void add(const Mamba2& mixer) {
-        const long inner = mixer.num_heads * mixer.head_dim;
-        y = std::max(y, mixer.inputs->outputs);
-        z = std::max(z, inner);
-        mixed = std::max(mixed, inner + 2 * mixer.groups * mixer.state_size);
-        cover(*mixer.inputs), cover(*mixer.output);
-        scratch = std::max(scratch, mixer.head_dim);
-    }
-    void add(const GatedMlp& mlp) {
-        y = std::max(y, mlp.gate_up->outputs);
-        cover(*mlp.gate_up), cover(*mlp.down);
-    }
-    void add(const Experts& moe, long hidden) {
-        const GatedMlp& any = moe.experts.front();
-        long shared = 0;
-        if (moe.shared) {
-            add(*moe.shared);
-            shared = moe.shared->gate_up->outputs;
-            mixed = std::max(mixed, moe.shared->down->inputs);
-        }
-        add(any);
-        y = std::max(y, shared + moe.num_chosen * std::max(any.gate_up->outputs, hidden));
-        routed = std::max(routed, moe.router->outputs);
-        choices = std::max(choices, moe.num_chosen);
-        rows_per_token = std::max(rows_per_token, 1 + moe.num_chosen);
-        num_experts = std::max(num_experts, static_cast<long>(moe.experts.size()));
-    }
-};
-
 }  // namespace
 
 void Decoder::forward(Team& team, const StepInputs& step, float* hidden) {
@@ -842,15 +849,9 @@ void Decoder::forward(Team& team, const StepInputs& step, float* hidden) {
             throw std::out_of_range("a token id lies outside of the vocabulary");
         }
     }
-    Needs needs;
-    needs.inputs = needs.z = hidden_size;
-    for (const Layer& layer : layers) {
-        std::visit([&](const auto& mixer) { needs.add(mixer); }, layer.mixer);
-        if (const auto* mlp = std::get_if<GatedMlp>(&layer.ffn)) needs.add(*mlp);
-        if (const auto* moe = std::get_if<Experts>(&layer.ffn)) needs.add(*moe, hidden_size);
-    }
-    if (!memory_) memory_ = std::make_shared<Memory>();
+    if (!memory_) memory_ = std::make_shared<Memory>(needs_of(*this));
     Memory& memory = *memory_;
+    const Needs& needs = memory.needs;
     const long n = step.num_tokens;
     memory.hidden.get(n * hidden_size);
     memory.y.get(n * needs.y);
@@ -866,15 +867,7 @@ void Decoder::forward(Team& team, const StepInputs& step, float* hidden) {
     memory.order.resize(n * needs.choices);
     memory.slots_of_expert.resize(n * needs.choices);
     memory.weights.resize(n * needs.choices);
-    size_t num_bytes = 0;
-    for (const Layer& layer : layers) {
-        if (const auto* mlp = std::get_if<GatedMlp>(&layer.ffn)) {
-            num_bytes += mlp->gate_up->num_bytes() + mlp->down->num_bytes();
-        } else {
-            num_bytes += size_t{1} << 22;
-        }
-    }
-    team.run(is_worth_sharing(num_bytes * std::max(1l, n / 4)),
+    team.run(is_worth_sharing(needs.num_bytes * std::max(1l, n / 4)),
              [&](Member& me) { Step(*this, memory, step, me).run(hidden); });
 }
 

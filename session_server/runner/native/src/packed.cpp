@@ -10,23 +10,11 @@
 #include <stdexcept>
 #include <vector>
 
+#include "scalars.h"
+
 namespace session_server {
 
 namespace {
-
-float read(const void* rows, DType dtype, size_t index) {
-    if (dtype == DType::kFloat32) return static_cast<const float*>(rows)[index];
-    uint16_t bits = static_cast<const uint16_t*>(rows)[index];
-    if (dtype == DType::kBFloat16) {
-        uint32_t wide = static_cast<uint32_t>(bits) << 16;
-        float value;
-        std::memcpy(&value, &wide, sizeof value);
-        return value;
-    }
-    _Float16 half;
-    std::memcpy(&half, &bits, sizeof half);
-    return static_cast<float>(half);
-}
 
 uint16_t bf16_bits(float value) {
     uint32_t bits;
@@ -40,12 +28,6 @@ uint16_t half_bits(float value) {
     uint16_t bits;
     std::memcpy(&bits, &half, sizeof bits);
     return bits;
-}
-
-float from_half(uint16_t bits) {
-    _Float16 half;
-    std::memcpy(&half, &bits, sizeof half);
-    return static_cast<float>(half);
 }
 
 size_t position(Format format, long input, long lane) {
@@ -162,7 +144,7 @@ Packed pack(const void* rows, DType dtype, long outputs, long inputs, long strid
     long blocks = packed.padded_inputs / kBlock;
     std::vector<float> row(packed.padded_inputs, 0.0f);
     for (long output = 0; output < outputs; ++output) {
-        for (long i = 0; i < inputs; ++i) row[i] = read(rows, dtype, output * stride + i);
+        for (long i = 0; i < inputs; ++i) row[i] = element(rows, dtype, output * stride + i);
         long panel = output / kPanel, lane = output % kPanel;
         uint8_t* data = packed.weights.as<uint8_t>() + panel * packed.panel_bytes();
         if (is_quantized) {
