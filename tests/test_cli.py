@@ -143,7 +143,7 @@ def test_every_unknown_flag_has_a_line_of_its_own(capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit):
         cli.main(["serve", "--quantization", "fp8", "--chat-template", "x", "--loud"])
     lines = capsys.readouterr().err.splitlines()
-    assert "--quantization is not supported, because weights" in lines[0]
+    assert "--quantization is not supported, because the format of weights" in lines[0]
     assert lines[1].startswith("  --chat-template is not supported, because it is part of")
     assert lines[2] == "  unrecognized argument --loud"
 
