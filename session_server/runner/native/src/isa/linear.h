@@ -17,7 +17,6 @@ namespace session_server::SESSION_SERVER_ISA {
 
 constexpr int kVectors = kPanel / kLanes;  // of one panel
 constexpr long kChunk = 512;
-constexpr int kMaxTokens = kLanes == 16 ? 8 : kLanes == 8 ? 6 : 2;
 
 #if defined(__AVX512BF16__)
 constexpr bool kHasBf16Dot = true;
@@ -27,6 +26,12 @@ constexpr bool kHasBf16Dot = false;
 
 constexpr bool is_quantized(Format format) {
     return format == Format::kInt8 || format == Format::kInt4;
+}
+
+// Tokens of a tile: sums of codes take two registers each, and panels share more broadcasts.
+constexpr int max_tokens(Format format) {
+    if (kLanes == 4) return 2;
+    return is_quantized(format) ? 4 : kLanes == 8 ? 6 : 8;
 }
 
 // Panels of a tile of `tokens`: as many as leave registers for weights and inputs.
@@ -192,12 +197,14 @@ inline I dot_quads(I acc, I weights, const int8_t* quad) {
 
 template <Format kFormat, int R, int C>
 struct CodeTile {
+    static constexpr bool kIsInt8 = kFormat == Format::kInt8;
+    // Codes of 8 bits are symmetric around 128; those of 4 bits have a minimum in each block.
+    static constexpr bool kHasMinimums = !kIsInt8;
+
     static void run(const Packed& weights, long panel, const Inputs& inputs, float* y, long ldy,
                     Write write) {
-        constexpr bool kIsInt8 = kFormat == Format::kInt8;
         const long blocks = weights.padded_inputs / kBlock;
         const long input_blocks = inputs.stride / kBlock;
-        const bool has_minimums = weights.minimums.size() > 0;
         const uint8_t* codes[R];
         const uint16_t* scales[R];
         const uint16_t* minimums[R];
@@ -210,19 +217,17 @@ struct CodeTile {
         for (long block = 0; block < blocks; ++block) {
             I dots[R][C][kVectors];
             for (int c = 0; c < C; ++c) {
-                int offset = inputs.sums[c * input_blocks + block] * (kIsInt8 ? 128 : 8);
+                I begin{};
+                if constexpr (kIsInt8) begin = inputs.sums[c * input_blocks + block] * -128 + I{};
                 for (int r = 0; r < R; ++r) {
-                    for (int v = 0; v < kVectors; ++v) {
-                        dots[r][c][v] = has_minimums ? I{} : I{} - offset;
-                    }
+                    for (int v = 0; v < kVectors; ++v) dots[r][c][v] = begin;
                 }
             }
+#pragma GCC unroll 8
             for (int quad = 0; quad < kBlock / 4; ++quad) {
                 I read[R][kVectors];
                 for (int r = 0; r < R; ++r) {
-                    for (int v = 0; v < kVectors; ++v) {
-                        read[r][v] = read_quad<kIsInt8>(codes[r], block, quad, v);
-                    }
+                    for (int v = 0; v < kVectors; ++v) read[r][v] = read_quad(codes[r], block, quad, v);
                 }
                 for (int c = 0; c < C; ++c) {
                     const int8_t* x = inputs.codes + (c * inputs.stride / 4) * kQuadBytes +
@@ -236,16 +241,18 @@ struct CodeTile {
             }
             for (int r = 0; r < R; ++r) {
                 for (int v = 0; v < kVectors; ++v) {
-                    F scale = load_half(scales[r] + block * kPanel + v * kLanes);
+                    const F scale = load_half(scales[r] + block * kPanel + v * kLanes);
                     F minimum{};
-                    if (has_minimums) minimum = load_half(minimums[r] + block * kPanel + v * kLanes);
+                    if constexpr (kHasMinimums) {
+                        minimum = load_half(minimums[r] + block * kPanel + v * kLanes);
+                    }
                     for (int c = 0; c < C; ++c) {
-                        float of_input = inputs.scales[c * input_blocks + block];
-                        F dot = __builtin_convertvector(dots[r][c][v], F);
+                        const float of_input = inputs.scales[c * input_blocks + block];
+                        const F dot = __builtin_convertvector(dots[r][c][v], F);
                         sum[r][c][v] = fma(scale * broadcast(of_input), dot, sum[r][c][v]);
-                        if (has_minimums) {
-                            float total = of_input * static_cast<float>(
-                                                         inputs.sums[c * input_blocks + block]);
+                        if constexpr (kHasMinimums) {
+                            const float total = of_input * static_cast<float>(
+                                                               inputs.sums[c * input_blocks + block]);
                             sum[r][c][v] = fma(minimum, broadcast(-total), sum[r][c][v]);
                         }
                     }
@@ -259,7 +266,6 @@ struct CodeTile {
         }
     }
 
-    template <bool kIsInt8>
     static inline I read_quad(const uint8_t* panel, long block, int quad, int vector) {
         I codes;
         if constexpr (kIsInt8) {
@@ -293,14 +299,15 @@ template <Format kFormat>
 void run_tokens(const Packed& weights, long first, long end, const Inputs& inputs, long num_tokens,
                 float* y, long ldy, Write write) {
     using Run = void (*)(const Packed&, long, long, const Inputs&, float*, long, Write);
+    constexpr int kMost = max_tokens(kFormat);
     static constexpr auto kRuns = []<int... C>(std::integer_sequence<int, C...>) {
         return std::array<Run, sizeof...(C)>{run_panels<kFormat, C + 1>...};
-    }(std::make_integer_sequence<int, kMaxTokens>());
-    constexpr long kPanels = tile_panels(kFormat, kMaxTokens);
-    const long step = num_tokens <= kMaxTokens ? end - first : kPanels;
+    }(std::make_integer_sequence<int, kMost>());
+    constexpr long kPanels = tile_panels(kFormat, kMost);
+    const long step = num_tokens <= kMost ? end - first : kPanels;
     for (long panel = first; panel < end; panel += step) {
-        for (long token = 0; token < num_tokens; token += kMaxTokens) {
-            long count = std::min<long>(kMaxTokens, num_tokens - token);
+        for (long token = 0; token < num_tokens; token += kMost) {
+            long count = std::min<long>(kMost, num_tokens - token);
             kRuns[count - 1](weights, panel, std::min(panel + step, end), inputs.from(token),
                              y + token * ldy, ldy, write);
         }
@@ -342,22 +349,22 @@ inline void quantize(const float* x, long n, int8_t* codes, float* scales, int32
         const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
         scales[block] = scale + sum(zeros);  // codes cannot be NaN or infinite; a scale can
         const F magic = broadcast(12582912.0f);
-        int32_t rounded[kBlock], total = 0;
+        int8_t rounded[kBlock];
+        I totals{};
         for (int i = 0; i < kBlock; i += kLanes) {
             F bounded = max(broadcast(-127.0f), min(broadcast(127.0f), load(values + i) * inverse));
             I whole = (I)(bounded + magic) - (I)magic;
-            std::memcpy(rounded + i, &whole, sizeof whole);
+            totals += whole;
+            B narrow = __builtin_convertvector(whole, B);
+            std::memcpy(rounded + i, &narrow, sizeof narrow);
         }
-        for (int i = 0; i < kBlock; ++i) total += rounded[i];
-        sums[block] = total;
-        int8_t* out = codes + block * (kBlock / 4) * kQuadBytes;
-        for (int i = 0; i < kBlock; i += 4) {
-            if constexpr (kQuadBytes == 4) {
-                for (int j = 0; j < 4; ++j) out[i + j] = static_cast<int8_t>(rounded[i + j]);
-            } else {
-                const int16_t pairs[4] = {
-                    static_cast<int16_t>(rounded[i]), static_cast<int16_t>(rounded[i + 2]),
-                    static_cast<int16_t>(rounded[i + 1]), static_cast<int16_t>(rounded[i + 3])};
+        sums[block] = static_cast<int32_t>(sum(__builtin_convertvector(totals, F)));
+        int8_t* out = codes + block * kBlock / 4 * kQuadBytes;
+        if constexpr (kQuadBytes == 4) {
+            std::memcpy(out, rounded, sizeof rounded);
+        } else {
+            for (int i = 0; i < kBlock; i += 4) {
+                const int16_t pairs[4] = {rounded[i], rounded[i + 2], rounded[i + 1], rounded[i + 3]};
                 std::memcpy(out + i * 2, pairs, sizeof pairs);
             }
         }

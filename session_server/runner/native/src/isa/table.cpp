@@ -12,7 +12,7 @@ namespace SESSION_SERVER_ISA {
 
 namespace {
 long panels_of(Format format, long num_tokens) {
-    return tile_panels(format, static_cast<int>(std::min<long>(num_tokens, kMaxTokens)));
+    return tile_panels(format, static_cast<int>(std::min<long>(num_tokens, max_tokens(format))));
 }
 }  // namespace
 

@@ -30,6 +30,7 @@ using F = float __attribute__((vector_size(4 * kLanes)));
 using I = int32_t __attribute__((vector_size(4 * kLanes)));
 using U = uint32_t __attribute__((vector_size(4 * kLanes)));
 using H = uint16_t __attribute__((vector_size(2 * kLanes)));
+using B = int8_t __attribute__((vector_size(kLanes)));
 
 inline F load(const float* p) {
     F v;
@@ -147,13 +148,18 @@ inline F load_half(const uint16_t* p) {
 #endif
 }
 
-// e^x within 2 ulp; 0 below -87.3, infinity above 88.7. Cody and Waite's reduction, then a
+// e^x within 2 ulp; 0 below -104 (-87.3 without AVX-512), infinity above 88.7. Cody and Waite's reduction, then a
 // polynomial of Cephes (Moshier 1989).
 inline F exp(F x) {
+#if defined(__AVX512F__)
+    F bounded = max(broadcast(-150.0f), min(broadcast(150.0f), x));
+    F n = (F)_mm512_roundscale_ps((__m512)(bounded * 1.44269504088896341f), _MM_FROUND_TO_NEAREST_INT);
+#else
     const F magic = broadcast(12582912.0f);  // adding it rounds to an integer in the low bits
     F bounded = max(broadcast(-88.0f), min(broadcast(88.8f), x));
     F shifted = fma(bounded, broadcast(1.44269504088896341f), magic);
     F n = shifted - magic;
+#endif
     F r = fma(n, broadcast(-0.693359375f), bounded);
     r = fma(n, broadcast(2.12194440e-4f), r);
     F p = broadcast(1.9875691500e-4f);
@@ -163,11 +169,15 @@ inline F exp(F x) {
     p = fma(p, r, broadcast(1.6666665459e-1f));
     p = fma(p, r, broadcast(5.0000001201e-1f));
     p = fma(p, r * r, r + 1.0f);
+#if defined(__AVX512F__)
+    return (F)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
     // Two factors: n = 128 is no exponent of a float, but 64 twice is.
     I whole = (I)shifted - (I)magic;
     I half = whole >> 1;
     F scaled = p * (F)((half + 127) << 23) * (F)((whole - half + 127) << 23);
     return x < -87.33f ? F{} : scaled;
+#endif
 }
 
 inline F sigmoid(F x) { return 1.0f / (1.0f + exp(-x)); }
