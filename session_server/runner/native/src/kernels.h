@@ -90,6 +90,14 @@ struct Queries {
     const float* sinks = nullptr;  // [group], or null
 };
 
+// Panels [first, end) of a linear. Those from `next` on are fetched into the cache meanwhile, as many
+// again: likely this thread reads them next.
+struct Panels {
+    long first = 0;
+    long end = 0;
+    long next = 0;
+};
+
 // Memory of one thread.
 struct Scratch {
     float* floats = nullptr;
@@ -113,9 +121,9 @@ struct Kernels {
     long lane_queries;
     // Bring [n] floats into `form` at token `token` of `inputs`, whose arrays are writable.
     void (*convert)(const float* x, long n, const Inputs& inputs, long token);
-    // y[token * ldy + output], panels [first, end) of `weights`.
-    void (*linear)(const Packed& weights, long first, long end, const Inputs& inputs,
-                   long num_tokens, float* y, long ldy, Write write);
+    // y[token * ldy + output] of `panels` of `weights`.
+    void (*linear)(const Packed& weights, Panels panels, const Inputs& inputs, long num_tokens,
+                   float* y, long ldy, Write write);
     void (*rms_norm)(const float* x, const float* weight, float eps, long n, float* y);
     // Rotate pairs (2i, 2i + 1) of x[n] by the angles of `phases`: n cosines, then n sines, both
     // twice per pair, those of even elements negated.

@@ -273,10 +273,13 @@ class Step {
         const long chunks = (weights.panels() + tile - 1) / tile;
         me_.share(blocks * chunks, [&](long item) {
             const long token = item / chunks * kTokenBlock, first = item % chunks * tile;
-            kernels_.linear(weights, first, std::min(first + tile, weights.panels()),
-                            inputs.from(token), std::min(kTokenBlock, num_tokens - token),
-                            y + token * ldy, ldy, write);
+            kernels_.linear(weights, panels(weights, first, tile), inputs.from(token),
+                            std::min(kTokenBlock, num_tokens - token), y + token * ldy, ldy, write);
         });
+    }
+
+    Panels panels(const Packed& weights, long first, long tile) const {
+        return {first, std::min(first + tile, weights.panels()), first + tile * me_.size()};
     }
 
     void linear(const Packed& weights, float* y) {
@@ -493,7 +496,7 @@ class Step {
             for (long t = 0; t < count; ++t) {
                 kernels_.convert(x + (first + t) * ldx + head * head_size, weights.inputs, inputs, t);
             }
-            kernels_.linear(weights, 0, weights.panels(), inputs, count,
+            kernels_.linear(weights, {0, weights.panels(), weights.panels()}, inputs, count,
                             y + first * ldy + head * out_size, ldy, {});
         });
     }
@@ -759,8 +762,8 @@ class Step {
             const long count = memory_.first_of_expert[expert + 1] - begin;
             if (count == 0) return;
             const Packed& weights = *(moe.experts[expert].*which);
-            kernels_.linear(weights, first, std::min(first + tile, weights.panels()),
-                            inputs.from(begin), count, y + begin * ldy, ldy, {});
+            kernels_.linear(weights, panels(weights, first, tile), inputs.from(begin), count,
+                            y + begin * ldy, ldy, {});
         });
     }
 
@@ -884,8 +887,9 @@ void apply_linear(Team& team, const Packed& weights, const float* x, long num_to
     team.run(is_worth_sharing(weights.num_bytes()), [&](Member& me) {
         me.share(chunks, [&](long chunk) {
             const long first = chunk * tile;
-            table.linear(weights, first, std::min(first + tile, weights.panels()), inputs,
-                         num_tokens, y, weights.outputs, {});
+            const Panels panels = {first, std::min(first + tile, weights.panels()),
+                                   first + tile * me.size()};
+            table.linear(weights, panels, inputs, num_tokens, y, weights.outputs, {});
         });
     });
 }

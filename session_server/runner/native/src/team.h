@@ -15,6 +15,7 @@ class Team;
 class Member {
   public:
     int index() const { return index_; }
+    int size() const { return size_; }
 
     // Call f(item) for items [0, count), each on one member, then wait for all members. Members
     // that come first take more items: a core that something else uses holds nobody up.

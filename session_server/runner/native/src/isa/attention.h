@@ -51,6 +51,32 @@ inline void locate(const KvRows& kv, long first, long count, long* elements) {
     }
 }
 
+// Where the keys of a block lie, and those of the block after it, which are fetched meanwhile: pages
+// lie anywhere, so the CPU cannot guess what comes next.
+struct Block {
+    long begin = 0;
+    long count = 0;
+    long elements[kKeys];
+
+    // The block from position `from` on; empty at `end`.
+    void locate_from(const KvRows& kv, long from, long end) {
+        begin = from;
+        count = std::max(0l, std::min(from / kKeys * kKeys + kKeys, end) - from);
+        locate(kv, begin, count, elements);
+    }
+
+    // Fetch `dim` elements of the rows [first, first + number).
+    template <DType kType>
+    inline void fetch(const void* base, long dim, long first, long number) const {
+        constexpr long kSize = kType == DType::kFloat32 ? 4 : 2, kLine = 64;
+        const long end = std::min(first + number, count);
+        for (long i = first; i < end; ++i) {
+            const char* row = static_cast<const char*>(base) + elements[i] * kSize;
+            for (long at = 0; at < dim * kSize; at += kLine) __builtin_prefetch(row + at, 0, 2);
+        }
+    }
+};
+
 inline F capped(F score, float softcap) {
     return softcap == 0.0f ? score : softcap * tanh(score * (1.0f / softcap));
 }
@@ -74,13 +100,18 @@ void attend_one(const KvRows& kv, const AttentionRule& rule, const Queries& quer
     std::fill(out, out + group * values, 0.0f);
     const long end = queries.position + 1;
     const long first = rule.window > 0 ? std::max(0l, end - rule.window) : 0;
-    long keys[kKeys];
-    for (long block = first / kKeys * kKeys; block < end; block += kKeys) {
-        const long begin = std::max(block, first), count = std::min(block + kKeys, end) - begin;
-        locate(kv, begin, count, keys);
+    Block blocks[2];
+    blocks[0].locate_from(kv, first, end);
+    for (int at = 0; blocks[at].count > 0; at ^= 1) {
+        Block& next = blocks[at ^ 1];
+        const long count = blocks[at].count;
+        long* keys = blocks[at].elements;
+        next.locate_from(kv, blocks[at].begin + count, end);
         const long padded = round_up(count, kLanes);
         for (long i = count; i < padded; ++i) keys[i] = keys[count - 1];
         for (long i = 0; i < padded; i += kLanes) {
+            next.fetch<kType>(kv.keys, dim, i, kLanes);
+            next.fetch<kType>(kv.values, values, i, kLanes);
             for (long h = 0; h < group; ++h) {
                 F acc[kLanes] = {};
                 for (long d = 0; d < dim; d += kLanes) {
@@ -248,13 +279,15 @@ void attend_lanes(const KvRows& kv, const AttentionRule& rule, const Queries& qu
     const long seen_by_all_from =
         rule.window > 0 ? std::max(0l, queries.position + last_token + 1 - rule.window) : 0;
     const long seen_by_all_to = queries.position + first_token + 1;
-    long elements[kKeys];
     const float* key_rows[kKeys];
     const float* value_rows[kKeys];
-    for (long block = first_seen / kKeys * kKeys; block < end; block += kKeys) {
-        const long begin = std::max(block, first_seen);
-        const long num_keys = std::min(block + kKeys, end) - begin;
-        locate(kv, begin, num_keys, elements);
+    Block blocks[2];
+    blocks[0].locate_from(kv, first_seen, end);
+    for (int at = 0; blocks[at].count > 0; at ^= 1) {
+        Block& next = blocks[at ^ 1];
+        const long begin = blocks[at].begin, num_keys = blocks[at].count;
+        const long* elements = blocks[at].elements;
+        next.locate_from(kv, begin + num_keys, end);
         widen<kType>(kv.keys, elements, num_keys, dim, wide_keys, key_rows);
         if (kv.values == kv.keys) {
             std::copy(key_rows, key_rows + num_keys, value_rows);
@@ -263,6 +296,8 @@ void attend_lanes(const KvRows& kv, const AttentionRule& rule, const Queries& qu
         }
         long i = 0;
         for (; i + kRows <= num_keys; i += kRows) {
+            next.fetch<kType>(kv.keys, dim, i, kRows);
+            if (kv.values != kv.keys) next.fetch<kType>(kv.values, values, i, kRows);
             score_rows<kVecs, kRows>(q, dim, key_rows + i, scores + i * kWidth);
         }
         for (; i < num_keys; ++i) score_rows<kVecs, 1>(q, dim, key_rows + i, scores + i * kWidth);

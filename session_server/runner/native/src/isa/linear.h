@@ -65,6 +65,33 @@ inline void write_out(const Packed& weights, long panel, const F (&sum)[kVectors
     }
 }
 
+// Cache lines that are fetched while a tile computes: a few for every kBlock inputs, so that they
+// trickle in and reading does not wait for them.
+struct Ahead {
+    const uint8_t* line = nullptr;
+    long lines_per_block = 0;
+    long lines_left = 0;
+
+    Ahead() = default;
+    Ahead(const Packed& weights, long first, long count, long num_passes) {
+        count = std::min(count, weights.panels() - first);
+        if (count <= 0) return;
+        line = weights.weights.as<uint8_t>() + first * weights.panel_bytes();
+        lines_left = count * static_cast<long>(weights.panel_bytes()) / kLine;
+        const long blocks = num_passes * ((weights.padded_inputs + kBlock - 1) / kBlock);
+        lines_per_block = (lines_left + blocks - 1) / blocks;
+    }
+
+    inline void fetch() {
+        for (long i = std::min(lines_per_block, lines_left); i > 0; --i, --lines_left) {
+            __builtin_prefetch(line, 0, 2);
+            line += kLine;
+        }
+    }
+
+    static constexpr long kLine = 64;
+};
+
 // Weights of 32 or 16 bits: one vector of weights times one broadcast input.
 template <Format kFormat, int R, int C>
 struct FloatTile {
@@ -77,9 +104,10 @@ struct FloatTile {
     const uint16_t* pairs[C];
     F sum[R][C][kVectors];
 
-    inline void add(long begin, long end) {
+    inline void add(long begin, long end, Ahead& ahead) {
         F acc[R][C][kVectors] = {};
         for (long k = begin; k < end; k += kStep) {
+            if (k % kBlock == 0) ahead.fetch();
             F low[R][kVectors], high[R][kVectors];
             for (int r = 0; r < R; ++r) {
                 for (int v = 0; v < kVectors; ++v) read(r, v, k, low[r][v], high[r][v]);
@@ -139,7 +167,7 @@ struct FloatTile {
     }
 
     static void run(const Packed& weights, long panel, const Inputs& inputs, float* y, long ldy,
-                    Write write) {
+                    Write write, Ahead& ahead) {
         FloatTile tile;
         for (int r = 0; r < R; ++r) {
             tile.panels[r] = weights.weights.as<uint8_t>() + (panel + r) * weights.panel_bytes();
@@ -153,7 +181,7 @@ struct FloatTile {
         }
         std::memset(tile.sum, 0, sizeof tile.sum);
         for (long k = 0; k < weights.padded_inputs; k += kChunk) {
-            tile.add(k, std::min(k + kChunk, weights.padded_inputs));
+            tile.add(k, std::min(k + kChunk, weights.padded_inputs), ahead);
         }
         for (int c = 0; c < C; ++c) {
             for (int r = 0; r < R; ++r) {
@@ -202,7 +230,7 @@ struct CodeTile {
     static constexpr bool kHasMinimums = !kIsInt8;
 
     static void run(const Packed& weights, long panel, const Inputs& inputs, float* y, long ldy,
-                    Write write) {
+                    Write write, Ahead& ahead) {
         const long blocks = weights.padded_inputs / kBlock;
         const long input_blocks = inputs.stride / kBlock;
         const uint8_t* codes[R];
@@ -215,6 +243,7 @@ struct CodeTile {
         }
         F sum[R][C][kVectors] = {};
         for (long block = 0; block < blocks; ++block) {
+            ahead.fetch();
             I dots[R][C][kVectors];
             for (int c = 0; c < C; ++c) {
                 I begin{};
@@ -285,41 +314,50 @@ using Tile = std::conditional_t<is_quantized(kFormat), CodeTile<kFormat, R, C>,
 
 template <Format kFormat, int C>
 void run_panels(const Packed& weights, long first, long end, const Inputs& inputs, float* y,
-                long ldy, Write write) {
+                long ldy, Write write, Ahead& ahead) {
     constexpr int kPanels = tile_panels(kFormat, C);
     long panel = first;
     for (; panel + kPanels <= end; panel += kPanels) {
-        Tile<kFormat, kPanels, C>::run(weights, panel, inputs, y, ldy, write);
+        Tile<kFormat, kPanels, C>::run(weights, panel, inputs, y, ldy, write, ahead);
     }
-    for (; panel < end; ++panel) Tile<kFormat, 1, C>::run(weights, panel, inputs, y, ldy, write);
+    for (; panel < end; ++panel) {
+        Tile<kFormat, 1, C>::run(weights, panel, inputs, y, ldy, write, ahead);
+    }
 }
 
-// A group of panels stays in the cache while all tokens pass by.
+// A group of panels stays in the cache while all tokens pass by, and the next is fetched meanwhile.
+// What only passes once is read at the memory's speed: nothing is fetched ahead of it.
 template <Format kFormat>
-void run_tokens(const Packed& weights, long first, long end, const Inputs& inputs, long num_tokens,
+void run_tokens(const Packed& weights, Panels panels, const Inputs& inputs, long num_tokens,
                 float* y, long ldy, Write write) {
-    using Run = void (*)(const Packed&, long, long, const Inputs&, float*, long, Write);
+    using Run = void (*)(const Packed&, long, long, const Inputs&, float*, long, Write, Ahead&);
     constexpr int kMost = max_tokens(kFormat);
     static constexpr auto kRuns = []<int... C>(std::integer_sequence<int, C...>) {
         return std::array<Run, sizeof...(C)>{run_panels<kFormat, C + 1>...};
     }(std::make_integer_sequence<int, kMost>());
     constexpr long kPanels = tile_panels(kFormat, kMost);
-    const long step = num_tokens <= kMost ? end - first : kPanels;
-    for (long panel = first; panel < end; panel += step) {
+    const long passes = (num_tokens + kMost - 1) / kMost;
+    const long step = passes == 1 ? panels.end - panels.first : kPanels;
+    for (long panel = panels.first; panel < panels.end; panel += step) {
+        const long end = std::min(panel + step, panels.end);
+        Ahead ahead;
+        if (passes > 1) {
+            ahead = Ahead(weights, end < panels.end ? end : panels.next, kPanels, passes);
+        }
         for (long token = 0; token < num_tokens; token += kMost) {
-            long count = std::min<long>(kMost, num_tokens - token);
-            kRuns[count - 1](weights, panel, std::min(panel + step, end), inputs.from(token),
-                             y + token * ldy, ldy, write);
+            const long count = std::min<long>(kMost, num_tokens - token);
+            kRuns[count - 1](weights, panel, end, inputs.from(token), y + token * ldy, ldy, write,
+                             ahead);
         }
     }
 }
 
-inline void linear(const Packed& weights, long first, long end, const Inputs& inputs,
-                   long num_tokens, float* y, long ldy, Write write) {
+inline void linear(const Packed& weights, Panels panels, const Inputs& inputs, long num_tokens,
+                   float* y, long ldy, Write write) {
     switch (weights.format) {
-#define SESSION_SERVER_CASE(format)                                                              \
-    case Format::format:                                                                         \
-        return run_tokens<Format::format>(weights, first, end, inputs, num_tokens, y, ldy, write)
+#define SESSION_SERVER_CASE(format) \
+    case Format::format:            \
+        return run_tokens<Format::format>(weights, panels, inputs, num_tokens, y, ldy, write)
         SESSION_SERVER_CASE(kFloat32);
         SESSION_SERVER_CASE(kBFloat16);
         SESSION_SERVER_CASE(kFloat16);
