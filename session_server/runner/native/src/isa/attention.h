@@ -18,6 +18,7 @@
 namespace session_server::SESSION_SERVER_ISA {
 
 constexpr long kKeys = 64;
+constexpr long kLaneQueries = 3 * kLanes;  // three vectors by kRows sums leave registers for inputs
 constexpr float kUnseen = -1e30f;  // below any score, and finite: differences of it are no NaN
 
 template <DType kType>
@@ -371,15 +372,15 @@ void attend_as(const KvRows& kv, const AttentionRule& rule, const Queries& queri
     }
     const long total = queries.num_tokens * queries.group;
     for (long first = 0; first < total;) {
-        const long left = total - first;
-        if (left > kLanes) {
-            const long count = std::min<long>(left, 2 * kLanes);
+        const long count = std::min<long>(total - first, kLaneQueries);
+        if (count > 2 * kLanes) {
+            attend_lanes<kType, 3>(kv, rule, queries, first, count, scratch);
+        } else if (count > kLanes) {
             attend_lanes<kType, 2>(kv, rule, queries, first, count, scratch);
-            first += count;
         } else {
-            attend_lanes<kType, 1>(kv, rule, queries, first, left, scratch);
-            first += left;
+            attend_lanes<kType, 1>(kv, rule, queries, first, count, scratch);
         }
+        first += count;
     }
 }
 
