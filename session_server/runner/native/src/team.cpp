@@ -2,6 +2,10 @@
 
 #include <chrono>
 
+#if defined(__linux__)
+#include <sched.h>
+#endif
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -24,6 +28,20 @@ inline void pause() {
     asm volatile("yield");
 #endif
 }
+
+#if defined(__linux__)
+int current_cpu() { return sched_getcpu(); }
+
+// Go to a CPU that is none of `taken`, if this thread may run on one.
+void leave(const cpu_set_t& taken) {
+    cpu_set_t allowed, others;
+    if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
+    CPU_AND(&others, &allowed, &taken);
+    CPU_XOR(&others, &allowed, &others);
+    if (CPU_COUNT(&others) == 0 || sched_setaffinity(0, sizeof others, &others) != 0) return;
+    sched_setaffinity(0, sizeof allowed, &allowed);
+}
+#endif
 
 void wait_while(std::atomic<int>& value, int old, std::chrono::microseconds awake) {
     const auto until = std::chrono::steady_clock::now() + awake;
@@ -54,7 +72,7 @@ void Member::meet() {
     }
 }
 
-Team::Team(int num_threads) {
+Team::Team(int num_threads) : cpus_(num_threads) {
     for (int index = 1; index < num_threads; ++index) {
         threads_.emplace_back([this, index] { serve(index); });
     }
@@ -74,11 +92,26 @@ void Team::run(bool is_parallel, const std::function<void(Member&)>& work) {
         return;
     }
     work_ = &work;
+    arrive(0);
     runs_.fetch_add(1, std::memory_order_release);
     runs_.notify_all();
     Member caller(*this, 0, size());
     work(caller);
     caller.meet();
+}
+
+void Team::arrive(int index) {
+#if defined(__linux__)
+    const int cpu = current_cpu();
+    cpu_set_t taken;
+    CPU_ZERO(&taken);
+    for (int before = 0; before < index; ++before) {
+        CPU_SET(cpus_[before].load(std::memory_order_relaxed), &taken);
+    }
+    const bool is_shared = CPU_ISSET(cpu, &taken);
+    if (is_shared) leave(taken);
+    cpus_[index].store(is_shared ? current_cpu() : cpu, std::memory_order_relaxed);
+#endif
 }
 
 void Team::serve(int index) {
@@ -87,6 +120,7 @@ void Team::serve(int index) {
             wait_while(runs_, seen, kAwakeBetweenSteps);
         }
         if (is_closing_) return;
+        arrive(index);
         Member member(*this, index, size());
         (*work_)(member);
         member.meet();

@@ -48,6 +48,9 @@ class Team {
   private:
     friend class Member;
     void serve(int index);
+    // Note the CPU of a member, which moves if one before it is there: a thread is often woken where
+    // the one runs that wakes it, and they would share a core while another idles.
+    void arrive(int index);
 
     std::vector<std::thread> threads_;
     const std::function<void(Member&)>* work_ = nullptr;
@@ -55,6 +58,7 @@ class Team {
     alignas(64) std::atomic<int> next_{0};
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<int> meetings_{0};
+    std::vector<std::atomic<int>> cpus_;  // where members were seen last
     bool is_closing_ = false;
 };
 
