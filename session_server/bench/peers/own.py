@@ -13,7 +13,7 @@ from typing import Any, Final
 import httpx
 
 from session_server.bench import kept
-from session_server.bench.checkpoint import RandomModel, write_random_checkpoint
+from session_server.bench.checkpoint import Mixer, RandomModel, write_random_checkpoint
 from session_server.bench.peers.cells import Figure, figure_of
 from session_server.bench.peers.models import SHAPES
 from session_server.bench.peers.ours import OurConversation, open_conversation
@@ -48,7 +48,7 @@ class OwnWorkload:
     @property
     def total_steps(self) -> int:
         """Return the rounds of overhead, growth and talk, and the timed turns of `bench kept`."""
-        return 3 * self.num_rounds + self.kept_workload.total_steps
+        return (2 + len(Mixer)) * self.num_rounds + self.kept_workload.total_steps
 
     @property
     def kept_workload(self) -> kept.KeptWorkload:
@@ -66,18 +66,28 @@ def measure_own(load: OwnWorkload, *, on_step: Callable[[], None]) -> list[dict[
         with LocalServer(_flags(model, load.long_len + 8 * _MARGIN)) as server:
             overhead = asyncio.run(_overhead(server.url, load, on_step))
             held = asyncio.run(_held_over_needed(server.url))
-        model = write_random_checkpoint(Path(directory) / "grown", load.shape)
-        with LocalServer(_flags(model, load.kept_len + _MARGIN)) as server:
-            growth = asyncio.run(_first_token_growth(server.url, load, on_step))
+        growth = {}
+        for mixer in Mixer:
+            model = write_random_checkpoint(Path(directory) / mixer.value, load.shape, mixer)
+            with LocalServer(_flags(model, 2 * load.kept_len + _MARGIN)) as server:
+                short_len = 0 if mixer is Mixer.FULL else load.kept_len // 8
+                growth[mixer] = asyncio.run(
+                    _first_token_growth(server.url, load, short_len, on_step)
+                )
     resent = kept.measure(load.kept_workload, on_step=on_step)["histories"][str(load.kept_len)]
     with LocalServer(["--log-level", "warning"]) as server:
         talk = asyncio.run(_talk(server.url, load.num_rounds, on_step))
-    long, short = f"{load.long_len:,}", f"{load.kept_len:,}"
+    long, short, eighth = (
+        f"{length:,}" for length in (load.long_len, load.kept_len, load.kept_len // 8)
+    )
     return [
         _at_most(1.10, f"first token's overhead, history {long} over 0", overhead["first"]),
         _at_most(1.10, f"a token's overhead, history {long} over 0", overhead["token"]),
-        _at_most(3.6, f"TTFT of 64 new tokens, history {short} over 0", growth),
-        _at_least(1.2, f"resent with a radix hit over kept, {short}", resent["resent_over_kept"]),
+        _at_most(3.6, f"TTFT of 64 new tokens, history {short} over 0", growth[Mixer.FULL]),
+        _at_most(1.05, f"the same with windows, {short} over {eighth}", growth[Mixer.WINDOW]),
+        _at_most(1.05, f"the same with states, {short} over {eighth}", growth[Mixer.DELTA]),
+        _at_least(1.2, f"resent as text over kept, {short}", resent["typed_over_kept"]),
+        _at_least(1.2, f"resent as token ids over kept, {short}", resent["resent_over_kept"]),
         _at_least(55, f"prefilled anew over kept, {short}", resent["cold_over_kept"]),
         _at_least(4000, f"embedded model, {NUM_TALKERS} sessions, tokens/s", talk),
         _at_most(1.01, "KV bytes held over needed, pages of 16", held),
@@ -149,14 +159,21 @@ async def _held_over_needed(url: str) -> float:
     return float(num_pages * page_size / sum(session["committed_len"] for session in sessions))
 
 
-async def _first_token_growth(url: str, load: OwnWorkload, on_step: Callable[[], None]) -> float:
-    """Return the time to the first token of 64 new ones with a history, over that without."""
+async def _first_token_growth(
+    url: str, load: OwnWorkload, short_len: int, on_step: Callable[[], None]
+) -> float:
+    """Return the time to the first token of 64 new ones with the whole history, over that with
+    `short_len` tokens of it."""
     tokens = Tokens(_VOCAB_SIZE)
     long = await open_conversation(url)
-    await long.prefill(tokens.draw(load.kept_len, "kept"))
+    await long.turn(tokens.draw(load.kept_len, "kept"), 1)
     times: dict[str, list[float]] = {"long": [], "new": []}
     for number in range(load.num_rounds):
         new = await open_conversation(url)
+        if (
+            short_len
+        ):  # a turn of one token, as those of the long one are: it is still to be computed
+            await new.turn(tokens.draw(short_len, "short", number), 1)
         for name, conversation in (("long", long), ("new", new)):
             trace = await conversation.turn(tokens.draw(_NUM_NEW, name, number), 1)
             times[name].append(trace.first_s - trace.begun_s)

@@ -12,10 +12,22 @@ namespace session_server {
 
 namespace {
 
-// Tokens whose inputs stay in a core's cache while panels pass by.
-constexpr long kTokenBlock = 64;
+// Tokens, at most, whose inputs stay in a core's cache while panels pass by.
+constexpr long kTokenBlock = 96;
 // Elements that one item of elementwise work covers: blocks of quantization are whole in it.
 constexpr long kSegment = 512;
+
+// Tokens in as few blocks as hold them, all of about one size: weights are read once for each.
+struct TokenBlocks {
+    explicit TokenBlocks(long tokens)
+        : num_tokens(tokens), count((tokens + kTokenBlock - 1) / kTokenBlock) {}
+
+    long first(long block) const { return block * num_tokens / count; }
+    long size(long block) const { return first(block + 1) - first(block); }
+
+    long num_tokens;
+    long count;
+};
 
 template <class T>
 class Grown {
@@ -268,13 +280,13 @@ class Step {
     void linear(const Packed& weights, const Inputs& inputs, long num_tokens, float* y, long ldy,
                 Write write) {
         if (num_tokens == 0) return;
-        const long blocks = round_up(num_tokens, kTokenBlock) / kTokenBlock;
+        const TokenBlocks blocks(num_tokens);
         const long tile = kernels_.tile_panels(weights.format, num_tokens);
         const long chunks = (weights.panels() + tile - 1) / tile;
-        me_.share(blocks * chunks, [&](long item) {
-            const long token = item / chunks * kTokenBlock, first = item % chunks * tile;
-            kernels_.linear(weights, panels(weights, first, tile), inputs.from(token),
-                            std::min(kTokenBlock, num_tokens - token), y + token * ldy, ldy, write);
+        me_.share(blocks.count * chunks, [&](long item) {
+            const long block = item / chunks, token = blocks.first(block);
+            kernels_.linear(weights, panels(weights, item % chunks * tile, tile),
+                            inputs.from(token), blocks.size(block), y + token * ldy, ldy, write);
         });
     }
 
@@ -478,11 +490,11 @@ class Step {
     void by_head(const std::vector<Linear>& linears, long num_tokens, const float* x, long ldx,
                  long head_size, float* y, long ldy, long out_size) {
         const long heads = static_cast<long>(linears.size());
-        const long blocks = round_up(num_tokens, kTokenBlock) / kTokenBlock;
-        me_.share(heads * blocks, [&](long item) {
-            const long head = item % heads, first = item / heads * kTokenBlock;
+        const TokenBlocks blocks(num_tokens);
+        me_.share(heads * blocks.count, [&](long item) {
+            const long head = item % heads, first = blocks.first(item / heads);
+            const long count = blocks.size(item / heads);
             const Packed& weights = *linears[head];
-            const long count = std::min(kTokenBlock, num_tokens - first);
             Inputs inputs = {.form = form_of(weights),
                              .stride = round_up(weights.inputs, kBlock),
                              .quad_bytes = kernels_.quad_bytes};

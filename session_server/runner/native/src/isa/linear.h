@@ -344,8 +344,10 @@ void run_tokens(const Packed& weights, Panels panels, const Inputs& inputs, long
         if (passes > 1) {
             ahead = Ahead(weights, end < panels.end ? end : panels.next, kPanels, passes);
         }
-        for (long token = 0; token < num_tokens; token += kMost) {
-            const long count = std::min<long>(kMost, num_tokens - token);
+        // Passes of about one size: one of a single token would take as long as one of many.
+        for (long pass = 0; pass < passes; ++pass) {
+            const long token = pass * num_tokens / passes;
+            const long count = (pass + 1) * num_tokens / passes - token;
             kRuns[count - 1](weights, panel, end, inputs.from(token), y + token * ldy, ldy, write,
                              ahead);
         }
