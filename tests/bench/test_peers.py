@@ -410,7 +410,7 @@ def test_our_own_costs_are_measured_against_their_goals() -> None:
     load = OwnWorkload(num_rounds=1, long_len=128, kept_len=64, shape=RandomModel())
     figures = measure_own(load, on_step=lambda: steps.append(1))
     assert len(steps) == load.total_steps
-    assert len(figures) == 7
+    assert len(figures) == 10
     by_name = {figure["name"]: figure for figure in figures}
     held = by_name["KV bytes held over needed, pages of 16"]
     assert 1.0 <= held["value"] <= 1.01

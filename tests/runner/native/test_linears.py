@@ -15,8 +15,8 @@ from session_server.runner.native.linear import NativeLinear, pack
 SHAPES: Final = ((1, 1), (15, 31), (16, 32), (17, 33), (100, 770), (129, 64))
 """Outputs and inputs: less than a panel or block, exactly one, one more, several with a rest."""
 
-NUM_TOKENS: Final = (1, 2, 3, 5, 8, 9, 65)
-"""One, less than a tile, exactly one, one more, and more than a block of tokens."""
+NUM_TOKENS: Final = (1, 2, 3, 5, 8, 9, 65, 97)
+"""One, less than a tile, exactly one, one more, many, and more than a block of tokens."""
 
 EPSILON: Final = {"float32": 1e-6, "bfloat16": 2**-8, "float16": 2**-11}
 """Rounding of a weight, and of an input where the kernel computes in the weight's dtype."""
