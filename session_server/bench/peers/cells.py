@@ -5,8 +5,9 @@ from __future__ import annotations
 import enum
 import itertools
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 from session_server.bench.peers.system import ServerSize, TurnTrace
@@ -92,6 +93,16 @@ CELLS: Final = (
     ),
 )  # fmt: skip
 """Every cell, in the order of the tables."""
+
+KINDS: Final[Mapping[str, Figure]] = MappingProxyType(
+    {
+        "decode": Figure.STEP_MS,
+        "ttft": Figure.TTFT_MS,
+        "turns": Figure.TURNS_PER_S,
+        "requests": Figure.TOKENS_PER_S,
+    }
+)
+"""Kinds of cells, by what a flag calls them."""
 
 
 @dataclass(frozen=True, slots=True)

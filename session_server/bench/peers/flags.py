@@ -14,7 +14,7 @@ from session_server.bench.peers.benchmark import (
     Available,
     PeersWorkload,
 )
-from session_server.bench.peers.cells import CELLS, ROWS
+from session_server.bench.peers.cells import CELLS, KINDS, ROWS
 from session_server.bench.peers.generating import is_installed
 from session_server.bench.peers.models import SHAPES
 from session_server.bench.peers.ours import can_quantize
@@ -22,7 +22,7 @@ from session_server.bench.peers.own import OwnWorkload
 from session_server.bench.peers.page import NoSection, check_page
 
 NAMES: Final = (
-    *("model", "rows", "only", "rounds", "threads", "llama_server", "work_dir", "short"),
+    *("model", "rows", "cells", "only", "rounds", "threads", "llama_server", "work_dir", "short"),
     "markdown",
 )
 """Of the flags, in the parsed arguments."""
@@ -58,6 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rows", nargs="+", choices=ROWS, help="our types of weights (default: all of them)"
     )
     group.add_argument(
+        "--cells",
+        nargs="+",
+        choices=KINDS,
+        help="which kinds of measurements are made (default: all of them)",
+    )
+    group.add_argument(
         "--only", choices=_SHEETS, help="the comparison, or what our own sessions cost"
     )
     group.add_argument("--rounds", type=int, metavar="N", help="rounds, 3 or more (default: 5)")
@@ -88,10 +94,13 @@ def workload(args: argparse.Namespace) -> PeersWorkload:
     num_rounds = args.rounds or (_SHORT_ROUNDS if args.short else DEFAULT_ROUNDS)
     own = _SHORT_OWN if args.short else OwnWorkload()
     short_rows = ROWS[:2] if args.short else ROWS
+    figures = {KINDS[kind] for kind in args.cells or KINDS}
     return PeersWorkload(
         models=() if args.only == "own" else tuple(args.model or ["100m"]),
         rows=tuple(row for row in ROWS if row in (args.rows or short_rows)),
-        cells=tuple(cell for cell in CELLS if cell.is_short or not args.short),
+        cells=tuple(
+            cell for cell in CELLS if cell.figure in figures and (cell.is_short or not args.short)
+        ),
         num_rounds=num_rounds,
         num_threads=args.threads or 2,
         work_dir=args.work_dir or DEFAULT_WORK_DIR,
