@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cache.spec import Capacity
-from cache.types import RowId, TableWrite, Tokens
-from session_server.core.batch import PendingStep, PromptLogprobRange, Runner
+from cache.types import RowId, TableWrite, Tokens, TurnId
+from session_server.core.batch import Batch, DecodeRows, PendingStep, PromptLogprobRange, Runner
 from session_server.core.sampling import SamplingParams, TokenLogprob
 from session_server.models.config import FULL_POOL, DTypeName
 from session_server.models.registry import load_config
@@ -217,6 +217,43 @@ def test_a_chunk_that_samples_nothing_is_checked_too(rows: Rows) -> None:
     )
     assert not sick.finite
     assert well.finite
+
+
+@pytest.mark.parametrize("is_seen", [False, True])
+def test_rows_that_decode_give_the_same_as_columns(checkpoint: Path, is_seen: bool) -> None:
+    prompts = {1: prompt(20, 1), 2: prompt(3, 2), 4: prompt(37, 3), 5: prompt(3, 4)}
+    starts = np.array([len(tokens) for tokens in prompts.values()], dtype=np.int32)
+    listed, columns = (rows_of(checkpoint, "float32") for _ in range(2))
+    given: tuple[int, ...] | None = None
+    for each in (listed, columns):
+        first = each.run(*(each.row(row, tokens) for row, tokens in prompts.items()))
+        given = tuple(result.token_ids[0] for result in first) if is_seen else None
+    tokens = [None if given is None else np.array([token], np.int32) for token in given or "1234"]
+    for step in range(3):
+        own = tokens if step == 0 else [None] * len(prompts)
+        expected = listed.run(
+            *(
+                listed.row(row, token, start=start + step)
+                for row, token, start in zip(prompts, own, starts.tolist(), strict=True)
+            )
+        )
+        ids = np.array(list(prompts), dtype=np.int32)
+        names = tuple(TurnId(f"turn-{row}") for row in prompts)
+        decoding = DecodeRows(names, (0,) * 4, ids, starts + step, given if step == 0 else None)
+        batch = Batch(100 + step, (), (), decoding=decoding)
+        result = columns.runner.launch(batch).wait()
+        assert result.tokens == tuple(each.token_ids[0] for each in expected)
+        assert not result.rows
+
+
+def test_columns_tell_a_row_of_nan_from_the_others(rows: Rows) -> None:
+    for row in (1, 2):
+        rows.run(rows.row(row, prompt(20, row)))
+    columns = np.array([1, 2], dtype=np.int32), np.array([20, 20], dtype=np.int32)
+    decoding = DecodeRows((TurnId("a"), TurnId("b")), (0, 0), *columns, (POISON, 5))
+    result = rows.runner.launch(Batch(100, (), (), decoding=decoding)).wait()
+    assert result.tokens is None
+    assert [row.finite for row in result.rows] == [False, True]
 
 
 def test_a_row_of_nan_does_not_spread_to_those_it_decodes_with(rows: Rows) -> None:
