@@ -1,7 +1,7 @@
 """Serve `kvsession.v1` over a WebSocket: one reader task, one writer task, one session.
 
 The reader turns frames into commands and never waits for a turn; the writer follows the session's
-journal. A client that reads nothing for `send_timeout_s` is disconnected with 1013 and may resume;
+journal. A token that nothing is before is sent as soon as it is written there. A client that reads nothing for `send_timeout_s` is disconnected with 1013 and may resume;
 its turn runs on. The newest connection to a session replaces the previous one.
 """
 
@@ -23,7 +23,7 @@ from session_server.core.errors import (
     SessionServerError,
     Unauthorized,
 )
-from session_server.core.session_events import TurnEnd, TurnRequest
+from session_server.core.session_events import TurnDelta, TurnEnd, TurnRequest
 from session_server.metrics.prometheus import ReaderKind
 from session_server.protocol.frames import ResumeFailedFrame
 from session_server.protocol.messages import (
@@ -192,7 +192,7 @@ class SessionSocket:
         await self._queue_hello(call, view)
         self._peer.start()
         self._protocol.on_refusal = self._services.metrics.count_refusal
-        self._journal.add_listener(self._peer.wake.set)
+        self._journal.add_listener(self._on_entry)
         reader = asyncio.create_task(self._read(call, session_id, readers), name="read socket")
         code: CloseCode | None = CloseCode.INTERNAL
         try:
@@ -200,7 +200,7 @@ class SessionSocket:
         except WebSocketDisconnect:
             code = None
         finally:
-            self._journal.remove_listener(self._peer.wake.set)
+            self._journal.remove_listener(self._on_entry)
             tasks: list[asyncio.Task[Any]] = [reader, *self._submissions]
             for task in tasks:
                 task.cancel()
@@ -366,6 +366,18 @@ class SessionSocket:
                 return code
             if not await self._peer.wait():
                 return CloseCode.IDLE
+
+    def _on_entry(self) -> None:
+        """Send a token at once if the peer has everything before it; else wake the writer."""
+        journal, position = self._journal, self._position
+        if self._peer.is_at_rest and journal.last_seq == position + 1:
+            (item,) = journal.read(position)
+            if isinstance(item.entry, TurnDelta) and self._protocol.close_code is None:
+                self._position = item.seq
+                self._protocol.send_entries([(item.seq, item.entry)])
+                self._peer.send_now(self._protocol)
+                return
+        self._peer.wake.set()
 
     async def _queue_entries(self, call: Call, session_id: str, readers: SessionReaders) -> None:
         try:
