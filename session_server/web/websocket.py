@@ -369,15 +369,13 @@ class SessionSocket:
 
     def _on_entry(self) -> None:
         """Send a token at once if the peer has everything before it; else wake the writer."""
-        journal, position = self._journal, self._position
-        if self._peer.is_at_rest and journal.last_seq == position + 1:
-            (item,) = journal.read(position)
-            if isinstance(item.entry, TurnDelta) and self._protocol.close_code is None:
-                self._position = item.seq
-                self._protocol.send_entries([(item.seq, item.entry)])
-                self._peer.send_now(self._protocol)
-                return
-        self._peer.wake.set()
+        seq, entry = self._journal.last_seq, self._journal.newest.entry
+        if isinstance(entry, TurnDelta) and seq == self._position + 1 and self._peer.is_at_rest:
+            self._position = seq
+            self._protocol.send_delta(seq, entry)
+            self._peer.send_now(self._protocol)
+        else:
+            self._peer.wake.set()
 
     async def _queue_entries(self, call: Call, session_id: str, readers: SessionReaders) -> None:
         try:
