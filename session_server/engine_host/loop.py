@@ -71,7 +71,6 @@ class EngineLoop:
         self._stepping = threading.Lock()
         self._wake = threading.Event()
         self._is_blocked = True
-        self._idle_since_s = clock()
         self._crash: BaseException | None = None
 
     def pulse(self) -> EnginePulse:
@@ -183,7 +182,7 @@ class EngineLoop:
         if outcome.events:
             self._emit(outcome.events)
         self._is_blocked = outcome.is_blocked
-        self._idle_since_s = ended_s = self._clock()
+        ended_s = self._clock()
         progress.end_step(ended_s)
         if outcome.is_blocked:
             progress.wait(has_work=not self._engine.is_at_rest)
@@ -195,7 +194,7 @@ class EngineLoop:
         if not self._engine.is_audit_due:
             return None
         return self._audit_pace.wait_s(
-            self._clock(), self._idle_since_s, is_at_rest=self._engine.is_at_rest
+            self._clock(), self._progress.ended_s, is_at_rest=self._engine.is_at_rest
         )
 
     def _audit(self) -> None:

@@ -74,7 +74,10 @@ class ForwardTimes:
 
 
 class Progress:
-    """Follow the steps of one loop. Whichever thread steps calls everything but `pulse`."""
+    """Follow the steps of one loop. Whichever thread steps calls everything but `pulse`.
+
+    `ended_s`: when the last step ended.
+    """
 
     def __init__(self) -> None:
         self._times = ForwardTimes()
@@ -82,6 +85,7 @@ class Progress:
         self._oldest: tuple[ForwardSize, float] | None = None
         self._step: tuple[float, float] | None = None
         self._slowest_step_s = 0.0
+        self.ended_s = 0.0
 
     def begin_step(self, now_s: float, *, is_recount: bool) -> None:
         """Start the clock of a step. `is_recount`: it recounts all memory, on demand."""
@@ -106,6 +110,7 @@ class Progress:
     def end_step(self, now_s: float) -> None:
         """Note how long the step took, its events sent."""
         assert self._step is not None, "a step ends that began"
+        self.ended_s = now_s
         self._slowest_step_s = max(now_s - self._step[0], self._slowest_step_s * _DECAY)
 
     def wait(self, *, has_work: bool) -> None:

@@ -74,9 +74,8 @@ class InputBuilder:
             return self._build_decoding(batch.decoding)
         rows = batch.rows
         spans, offsets = _order_spans(rows)
-        num_tokens = sum(row.num_tokens for row in rows)
         # Rows of `host`: token ids, positions, and the slot mapping of every pool.
-        host = np.empty((2 + len(self._tables), num_tokens), dtype=np.int64)
+        host = np.empty((2 + len(self._tables), sum(row.num_tokens for row in rows)), np.int64)
         sampled_on_device: list[tuple[int, int]] = []
         for span, index in spans:
             row, end = rows[index], span.offset + span.num_tokens

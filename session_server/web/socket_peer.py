@@ -54,7 +54,6 @@ class SocketPeer:
         self._origin = ORIGIN.get()
         self._has_room = Signal()
         self._last_traffic_s = 0.0
-        self._is_waiting = False
         self.wake = Signal()
         self.end_code: CloseCode | None = None
         self.is_accepted = False
@@ -172,8 +171,7 @@ class SocketPeer:
         """Return whether the writer waits for something to do, and the peer has read all that was
         sent: a frame may be sent with `send_now`."""
         is_ending = self.end_code is not None or self.is_disconnected
-        is_idle = self._is_waiting and not self.wake.is_set()
-        return is_idle and not is_ending and self._connection.writable.is_set()
+        return self.wake.is_awaited and not is_ending and self._connection.writable.is_set()
 
     def send_now(self, waiting: FrameQueue) -> None:
         """Send frames without a change of tasks, which would take as long again."""
@@ -192,11 +190,9 @@ class SocketPeer:
             return True
         idle_s, loop = self._services.settings.idle_s, asyncio.get_running_loop()
         timer = loop.call_later(idle_s, self.wake.set)
-        self._is_waiting = True
         try:
             await self.wake.wait()
         finally:
-            self._is_waiting = False
             timer.cancel()
         now_s = loop.time()
         return now_s < timer.when() or now_s - self._last_traffic_s < idle_s

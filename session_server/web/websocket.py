@@ -1,7 +1,7 @@
 """Serve `kvsession.v1` over a WebSocket: one reader task, one writer task, one session.
 
 The reader turns frames into commands and never waits for a turn; the writer follows the session's
-journal. A token that nothing is before is sent as soon as it is written there. A client that reads nothing for `send_timeout_s` is disconnected with 1013 and may resume;
+journal. A client that reads nothing for `send_timeout_s` is disconnected with 1013 and may resume;
 its turn runs on. The newest connection to a session replaces the previous one.
 """
 
