@@ -171,7 +171,7 @@ class SocketPeer:
         """Return whether the writer waits for something to do, and the peer has read all that was
         sent: a frame may be sent with `send_now`."""
         is_ending = self.end_code is not None or self.is_disconnected
-        return self.wake.is_awaited and not is_ending and self._connection.writable.is_set()
+        return self.wake.is_awaited and not is_ending and self._connection.is_drained
 
     def send_now(self, waiting: FrameQueue) -> None:
         """Send frames without a change of tasks, which would take as long again."""
