@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 import pytest
@@ -10,12 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from cache.pool.page_table import PageTable
 from cache.spec import Capacity
 from cache.types import RowId, TableWrite, Tokens, TurnId
 from session_server.core.batch import Batch, DecodeRows, PendingStep, PromptLogprobRange, Runner
 from session_server.core.sampling import SamplingParams, TokenLogprob
 from session_server.models.config import FULL_POOL, DTypeName
 from session_server.models.registry import load_config
+from session_server.runner.inputs import InputBuilder
 from session_server.runner.model_runner import PROMPT_LOGPROB_BLOCK, ModelRunner
 from session_server.runner.weights import load_decoder
 from tests.models.raw_configs import VOCAB_SIZE
@@ -254,6 +258,37 @@ def test_columns_tell_a_row_of_nan_from_the_others(rows: Rows) -> None:
     result = rows.runner.launch(Batch(100, (), (), decoding=decoding)).wait()
     assert result.tokens is None
     assert [row.finite for row in result.rows] == [False, True]
+
+
+def test_inputs_of_a_step_that_decodes_take_few_calls() -> None:
+    """Of Python functions: they are the same in every run."""
+
+    def num_calls(num_rows: int) -> int:
+        columns = np.arange(1, num_rows + 1, dtype=np.int32), np.full(num_rows, 20, np.int32)
+        names = tuple(TurnId(f"turn-{row}") for row in range(num_rows))
+        decoding = DecodeRows(names, (0,) * num_rows, *columns, (5,) * num_rows)
+        batch = Batch(100, (), (), decoding=decoding)
+        num_counted = 0
+
+        def count(frame: FrameType, kind: str, argument: object) -> None:
+            nonlocal num_counted
+            num_counted += kind == "call"
+
+        inputs = InputBuilder(
+            {FULL_POOL: PageTable(NUM_ROWS, PAGES_PER_ROW, device=torch.device("cpu"))},
+            page_size=PAGE_SIZE,
+            last_tokens=torch.zeros(NUM_ROWS + 1, dtype=torch.int64),
+        )
+        before = sys.getprofile()
+        sys.setprofile(count)
+        try:
+            inputs.build(batch)
+        finally:
+            sys.setprofile(before)
+        return num_counted
+
+    assert num_calls(1) <= 20
+    assert num_calls(5) - num_calls(1) <= 4 * 3
 
 
 def test_a_row_of_nan_does_not_spread_to_those_it_decodes_with(rows: Rows) -> None:
