@@ -9,6 +9,7 @@ rests; otherwise it sleeps, and an idle engine uses no CPU.
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -90,7 +91,11 @@ class EngineLoop:
         """Handle commands on the calling thread, which may take a step; if another thread steps
         now, leave them to the loop's thread."""
         for command in commands:
-            self._inbox.put(command)
+            try:
+                self._inbox.put(command, block=False)
+            except queue.Full:
+                self._wake.set()  # the loop's thread makes room
+                self._inbox.put(command)
         if self._stepping.acquire(blocking=False):
             try:
                 self._advance_elsewhere()

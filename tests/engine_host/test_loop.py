@@ -20,6 +20,7 @@ from session_server.core.events import (
     TurnStarted,
 )
 from session_server.core.sampling import SamplingParams
+from session_server.engine_host import loop as loop_module
 from session_server.engine_host.loop import EngineLoop
 from tests.engine_host.live_echo import LiveStage, assemble
 
@@ -109,6 +110,15 @@ def test_commands_that_come_during_a_step_are_left_to_the_loop() -> None:
         loop.take(begin_turn("u"))
         may_go_on.set()
         first.join()
+        assert {loop.ended.get().turn_id for _ in range(2)} == {"t", "u"}
+
+
+def test_more_commands_than_the_inbox_holds_are_taken_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loop_module, "MAX_INBOX_BYTES", 1)
+    with running(LiveStage()) as loop:
+        loop.take([*begin_turn("t"), *begin_turn("u")])
         assert {loop.ended.get().turn_id for _ in range(2)} == {"t", "u"}
 
 
