@@ -160,7 +160,7 @@ class EngineOptions(_Section):
         ge=1,
         le=1 << 17,
     )
-    overlap: bool = _setting(True, "prepare the next forward while one runs")
+    overlap: bool = _setting(True, "prepare the next forward while a GPU computes one")
     speculation: Literal["off", "ngram", "model"] = _setting(
         "off", "source of draft tokens: none, n-grams of the session, a draft model"
     )

@@ -158,7 +158,9 @@ def _make_engine(
             max_waiting=settings.sessions.max_sessions,
             max_sessions=settings.sessions.max_sessions * 2,
             chunk_tokens=chunk_tokens,
-            num_in_flight=2 if settings.engine.overlap else 1,
+            # A CPU computes nothing while the host plans: a forward launched ahead would only keep
+            # new turns and cancels waiting for it.
+            num_in_flight=2 if settings.engine.overlap and model.device != "cpu" else 1,
             speculation=_speculation(settings),
             retract_interval=settings.debug.retract_interval,
             memory=MemoryPolicy(settings.cache.memory_check, settings.cache.probe_interval_s),

@@ -57,6 +57,8 @@ class Compiling:
     def requests(self, *, is_shared: bool = False) -> tuple[CompileRequest, ...]:
         """Return what to compile now; each turn is asked for once. `is_shared`: there are sessions
         of several tenants."""
+        if not self._queue:
+            return ()
         requests: list[CompileRequest] = []
         num_kept = self._max_turns // KEPT_PLACES if is_shared else 0
         while (turn := self._next(num_kept)) is not None:

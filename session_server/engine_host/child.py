@@ -104,9 +104,9 @@ class _Child:
     def _read_commands(self) -> None:
         try:
             while data := self._socket.recv(READ_BYTES):
-                for payload in self._buffer.feed(data):
-                    assert self._loop is not None, "the server sends commands after EngineReady"
-                    self._loop.post(self._codec.command(payload))
+                commands = [self._codec.command(payload) for payload in self._buffer.feed(data)]
+                assert self._loop is not None, "the server sends commands after EngineReady"
+                self._loop.take(commands)
         except BaseException:  # noqa: BLE001 - no command can be read any more
             if self._socket.fileno() < 0:
                 return  # `serve` has returned and closed the socket: the process exits as it says
@@ -128,7 +128,9 @@ class _Child:
                 time.sleep(PULSE_INTERVAL_S)
                 self._emit([loop.pulse()])
         except OSError:
-            return  # the server is gone; the other threads end the process
+            # The server is gone. The thread that would read so may be in a step that hangs.
+            time.sleep(ORPHAN_GRACE_S)
+            os._exit(EXIT_ORPHANED)
         except BaseException:  # noqa: BLE001 - without pulses the engine would count as stalled
             traceback.print_exc()
             os._exit(EXIT_BUG)

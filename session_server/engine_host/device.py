@@ -1,20 +1,12 @@
-"""`DeviceThreads`: launch batches off the engine's thread, so that planning overlaps forwards."""
+"""`DeviceThreads`: run forwards off the threads that bring commands, which never wait for one."""
 
 from __future__ import annotations
 
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from session_server.core.batch import Batch, PendingStep, Runner, StepResult
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceCrash:
-    """Carry what the runner raised instead of returning an error: it ends the engine."""
-
-    cause: BaseException
 
 
 class DeviceThreads:
@@ -22,12 +14,20 @@ class DeviceThreads:
 
     There are two because a thread that waits for forward n cannot launch forward n+1. A runner that
     computes inside `launch` (a CPU) never needs the second. `deliver` is called on either thread,
-    with results in launch order. The queues hold no more than the engine keeps in flight.
+    with results in launch order, and may launch the next batch: it goes on without a change of
+    threads. `fail` is called once with what the runner or `deliver` raises; no batch is launched
+    afterwards. The queues hold no more than the engine keeps in flight.
     """
 
-    def __init__(self, runner: Runner, deliver: Callable[[StepResult | DeviceCrash], None]) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        deliver: Callable[[StepResult], None],
+        fail: Callable[[BaseException], None],
+    ) -> None:
         self._runner = runner
         self._deliver = deliver
+        self._fail = fail
         self._launches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
         self._pending: queue.SimpleQueue[PendingStep | None] = queue.SimpleQueue()
         self._num_pending = 0
@@ -36,6 +36,9 @@ class DeviceThreads:
             threading.Thread(target=self._guard, args=(self._launch_all,), name="engine-launch"),
             threading.Thread(target=self._guard, args=(self._wait_all,), name="engine-wait"),
         )
+
+    def start(self) -> None:
+        """Start the threads. Batches may be queued before."""
         for thread in self._threads:
             thread.daemon = True
             thread.start()
@@ -74,4 +77,4 @@ class DeviceThreads:
         try:
             work()
         except BaseException as error:  # noqa: BLE001 - raised again on the engine's thread
-            self._deliver(DeviceCrash(error))
+            self._fail(error)

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections import deque
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, NamedTuple, TypeVar
 
 from session_server.core.batch import CompileResult, StepResult
 from session_server.core.commands import EngineCommand, OpenSession, SubmitTurn
-from session_server.engine_host.device import DeviceCrash
 
 MAX_INBOX_BYTES: Final = 64 << 20
-"""Memory of what may wait for the next step. The item that reaches the bound may exceed it."""
+"""Memory of commands that may wait for the next step. The one that reaches the bound may exceed
+it."""
 
 _ITEM_BYTES: Final = 1024
 _VALUE_BYTES: Final = 40  # of a token id in a tuple, which is a Python object
 _CHAR_BYTES: Final = 6  # of a text beyond ASCII: its code point and its UTF-8
 
-InboxItem = EngineCommand | StepResult | CompileResult | DeviceCrash
 
-
-def memory_bytes(item: InboxItem) -> int:
-    """Return about how many bytes of memory an item takes."""
-    match item:
+def memory_bytes(command: EngineCommand) -> int:
+    """Return about how many bytes of memory a command takes."""
+    match command:
         case OpenSession(tokens=tokens):
             num_values = len(tokens)
         case SubmitTurn(tokens=tokens, sampling=sampling):
@@ -35,26 +35,68 @@ def memory_bytes(item: InboxItem) -> int:
     return _ITEM_BYTES + _VALUE_BYTES * num_values
 
 
-class Inbox(queue.Queue[InboxItem]):
-    """Pass items to the engine's thread, results before commands. `maxsize` counts bytes.
+_T = TypeVar("_T")
 
-    A reader that waits in `put` leaves further commands in its socket.
+
+class Taken(NamedTuple):
+    """Hold what one step takes, each kind in its order."""
+
+    commands: Sequence[EngineCommand]
+    results: Sequence[StepResult]
+    compiled: Sequence[CompileResult]
+
+
+class Inbox:
+    """Pass commands and results from any thread to the next step. `max_bytes` bounds commands.
+
+    Of results there are no more than forwards in flight and grammars asked for.
     """
 
-    def _init(self, maxsize: int) -> None:
-        self._results: deque[InboxItem] = deque()
-        self._commands: deque[InboxItem] = deque()
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._has_room = threading.Condition()
+        self._commands: deque[EngineCommand] = deque()
         self._num_bytes = 0
+        self._results: deque[StepResult] = deque()
+        self._compiled: deque[CompileResult] = deque()
 
-    def _qsize(self) -> int:
-        return self._num_bytes
+    def put(self, command: EngineCommand, *, block: bool = True) -> None:
+        """Add one command. A reader that waits here leaves further ones in its socket.
 
-    def _put(self, item: InboxItem) -> None:
-        is_result = isinstance(item, StepResult | CompileResult | DeviceCrash)
-        (self._results if is_result else self._commands).append(item)
-        self._num_bytes += memory_bytes(item)
+        Raises:
+            queue.Full: `max_bytes` wait already and `block` is False.
+        """
+        with self._has_room:
+            while self._num_bytes >= self._max_bytes:
+                if not block:
+                    raise queue.Full
+                self._has_room.wait()
+            self._commands.append(command)
+            self._num_bytes += memory_bytes(command)
 
-    def _get(self) -> InboxItem:
-        item = (self._results or self._commands).popleft()
-        self._num_bytes -= memory_bytes(item)
-        return item
+    def put_result(self, result: StepResult) -> None:
+        """Add the result of a forward."""
+        self._results.append(result)
+
+    def put_compiled(self, result: CompileResult) -> None:
+        """Add a grammar that was compiled."""
+        self._compiled.append(result)
+
+    def take(self, *, max_items: int, max_bytes: int) -> Taken:
+        """Remove and return all results, and the oldest commands up to a bound, of which the last
+        may exceed `max_bytes`. One thread at a time."""
+        results, compiled = _take_all(self._results), _take_all(self._compiled)
+        commands: list[EngineCommand] = []
+        if self._commands:
+            with self._has_room:
+                num_bytes = 0
+                while self._commands and len(commands) < max_items and num_bytes < max_bytes:
+                    commands.append(self._commands.popleft())
+                    num_bytes += memory_bytes(commands[-1])
+                self._num_bytes -= num_bytes
+                self._has_room.notify_all()
+        return Taken(commands, results, compiled)
+
+
+def _take_all(waiting: deque[_T]) -> list[_T]:
+    return [waiting.popleft() for _ in range(len(waiting))]

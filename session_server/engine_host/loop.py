@@ -1,14 +1,18 @@
 """`EngineLoop`: drive `Engine.step` in real time, with one inbox, one clock and one device.
 
-The engine itself knows neither threads nor time. Commands and results meet in one queue here. The
-thread sleeps on it whenever the engine is blocked, so an idle engine uses no CPU.
+The engine itself knows neither threads nor time. Whoever brings news steps: the thread that has
+computed a forward settles it and goes on with the next one, and a thread that has read commands
+handles them, even while a forward runs. So no token waits for a change of threads. One thread steps
+at a time. The loop's own thread does what is left, which is to recount memory while the engine
+rests; otherwise it sleeps, and an idle engine uses no CPU.
 """
 
 from __future__ import annotations
 
 import queue
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,15 +22,16 @@ from session_server.core.events import EngineEvent, EnginePulse, EngineReady
 from session_server.engine.engine import Engine
 from session_server.engine_host.audit_pace import AuditPace
 from session_server.engine_host.compiling import Compile, CompileThreads, refuse
-from session_server.engine_host.device import DeviceCrash, DeviceThreads
-from session_server.engine_host.inbox import MAX_INBOX_BYTES, Inbox, InboxItem, memory_bytes
+from session_server.engine_host.device import DeviceThreads
+from session_server.engine_host.inbox import MAX_INBOX_BYTES, Inbox, Taken
 from session_server.engine_host.progress import Progress
 
 MAX_ITEMS_PER_STEP: Final = 512
-"""Inbox items that one step takes, so that many commands at once do not stop running turns."""
+"""Commands that one step takes, so that many at once do not stop running turns."""
 
 MAX_BYTES_PER_STEP: Final = 2 << 20
-"""The same in `memory_bytes`, some 50,000 tokens. The item that reaches the bound may exceed it."""
+"""The same in `memory_bytes`, some 50,000 tokens. The command that reaches the bound may exceed
+it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +50,8 @@ class EngineAssembly:
 class EngineLoop:
     """Run one engine until `Shutdown`.
 
-    `emit` is called on the loop's thread with the events of one step. While it blocks, nothing new
-    is planned: this is the engine's back-pressure.
+    `emit` is called with the events of one step, on the thread that stepped. While it blocks,
+    nothing new is planned: this is the engine's back-pressure.
     """
 
     def __init__(
@@ -57,102 +62,154 @@ class EngineLoop:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = assembly.engine
-        self._runner = assembly.runner
-        self._compile = assembly.compile
         self._emit = emit
         self._clock = clock
         self._inbox = Inbox(MAX_INBOX_BYTES)
+        self._device = DeviceThreads(assembly.runner, self._settle, self._fail)
+        self._compiling = CompileThreads(assembly.compile, self._take_grammar)
         self._audit_pace = AuditPace(clock())
         self._progress = Progress()
+        self._stepping = threading.Lock()
+        self._wake = threading.Event()
+        self._is_blocked = True
+        self._crash: BaseException | None = None
 
     def pulse(self) -> EnginePulse:
         """Return whether steps are completed. Any thread may call it."""
         return self._progress.pulse(self._clock())
 
     def post(self, command: EngineCommand, *, block: bool = True) -> None:
-        """Queue one command, from any thread.
+        """Queue one command for the loop's thread. Any thread may call it.
 
         Raises:
             queue.Full: `MAX_INBOX_BYTES` of commands wait already and `block` is False.
         """
         self._inbox.put(command, block=block)
+        self._wake.set()
+
+    def take(self, commands: Iterable[EngineCommand]) -> None:
+        """Handle commands on the calling thread, which may take a step; if another thread steps
+        now, leave them to the loop's thread."""
+        for command in commands:
+            try:
+                self._inbox.put(command, block=False)
+            except queue.Full:
+                self._wake.set()  # the loop's thread makes room
+                self._inbox.put(command)
+        if self._stepping.acquire(blocking=False):
+            try:
+                self._advance_elsewhere()
+            finally:
+                self._stepping.release()
+        else:
+            self._wake.set()
 
     def run(self) -> None:
         """Step until `Shutdown` was handled.
 
         Raises:
-            BaseException: what escapes the engine or the runner. It is a bug, and the state behind
-                it cannot be trusted: the caller ends the process.
+            BaseException: what escapes the engine or the runner, on any thread. It is a bug, and
+                the state behind it cannot be trusted: the caller ends the process.
         """
-        device, progress = DeviceThreads(self._runner, self._inbox.put), self._progress
-        compiling = CompileThreads(self._compile, self._inbox.put)
-        is_blocked = True
-        while not self._engine.has_shut_down:
-            commands, results, compiled = self._drain(is_blocked=is_blocked)
-            started_s = self._clock()
-            is_recount = any(isinstance(each, ReportMemory) and each.full for each in commands)
-            progress.begin_step(started_s, is_recount=is_recount)
-            for result in results:
-                progress.end_forward(result, started_s)
-            outcome = self._engine.step(started_s, commands, results, compiled)
-            compiling.submit(outcome.to_compile)
-            if outcome.batch is not None:
-                device.launch(outcome.batch)
-                progress.begin_forward(outcome.batch, self._clock())
-            if outcome.events:
-                self._emit(outcome.events)
-            is_blocked = outcome.is_blocked
-            ended_s = self._clock()
-            progress.end_step(ended_s)
-            self._engine.counters.host_s += ended_s - started_s
-        device.stop()
-
-    def _drain(
-        self, *, is_blocked: bool
-    ) -> tuple[list[EngineCommand], list[StepResult], list[CompileResult]]:
-        commands: list[EngineCommand] = []
-        results: list[StepResult] = []
-        compiled: list[CompileResult] = []
-        num_bytes = 0
-        item = self._wait() if is_blocked else None
-        for _ in range(MAX_ITEMS_PER_STEP):
-            if num_bytes >= MAX_BYTES_PER_STEP:
+        self._device.start()
+        while True:
+            with self._stepping:
+                self._advance()
+                wait_s = self._audit_wait_s()
+                if wait_s == 0.0 and not self._is_over:
+                    self._audit()
+            if self._is_over:
                 break
-            try:
-                item = item or self._inbox.get_nowait()
-            except queue.Empty:
-                break
-            num_bytes += memory_bytes(item)
-            match item:
-                case DeviceCrash(cause):
-                    raise cause
-                case StepResult():
-                    results.append(item)
-                case CompileResult():
-                    compiled.append(item)
-                case _:
-                    commands.append(item)
-            item = None
-        return commands, results, compiled
+            if wait_s != 0.0:
+                self._sleep(wait_s)
+        if self._crash is not None:
+            raise self._crash
+        self._device.stop()
 
-    def _wait(self) -> InboxItem | None:
-        """Return the next item; None after an audit, because the next step acts on what it found.
+    @property
+    def _is_over(self) -> bool:
+        return self._crash is not None or self._engine.has_shut_down
 
-        An audit runs in slices, only while the inbox is empty. So an item waits for the rest of one
-        slice at most.
-        """
-        self._progress.wait(has_work=not self._engine.is_at_rest)
-        idle_since_s = self._clock()
-        while self._engine.is_audit_due:
-            wait_s = self._audit_pace.wait_s(
-                self._clock(), idle_since_s, is_at_rest=self._engine.is_at_rest
-            )
-            try:
-                return self._inbox.get(timeout=wait_s)
-            except queue.Empty:
-                started_s = self._clock()
-                is_complete = self._engine.audit_slice()
-                self._audit_pace.note_slice(started_s, self._clock(), is_complete=is_complete)
-                if is_complete:
-                    return None
-        return self._inbox.get()
+    def _sleep(self, wait_s: float | None) -> None:
+        """Sleep until another thread needs this one, or for so long."""
+        self._wake.wait(wait_s)
+        self._wake.clear()
+
+    # -- what other threads bring
+
+    def _settle(self, result: StepResult) -> None:
+        self._inbox.put_result(result)
+        with self._stepping:
+            self._advance_elsewhere()
+
+    def _fail(self, error: BaseException) -> None:
+        self._crash = self._crash or error
+        self._wake.set()
+
+    def _take_grammar(self, result: CompileResult) -> None:
+        self._inbox.put_compiled(result)
+        self._wake.set()
+
+    # -- what only the thread that holds `_stepping` does
+
+    def _advance_elsewhere(self) -> None:
+        """Advance on another thread than the loop's, and wake that one if it has something to do
+        now, or to wait for."""
+        self._advance()
+        wait_s = self._audit_wait_s()
+        may_audit = wait_s is not None and (wait_s == 0.0 or self._engine.is_at_rest)
+        if may_audit or self._is_over:
+            self._wake.set()
+
+    def _advance(self) -> None:
+        """Step until nothing waits and another step changes nothing."""
+        try:
+            while not self._is_over:
+                taken = self._inbox.take(max_items=MAX_ITEMS_PER_STEP, max_bytes=MAX_BYTES_PER_STEP)
+                if self._is_blocked and not any(taken):
+                    break
+                self._step(taken)
+        except BaseException as error:  # noqa: BLE001 - raised again on the loop's thread
+            self._fail(error)
+
+    def _step(self, taken: Taken) -> None:
+        commands, results, compiled = taken
+        progress, started_s = self._progress, self._clock()
+        is_recount = any(isinstance(each, ReportMemory) and each.full for each in commands)
+        progress.begin_step(started_s, is_recount=is_recount)
+        for result in results:
+            progress.end_forward(result, started_s)
+        outcome = self._engine.step(started_s, commands, results, compiled)
+        self._compiling.submit(outcome.to_compile)
+        if outcome.batch is not None:
+            self._device.launch(outcome.batch)
+            progress.begin_forward(outcome.batch, self._clock())
+        if outcome.events:
+            self._emit(outcome.events)
+        self._is_blocked = outcome.is_blocked
+        ended_s = self._clock()
+        progress.end_step(ended_s)
+        if outcome.is_blocked:
+            progress.wait(has_work=not self._engine.is_at_rest)
+        self._engine.counters.host_s += ended_s - started_s
+
+    def _audit_wait_s(self) -> float | None:
+        """Return how long to wait for other work before a slice of an audit runs; None if no audit
+        is due."""
+        if not self._engine.is_audit_due:
+            return None
+        return self._audit_pace.wait_s(
+            self._clock(), self._progress.ended_s, is_at_rest=self._engine.is_at_rest
+        )
+
+    def _audit(self) -> None:
+        """Run a slice of an audit: whatever comes meanwhile waits for one slice at most."""
+        started_s = self._clock()
+        try:
+            is_complete = self._engine.audit_slice()
+        except BaseException as error:  # noqa: BLE001 - raised again once no other thread steps
+            self._fail(error)
+            return
+        self._audit_pace.note_slice(started_s, self._clock(), is_complete=is_complete)
+        if is_complete:
+            self._is_blocked = False  # the next step acts on what the audit found

@@ -1,7 +1,7 @@
 """`Progress`: for how long an engine has completed no step, and whether that is too long.
 
-The loop's thread notes what it does; another thread asks several times a second and reports it to
-the server. No clock is read here: callers pass the time.
+Whichever thread steps notes what it does; another thread asks several times a second and reports it
+to the server. No clock is read here: callers pass the time.
 """
 
 from __future__ import annotations
@@ -74,7 +74,10 @@ class ForwardTimes:
 
 
 class Progress:
-    """Follow the steps of one loop. Its thread calls everything but `pulse`."""
+    """Follow the steps of one loop. Whichever thread steps calls everything but `pulse`.
+
+    `ended_s`: when the last step ended.
+    """
 
     def __init__(self) -> None:
         self._times = ForwardTimes()
@@ -82,6 +85,7 @@ class Progress:
         self._oldest: tuple[ForwardSize, float] | None = None
         self._step: tuple[float, float] | None = None
         self._slowest_step_s = 0.0
+        self.ended_s = 0.0
 
     def begin_step(self, now_s: float, *, is_recount: bool) -> None:
         """Start the clock of a step. `is_recount`: it recounts all memory, on demand."""
@@ -106,13 +110,14 @@ class Progress:
     def end_step(self, now_s: float) -> None:
         """Note how long the step took, its events sent."""
         assert self._step is not None, "a step ends that began"
+        self.ended_s = now_s
         self._slowest_step_s = max(now_s - self._step[0], self._slowest_step_s * _DECAY)
 
     def wait(self, *, has_work: bool) -> None:
-        """Stop the clock of the last step while the thread waits for a command or a result.
+        """Stop the clock of the last step until a command or a result comes.
 
         The clock runs on when the engine has turns (`has_work`) and nothing is in flight: no
-        result will wake the thread, so a wait that does not end is a stall.
+        result will bring the next step, so a wait that does not end is a stall.
         """
         if self._in_flight or not has_work:
             self._step = None

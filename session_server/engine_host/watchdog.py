@@ -61,13 +61,15 @@ class Watchdog:
         """Note an event that came from the engine."""
         self._is_heard = True
         match event:
+            case TokensProduced():
+                self._note_progress()
             case EnginePulse(stalled_s=stalled_s):
                 self._report_stall(stalled_s)
             case TurnFinished(turn_id=turn_id) | TurnFailed(turn_id=turn_id):
                 self._turns.discard(turn_id)
                 self.has_finished_turn |= isinstance(event, TurnFinished)
                 self._note_progress()
-            case TurnStarted() | PrefillProgressed() | PromptLogprobsComputed() | TokensProduced():
+            case TurnStarted() | PrefillProgressed() | PromptLogprobsComputed():
                 self._note_progress()
             case _:
                 pass

@@ -21,7 +21,13 @@ import msgspec
 
 from session_server.core.errors import InvalidRequest, SessionServerError
 from session_server.core.sampling import SamplingParams
-from session_server.core.session_events import SessionClosed, SessionEntry, TurnEnd, TurnRequest
+from session_server.core.session_events import (
+    SessionClosed,
+    SessionEntry,
+    TurnDelta,
+    TurnEnd,
+    TurnRequest,
+)
 from session_server.protocol.errors import error_body, sanitize, to_invalid_request
 from session_server.protocol.frame_queue import MAX_OUTBOX_FRAMES, FrameQueue
 from session_server.protocol.frames import (
@@ -185,6 +191,10 @@ class SessionProtocol(FrameQueue):
                 self.state = ProtocolState.CLOSED
                 is_restart = entry.reason == "draining"
                 self.close_code = CloseCode.RESTART if is_restart else CloseCode.SESSION_CLOSED
+
+    def send_delta(self, seq: int, delta: TurnDelta) -> None:
+        """Queue the frame of one journal entry that is a delta."""
+        self._send(frame_of(seq, delta))
 
     def send_repeat(
         self,

@@ -65,16 +65,18 @@ class Constraints:
         state.matcher = self._starting.submit(state.restore)
         self._rows[row] = state
 
+    def constrain(self, spans: Sequence[SampleSpan]) -> bool:
+        """Return whether a row of these is constrained."""
+        return bool(self._rows) and any(span.row in self._rows for span in spans)
+
     def ask(
         self, rows: Sequence[BatchRow], spans: Sequence[SampleSpan], made: Tensor | None
-    ) -> Future[Masks] | None:
-        """Begin to compute the masks of a forward; None if no row is constrained.
+    ) -> Future[Masks]:
+        """Begin to compute the masks of a forward, of which a row is constrained.
 
         `rows`: those of the batch that sample, one for each of `spans`. `made`: the drafts of those
         that do not bring theirs, as `DraftModel.propose` returns them.
         """
-        if not any(span.row in self._rows for span in spans):
-            return None
         asked: list[_Asked] = []
         first = num_made = 0
         for index, (row, span) in enumerate(zip(rows, spans, strict=True)):
@@ -96,8 +98,6 @@ class Constraints:
 
         Does not wait for the device.
         """
-        if not any(span.row in self._rows for span in spans):
-            return
         read_tokens, read_accepted = _reader(tokens, num_accepted)
         states = [self._rows.get(span.row) for span in spans]
         lengths = [span.num_tokens for span in spans]

@@ -18,7 +18,7 @@ from cache.pool.page_table import PageTable
 from cache.pool.upload import upload
 from cache.types import PoolName, pages_for
 from session_server.attention.base import AttentionMeta, Span
-from session_server.core.batch import Batch, BatchRow
+from session_server.core.batch import Batch, BatchRow, DecodeRows
 from session_server.runner.verification import SampleSpan
 
 
@@ -70,11 +70,12 @@ class InputBuilder:
         `drafts`: int64 [n, most drafts of a row], on the device, for the rows that have drafts but
         do not bring them, in the order of the batch.
         """
+        if batch.decoding is not None:
+            return self._build_decoding(batch.decoding)
         rows = batch.rows
         spans, offsets = _order_spans(rows)
-        num_tokens = sum(row.num_tokens for row in rows)
         # Rows of `host`: token ids, positions, and the slot mapping of every pool.
-        host = np.empty((2 + len(self._tables), num_tokens), dtype=np.int64)
+        host = np.empty((2 + len(self._tables), sum(row.num_tokens for row in rows)), np.int64)
         sampled_on_device: list[tuple[int, int]] = []
         for span, index in spans:
             row, end = rows[index], span.offset + span.num_tokens
@@ -118,6 +119,46 @@ class InputBuilder:
             prompt_rows=prompt_rows,
             unsampled=unsampled,
             sample_spans=tuple(_sample_span(rows[i]) for i in sampled),
+        )
+
+    def _build_decoding(self, decoding: DecodeRows) -> ForwardInputs:
+        """Build the inputs of rows with one position each from their columns."""
+        num_rows = len(decoding)
+        rows = decoding.table_rows.astype(np.int64)
+        starts = decoding.starts.astype(np.int64)
+        order = np.argsort(starts, kind="stable")
+        # Rows of `host`: token ids, positions, the slot mapping of every pool, logits indices.
+        host = np.empty((3 + len(self._tables), num_rows), dtype=np.int64)
+        host[0] = 0 if decoding.tokens is None else np.array(decoding.tokens)[order]
+        of_table, host[1] = rows[order], starts[order]
+        pages, offsets = np.divmod(host[1], self._page_size)
+        for of_pool, table in zip(host[2:-1], self._tables.values(), strict=True):
+            of_pool[:] = table.host[of_table, pages] * self._page_size + offsets
+        host[-1, order] = np.arange(num_rows)
+        token_ids, positions, *slot_mappings, logits_indices = upload(
+            torch.from_numpy(host), self._device
+        ).unbind(0)
+        if decoding.tokens is None:
+            sampled_for = upload(torch.from_numpy(of_table), self._device)
+            torch.index_select(self._last_tokens, 0, sampled_for, out=token_ids)
+        row_list, start_list = rows.tolist(), starts.tolist()
+        spans = [Span(row_list[i], start_list[i], 1, at) for at, i in enumerate(order.tolist())]
+        return ForwardInputs(
+            token_ids=token_ids,
+            positions=positions,
+            attention=AttentionMeta(
+                tuple(spans), dict(zip(self._tables, slot_mappings, strict=True))
+            ),
+            logits_indices=logits_indices,
+            sampled=tuple(range(num_rows)),
+            prompt_rows=(),
+            unsampled=(),
+            sample_spans=tuple(
+                [
+                    SampleSpan(row, start + 1)
+                    for row, start in zip(row_list, start_list, strict=True)
+                ]
+            ),
         )
 
     def _write_positions(self, span: Span, out: NDArray[np.int64]) -> None:

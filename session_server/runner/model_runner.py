@@ -114,9 +114,9 @@ class ModelRunner:
         try:
             with torch.inference_mode():
                 if self._last_tokens.device.type == "cuda":
-                    return EventStep.record(batch.step, lambda: self._execute(batch))
+                    return EventStep.record(lambda: self._execute(batch))
                 outputs = self._execute(batch)
-                result = outputs.result(batch.step, time.perf_counter() - started)
+                result = outputs.result(time.perf_counter() - started)
         except (RuntimeError, MemoryError, IndexError) as error:
             return failed_step(batch.step, error, time.perf_counter() - started)
         return FinishedStep(result)
@@ -143,20 +143,23 @@ class ModelRunner:
 
     def _execute(self, batch: Batch) -> StepOutputs:
         self._apply_table_writes(batch.table_writes)
-        for row in batch.rows:
+        for row in batch.listed:  # a row that decodes goes on with its sampler's state
             if row.sampling is not None:
                 self._sampler.start(row.row, row.sampling)
                 self._constraints.start(row.row, row.sampling)
         if batch.probe is not None:
-            return StepOutputs((), probe_holds=probe_holds(batch.probe, self._model, self._tables))
-        if not batch.rows:
-            return StepOutputs(())
+            holds = probe_holds(batch.probe, self._model, self._tables)
+            return StepOutputs(batch, probe_holds=holds)
+        if not (batch.listed or batch.decoding):
+            return StepOutputs(batch)
         inputs, drafts = self._build(batch)
-        sampled = [batch.rows[index] for index in inputs.sampled]
-        masks = self._constraints.ask(sampled, inputs.sample_spans, drafts)
+        masks = None
+        if self._constraints.constrain(inputs.sample_spans):
+            sampled = [batch.rows[index] for index in inputs.sampled]
+            masks = self._constraints.ask(sampled, inputs.sample_spans, drafts)
         hidden = self._model.forward(inputs, inputs.logits_indices)
         num_choices = inputs.num_choices
-        outputs = StepOutputs(batch.rows, inputs.sampled, inputs.prompt_rows, inputs.unsampled)
+        outputs = StepOutputs(batch, inputs.sampled, inputs.prompt_rows, inputs.unsampled)
         if num_choices:
             outputs.sampled_rows = self._sample(inputs, hidden[:num_choices], masks)
         if inputs.prompt_rows:
@@ -193,7 +196,8 @@ class ModelRunner:
             self._sampler.count_outputs(spans, tokens, acceptance.num_accepted)
             self._last_tokens.index_copy_(0, rows, tokens[acceptance.last])
             num_accepted = acceptance.num_accepted
-        self._constraints.advance(spans, tokens, num_accepted)
+        if asked is not None:
+            self._constraints.advance(spans, tokens, num_accepted)
         sampling = [self._sampler.params(span.row) for span in spans]
         wants = [params.logprobs for params in sampling]
         num_top = [params.top_logprobs if params.logprobs else 0 for params in sampling]

@@ -10,7 +10,7 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from session_server.core.batch import BatchRow, RowResult, StepResult
+from session_server.core.batch import Batch, RowResult, StepResult
 from session_server.core.sampling import TokenLogprob
 from session_server.runner.logprobs import DeviceLogprobs
 from session_server.runner.verification import SampleSpan
@@ -33,17 +33,23 @@ class SampledRows:
     num_accepted: Tensor | None
     failures: Mapping[int, tuple[int, str]] = field(default_factory=dict)
 
+    def plain_tokens(self) -> tuple[int, ...] | None:
+        """Return the token of each span, where each gave just one; None elsewhere."""
+        is_plain = self.logprobs is None and self.num_accepted is None and not self.failures
+        return tuple(self.tokens.tolist()) if is_plain and all(self.finite.tolist()) else None
+
 
 @dataclass(slots=True)
 class StepOutputs:
-    """Hold the results of one forward; `sampled`, `prompt_rows`, `unsampled` are indices of `rows`.
+    """Hold the results of one forward of `batch`; `sampled`, `prompt_rows`, `unsampled` are indices
+    of its rows.
 
     `prompt_logprobs`: per row of `prompt_rows`, its blocks in order. `finite`: bool [n], per row of
     `unsampled`.
     `probe_holds`: bool scalar, for a batch with a probe.
     """
 
-    rows: tuple[BatchRow, ...]
+    batch: Batch
     sampled: tuple[int, ...] = ()
     prompt_rows: tuple[int, ...] = ()
     unsampled: tuple[int, ...] = ()
@@ -70,15 +76,21 @@ class StepOutputs:
         self.finite = None if self.finite is None else pinned(self.finite)
         self.probe_holds = None if self.probe_holds is None else pinned(self.probe_holds)
 
-    def result(self, step: int, elapsed_s: float) -> StepResult:
+    def result(self, elapsed_s: float) -> StepResult:
         """Return the result of the step. Waits for tensors that are still on a device."""
+        step = self.batch.step
+        if self.batch.decoding is not None and self.sampled_rows is not None:
+            tokens = self.sampled_rows.plain_tokens()
+            if tokens is not None:
+                return StepResult(step, (), elapsed_s, tokens=tokens)
         holds = None if self.probe_holds is None else bool(self.probe_holds)
         return StepResult(step, self.results(), elapsed_s, probe_holds=holds)
 
     def results(self) -> tuple[RowResult, ...]:
         """Return one result per row of the batch. Waits for tensors that are still on a device."""
         empty = RowResult((), (), (), finite=True)
-        results = [empty] * len(self.rows)
+        rows = self.batch.rows
+        results = [empty] * len(rows)
         if self.finite is not None:
             for index, is_finite in zip(self.unsampled, self.finite.tolist(), strict=True):
                 results[index] = structs.replace(empty, finite=is_finite)
@@ -88,7 +100,7 @@ class StepOutputs:
             ):
                 results[index] = result
         for index, blocks in zip(self.prompt_rows, self.prompt_logprobs, strict=True):
-            request = self.rows[index].prompt_logprobs
+            request = rows[index].prompt_logprobs
             assert request is not None, "only rows with prompt logprobs are listed"
             logprobs: list[TokenLogprob] = []
             for block in blocks:
@@ -121,20 +133,19 @@ class FinishedStep:
 class EventStep:
     """Track a step that runs on a CUDA stream. Implements `core.batch.PendingStep`."""
 
-    step: int
     outputs: StepOutputs
     started: torch.cuda.Event
     finished: torch.cuda.Event
 
     @classmethod
-    def record(cls, step: int, execute: Callable[[], StepOutputs]) -> EventStep:
+    def record(cls, execute: Callable[[], StepOutputs]) -> EventStep:
         """Run `execute`, which queues work on the current stream, between two events."""
         started, finished = _timing_event(), _timing_event()
         started.record()
         outputs = execute()
         outputs.start_copies()
         finished.record()
-        return cls(step, outputs, started, finished)
+        return cls(outputs, started, finished)
 
     def is_done(self) -> bool:
         """Return whether the device has passed the last event."""
@@ -145,9 +156,9 @@ class EventStep:
         try:
             self.finished.synchronize()
             elapsed_s = self.started.elapsed_time(self.finished) / 1e3
-            return self.outputs.result(self.step, elapsed_s)
+            return self.outputs.result(elapsed_s)
         except RuntimeError as error:
-            return failed_step(self.step, error, 0.0).wait()
+            return failed_step(self.outputs.batch.step, error, 0.0).wait()
 
 
 def failed_step(step: int, error: BaseException, elapsed_s: float) -> FinishedStep:

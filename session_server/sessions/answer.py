@@ -71,7 +71,7 @@ class Answer:
     @property
     def is_over(self) -> bool:
         """Return whether the last token fed was the last one wanted."""
-        if self.matched is not None:
+        if self._stops.matched is not None:
             return True
         if self._parser is None or not self._options.is_one_call:
             return False

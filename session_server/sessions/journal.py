@@ -132,6 +132,11 @@ class Journal:
         return self._entries[0].at_s
 
     @property
+    def newest(self) -> JournalEntry:
+        """Return the newest entry, which must be kept."""
+        return self._entries[-1]
+
+    @property
     def is_closed(self) -> bool:
         """Return whether `SessionClosed` was written; nothing follows it."""
         return self._is_closed

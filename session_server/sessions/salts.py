@@ -29,8 +29,9 @@ class TenantSalts:
 
     def tag_of(self, owner: Owner) -> str:
         """Return the short id by which the engine knows an owner; it names nobody."""
-        tag = hmac.new(self._secret, f"tenant/{owner.owner_id}".encode(), hashlib.sha256)
-        return tag.hexdigest()[:16]
+        # Of every turn: a keyed hash of its own kind takes a fifth of an HMAC.
+        name = f"tenant/{owner.owner_id}".encode()
+        return hashlib.blake2b(name, key=self._secret[:64], digest_size=8).hexdigest()
 
     def id_for_key(self, owner: Owner, key: str) -> str:
         """Return the session id for a client's idempotency key; no other client can guess it."""

@@ -153,7 +153,9 @@ class TurnCounts:
 
 def with_allowed_priority(request: TurnRequest, owner: Owner) -> TurnRequest:
     """Return the request with its priority lowered to what its owner may ask for."""
-    return replace(request, priority=min(request.priority, owner.max_priority))
+    if request.priority <= owner.max_priority:
+        return request
+    return replace(request, priority=owner.max_priority)
 
 
 def fingerprint(request: TurnRequest) -> bytes:

@@ -215,6 +215,8 @@ class TurnFlow:
             return
         session, turn = found
         match event:
+            case TokensProduced():
+                self._on_tokens(session, turn, event)
             case TurnStarted():
                 self._on_started(session, turn, event)
             case PrefillProgressed(computed=computed, total=total):
@@ -224,8 +226,6 @@ class TurnFlow:
                     session.journal.append(TurnProgress(turn_id, computed, cached, total))
             case PromptLogprobsComputed(logprobs=logprobs):
                 _submitted(turn).prompt_logprobs.extend(logprobs)  # `reserve` has counted them
-            case TokensProduced():
-                self._on_tokens(session, turn, event)
             case TurnFinished():
                 self._on_finished(session, turn, event)
                 self.start_next(session)

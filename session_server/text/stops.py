@@ -13,7 +13,7 @@ class StopMatcher:
     """Find stop strings, and hold back only text that may still become one.
 
     `keep_stop`: whether the emitted text includes the stop string. After a match the matcher emits
-    nothing more.
+    nothing more. `matched`: the stop string found, None while there is none.
     """
 
     def __init__(self, stops: Sequence[str], *, keep_stop: bool = False) -> None:
@@ -21,16 +21,11 @@ class StopMatcher:
         self._stops = tuple(stops)
         self._keep_stop = keep_stop
         self._held = ""
-        self._matched: str | None = None
-
-    @property
-    def matched(self) -> str | None:
-        """Return the stop string found, None while there is none."""
-        return self._matched
+        self.matched: str | None = None
 
     def feed(self, text: str) -> str:
         """Add text; return what certainly is not part of a stop string."""
-        if self._matched is not None or not text:
+        if self.matched is not None or not text:
             return ""
         if not self._stops:
             return text
@@ -41,7 +36,7 @@ class StopMatcher:
             self._held = buffer[start:]
             return buffer[:start]
         end, stop = found
-        self._matched = stop
+        self.matched = stop
         self._held = ""
         return buffer[:end] if self._keep_stop else buffer[: end - len(stop)]
 

@@ -28,6 +28,11 @@ class Signal:
         """Return whether `wait` returns at once."""
         return self._is_set
 
+    @property
+    def is_awaited(self) -> bool:
+        """Return whether the waiter waits, and nothing has woken it."""
+        return self._waiter is not None and not self._is_set
+
     def clear(self) -> None:
         """Reset the signal."""
         self._is_set = False

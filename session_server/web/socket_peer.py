@@ -53,7 +53,7 @@ class SocketPeer:
         self._services = services_of(websocket)
         self._origin = ORIGIN.get()
         self._has_room = Signal()
-        self._last_received_s = 0.0
+        self._last_traffic_s = 0.0
         self.wake = Signal()
         self.end_code: CloseCode | None = None
         self.is_accepted = False
@@ -119,8 +119,8 @@ class SocketPeer:
             await self.close(code or _close_code_of(error))
 
     def start(self) -> None:
-        """Begin to measure how long nothing is received."""
-        self._last_received_s = asyncio.get_running_loop().time()
+        """Begin to measure how long there is no traffic."""
+        self._last_traffic_s = asyncio.get_running_loop().time()
         self._websocket.scope["headers"].clear()  # 1 kB that is not needed again
 
     async def receive(self, waiting: FrameQueue) -> str | None:
@@ -130,7 +130,7 @@ class SocketPeer:
             self._has_room.clear()
             await self._has_room.wait()
         message = await self._websocket.receive()
-        self._last_received_s = asyncio.get_running_loop().time()
+        self._last_traffic_s = asyncio.get_running_loop().time()
         if message["type"] == "websocket.disconnect":
             self.is_disconnected = True
         elif self.is_dismissed:
@@ -166,20 +166,36 @@ class SocketPeer:
         for delivered in ended:
             delivered(self._services.now_s())
 
+    @property
+    def is_at_rest(self) -> bool:
+        """Return whether the writer waits for something to do, and the peer has read all that was
+        sent: a frame may be sent with `send_now`."""
+        is_ending = self.end_code is not None or self.is_disconnected
+        return self.wake.is_awaited and not is_ending and self._connection.is_drained
+
+    def send_now(self, waiting: FrameQueue) -> None:
+        """Send frames without a change of tasks, which would take as long again."""
+        self._last_traffic_s = asyncio.get_running_loop().time()
+        try:
+            self._connection.send_texts(waiting.take_frames(WRITE_BYTES))
+        except ClientDisconnected:
+            self.is_disconnected = True
+        if self.is_disconnected or waiting.outbox_bytes:
+            self.wake.set()
+
     async def wait(self) -> bool:
-        """Wait until there is something to do; return False if nothing was received for too
+        """Wait until there is something to do; return False if there was no traffic for too
         long."""
         if self.wake.is_set():
             return True
         idle_s, loop = self._services.settings.idle_s, asyncio.get_running_loop()
-        # A third of what `asyncio.timeout` takes, which is paid for every token.
         timer = loop.call_later(idle_s, self.wake.set)
         try:
             await self.wake.wait()
         finally:
             timer.cancel()
         now_s = loop.time()
-        return now_s < timer.when() or now_s - self._last_received_s < idle_s
+        return now_s < timer.when() or now_s - self._last_traffic_s < idle_s
 
     async def close(self, code: CloseCode) -> None:
         """Close the connection."""

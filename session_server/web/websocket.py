@@ -23,7 +23,7 @@ from session_server.core.errors import (
     SessionServerError,
     Unauthorized,
 )
-from session_server.core.session_events import TurnEnd, TurnRequest
+from session_server.core.session_events import TurnDelta, TurnEnd, TurnRequest
 from session_server.metrics.prometheus import ReaderKind
 from session_server.protocol.frames import ResumeFailedFrame
 from session_server.protocol.messages import (
@@ -192,7 +192,7 @@ class SessionSocket:
         await self._queue_hello(call, view)
         self._peer.start()
         self._protocol.on_refusal = self._services.metrics.count_refusal
-        self._journal.add_listener(self._peer.wake.set)
+        self._journal.add_listener(self._on_entry)
         reader = asyncio.create_task(self._read(call, session_id, readers), name="read socket")
         code: CloseCode | None = CloseCode.INTERNAL
         try:
@@ -200,7 +200,7 @@ class SessionSocket:
         except WebSocketDisconnect:
             code = None
         finally:
-            self._journal.remove_listener(self._peer.wake.set)
+            self._journal.remove_listener(self._on_entry)
             tasks: list[asyncio.Task[Any]] = [reader, *self._submissions]
             for task in tasks:
                 task.cancel()
@@ -366,6 +366,16 @@ class SessionSocket:
                 return code
             if not await self._peer.wait():
                 return CloseCode.IDLE
+
+    def _on_entry(self) -> None:
+        """Send a token at once if the peer has everything before it; else wake the writer."""
+        seq, entry = self._journal.last_seq, self._journal.newest.entry
+        if isinstance(entry, TurnDelta) and seq == self._position + 1 and self._peer.is_at_rest:
+            self._position = seq
+            self._protocol.send_delta(seq, entry)
+            self._peer.send_now(self._protocol)
+        else:
+            self._peer.wake.set()
 
     async def _queue_entries(self, call: Call, session_id: str, readers: SessionReaders) -> None:
         try:

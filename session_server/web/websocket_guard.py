@@ -263,6 +263,11 @@ class GuardedWebSocket(Guard, WebSocketsSansIOProtocol):
         """Count the frames that wait behind what the peer has not read, if there is anything."""
         self._unread.set_behind(num_bytes)
 
+    @property
+    def is_drained(self) -> bool:
+        """Return whether `drain` returns at once."""
+        return self.writable.is_set()
+
     async def drain(self) -> None:
         """Wait until the peer has read what was written."""
         await self.writable.wait()

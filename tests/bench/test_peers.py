@@ -41,6 +41,8 @@ from session_server.local_server import LocalServer
 LLAMA_SERVER = os.environ.get("LLAMA_SERVER")
 SHAPE = RandomModel(vocab_size=1700, max_position_embeddings=512)
 DECODE = Cell("decode", Figure.STEP_MS, 2, 0, 1, 1, 8, 1.0)
+LONG_DECODE = Cell("decode", Figure.STEP_MS, 2, 0, 1, 1, 96, 1.0)
+"""Enough tokens that a loaded machine does not hand over all of a turn at once."""
 TURNS = Cell("turns", Figure.TURNS_PER_S, 2, 40, 2, 8, 4, 1.3)
 REQUESTS = Cell("requests", Figure.TOKENS_PER_S, 2, 0, 1, 8, 8, 10.0, peer=TRANSFORMERS)
 
@@ -358,7 +360,7 @@ def run(checkpoint: Path, tmp_path: Path, cells: tuple[Cell, ...], **available: 
 def test_ours_is_measured_alone_and_absent_peers_are_named(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    figures = run(checkpoint, tmp_path, (DECODE, TURNS))
+    figures = run(checkpoint, tmp_path, (LONG_DECODE, TURNS))
     (cells,) = figures["models"]["tiny"].values()
     assert list(cells) == ["decode", "turns"]
     for cell in cells.values():
@@ -385,7 +387,7 @@ def test_transformers_batches_requests_in_turns_with_us(checkpoint: Path, tmp_pa
 def test_llama_cpp_keeps_its_conversations_in_turns_with_us(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    figures = run(checkpoint, tmp_path, (DECODE, TURNS), llama_server=LLAMA_SERVER)
+    figures = run(checkpoint, tmp_path, (LONG_DECODE, TURNS), llama_server=LLAMA_SERVER)
     for cell in figures["models"]["tiny"]["float32"].values():
         assert set(cell["medians"]) == {
             "session-server",

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import queue
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import pytest
 
 from cache.types import SessionId, TurnId
-from session_server.core.batch import StepResult
-from session_server.core.commands import CancelTurn, OpenSession, SubmitTurn
+from session_server.core.batch import CompileResult, StepResult
+from session_server.core.commands import CancelTurn, EngineCommand, OpenSession, SubmitTurn
+from session_server.core.errors import GrammarFailed
 from session_server.core.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, Grammar, SamplingParams
+from session_server.engine.engine import StepOutcome
 from session_server.engine_host import loop
 from session_server.engine_host.inbox import Inbox, memory_bytes
 from session_server.engine_host.loop import EngineLoop
 from tests.engine_host.live_echo import LiveStage, assemble
 
 TOKENS = tuple(range(1000, 2000))
+ALL = {"max_items": 99, "max_bytes": 1 << 30}
 
 
 def opening(name: str) -> OpenSession:
@@ -29,21 +34,24 @@ def test_an_inbox_is_full_once_what_waits_takes_so_much_memory(spare: int, num_t
     commands = [opening(f"s_{i}") for i in range(3)]
     inbox = Inbox(2 * memory_bytes(commands[0]) + spare)
     for command in commands[:num_taken]:
-        inbox.put_nowait(command)
+        inbox.put(command, block=False)
     with pytest.raises(queue.Full):
-        inbox.put_nowait(CancelTurn(turn_id=TurnId("t"), num_outputs=None))
-    assert [inbox.get_nowait() for _ in range(num_taken)] == commands[:num_taken]
-    with pytest.raises(queue.Empty):
-        inbox.get_nowait()
+        inbox.put(CancelTurn(turn_id=TurnId("t"), num_outputs=None), block=False)
+    assert inbox.take(**ALL).commands == commands[:num_taken]
+    assert not any(inbox.take(**ALL))
+    inbox.put(commands[0], block=False)
 
 
-def test_results_of_forwards_do_not_wait_behind_commands() -> None:
-    inbox = Inbox(1 << 20)
+def test_results_do_not_wait_behind_commands() -> None:
+    inbox = Inbox(1)
     results = [StepResult(step, (), 0.0) for step in (1, 2)]
-    for item in (opening("s"), results[0], opening("t"), results[1]):
-        inbox.put_nowait(item)
-    items = [inbox.get_nowait() for _ in range(4)]
-    assert items == [*results, opening("s"), opening("t")]
+    compiled = CompileResult(TurnId("t"), GrammarFailed("no"))
+    inbox.put_result(results[0])
+    inbox.put(opening("s"))
+    inbox.put_result(results[1])
+    inbox.put_compiled(compiled)
+    assert inbox.take(max_items=0, max_bytes=0) == ([], results, [compiled])
+    assert inbox.take(**ALL) == ([opening("s")], [], [])
 
 
 @pytest.mark.parametrize(
@@ -71,8 +79,14 @@ def test_one_step_takes_no_more_commands_than_its_bytes_allow(
 ) -> None:
     bound = 2 * memory_bytes(opening("s_0")) + spare
     monkeypatch.setattr(loop, "MAX_BYTES_PER_STEP", bound)
-    engine_loop = EngineLoop(assemble(msgspec.msgpack.encode(LiveStage())), lambda events: None)
-    for i in range(4):
-        engine_loop.post(opening(f"s_{i}"))
-    taken = [len(engine_loop._drain(is_blocked=False)[0]) for _ in range(2)]
+    assembly = assemble(msgspec.msgpack.encode(LiveStage()))
+    taken: list[int] = []
+    step = assembly.engine.step
+
+    def watched(now_s: float, commands: Sequence[EngineCommand], *others: Any) -> StepOutcome:
+        taken.append(len(commands))
+        return step(now_s, commands, *others)
+
+    monkeypatch.setattr(assembly.engine, "step", watched)
+    EngineLoop(assembly, lambda events: None).take(opening(f"s_{i}") for i in range(4))
     assert taken == [num_taken, 4 - num_taken]

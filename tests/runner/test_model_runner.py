@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 import pytest
@@ -10,12 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from cache.pool.page_table import PageTable
 from cache.spec import Capacity
-from cache.types import RowId, TableWrite, Tokens
-from session_server.core.batch import PendingStep, PromptLogprobRange, Runner
+from cache.types import RowId, TableWrite, Tokens, TurnId
+from session_server.core.batch import Batch, DecodeRows, PendingStep, PromptLogprobRange, Runner
 from session_server.core.sampling import SamplingParams, TokenLogprob
 from session_server.models.config import FULL_POOL, DTypeName
 from session_server.models.registry import load_config
+from session_server.runner.inputs import InputBuilder
 from session_server.runner.model_runner import PROMPT_LOGPROB_BLOCK, ModelRunner
 from session_server.runner.weights import load_decoder
 from tests.models.raw_configs import VOCAB_SIZE
@@ -217,6 +221,74 @@ def test_a_chunk_that_samples_nothing_is_checked_too(rows: Rows) -> None:
     )
     assert not sick.finite
     assert well.finite
+
+
+@pytest.mark.parametrize("is_seen", [False, True])
+def test_rows_that_decode_give_the_same_as_columns(checkpoint: Path, is_seen: bool) -> None:
+    prompts = {1: prompt(20, 1), 2: prompt(3, 2), 4: prompt(37, 3), 5: prompt(3, 4)}
+    starts = np.array([len(tokens) for tokens in prompts.values()], dtype=np.int32)
+    listed, columns = (rows_of(checkpoint, "float32") for _ in range(2))
+    given: tuple[int, ...] | None = None
+    for each in (listed, columns):
+        first = each.run(*(each.row(row, tokens) for row, tokens in prompts.items()))
+        given = tuple(result.token_ids[0] for result in first) if is_seen else None
+    tokens = [None if given is None else np.array([token], np.int32) for token in given or "1234"]
+    for step in range(3):
+        own = tokens if step == 0 else [None] * len(prompts)
+        expected = listed.run(
+            *(
+                listed.row(row, token, start=start + step)
+                for row, token, start in zip(prompts, own, starts.tolist(), strict=True)
+            )
+        )
+        ids = np.array(list(prompts), dtype=np.int32)
+        names = tuple(TurnId(f"turn-{row}") for row in prompts)
+        decoding = DecodeRows(names, (0,) * 4, ids, starts + step, given if step == 0 else None)
+        batch = Batch(100 + step, (), (), decoding=decoding)
+        result = columns.runner.launch(batch).wait()
+        assert result.tokens == tuple(each.token_ids[0] for each in expected)
+        assert not result.rows
+
+
+def test_columns_tell_a_row_of_nan_from_the_others(rows: Rows) -> None:
+    for row in (1, 2):
+        rows.run(rows.row(row, prompt(20, row)))
+    columns = np.array([1, 2], dtype=np.int32), np.array([20, 20], dtype=np.int32)
+    decoding = DecodeRows((TurnId("a"), TurnId("b")), (0, 0), *columns, (POISON, 5))
+    result = rows.runner.launch(Batch(100, (), (), decoding=decoding)).wait()
+    assert result.tokens is None
+    assert [row.finite for row in result.rows] == [False, True]
+
+
+def test_inputs_of_a_step_that_decodes_take_few_calls() -> None:
+    """Of Python functions: they are the same in every run."""
+
+    def num_calls(num_rows: int) -> int:
+        columns = np.arange(1, num_rows + 1, dtype=np.int32), np.full(num_rows, 20, np.int32)
+        names = tuple(TurnId(f"turn-{row}") for row in range(num_rows))
+        decoding = DecodeRows(names, (0,) * num_rows, *columns, (5,) * num_rows)
+        batch = Batch(100, (), (), decoding=decoding)
+        num_counted = 0
+
+        def count(frame: FrameType, kind: str, argument: object) -> None:
+            nonlocal num_counted
+            num_counted += kind == "call"
+
+        inputs = InputBuilder(
+            {FULL_POOL: PageTable(NUM_ROWS, PAGES_PER_ROW, device=torch.device("cpu"))},
+            page_size=PAGE_SIZE,
+            last_tokens=torch.zeros(NUM_ROWS + 1, dtype=torch.int64),
+        )
+        before = sys.getprofile()
+        sys.setprofile(count)
+        try:
+            inputs.build(batch)
+        finally:
+            sys.setprofile(before)
+        return num_counted
+
+    assert num_calls(1) <= 20
+    assert num_calls(5) - num_calls(1) <= 4 * 3
 
 
 def test_a_row_of_nan_does_not_spread_to_those_it_decodes_with(rows: Rows) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cache.types import Tokens
-from session_server.core.batch import PromptLogprobRange
+from session_server.core.batch import Batch, PromptLogprobRange
 from session_server.core.sampling import SamplingParams
 from session_server.models.decoder import Decoder
 from session_server.runner.outputs import SampledRows, StepOutputs
@@ -243,7 +243,8 @@ def test_one_choice_that_is_not_finite_fails_its_row_right_or_wrong(decoder: Dec
         num_accepted=torch.tensor([0, 1]),
     )
     rows = tuple(new_rows(decoder).row(draw.row, random_prompt(5, 1)) for draw in draws)
-    sick, well = StepOutputs(rows, sampled=(0, 1), sampled_rows=outputs).results()
+    batch = Batch(1, rows, ())
+    sick, well = StepOutputs(batch, sampled=(0, 1), sampled_rows=outputs).results()
     assert (sick.finite, sick.token_ids) == (False, ())
     assert (well.finite, well.token_ids) == (True, (7, 8))
 

@@ -47,6 +47,11 @@ class _Unguarded:
     def set_behind(self, num_bytes: int) -> None:
         """See `GuardedWebSocket.set_behind`."""
 
+    @property
+    def is_drained(self) -> bool:
+        """See `GuardedWebSocket.is_drained`."""
+        return self._socket.has_room
+
     async def drain(self) -> None:
         """See `GuardedWebSocket.drain`."""
         await self._socket.find_room()
@@ -126,10 +131,15 @@ class Socket:
         _wake(self._heard)
         _wake(self._room)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the network takes a frame now."""
+        return len(self._outbound) < self._capacity or self.is_dropped
+
     async def find_room(self) -> None:
         """Wait while the network holds all it can, or until the client has read nothing for too
         long, which ends the connection."""
-        while len(self._outbound) >= self._capacity and not self.is_dropped:
+        while not self.has_room:
             self._room = self._loop.create_future()
             try:
                 async with asyncio.timeout(SEND_TIMEOUT_S):

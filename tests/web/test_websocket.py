@@ -20,6 +20,7 @@ from session_server.core.owner import ANONYMOUS
 from session_server.protocol import frame_queue
 from session_server.protocol.session_protocol import SessionProtocol
 from session_server.web.keys import KeyRing
+from session_server.web.socket_peer import SocketPeer
 from session_server.web.websocket_guard import GuardedWebSocket, _head
 from tests.web.serving import SUBPROTOCOL, Served, served, serving, small_journal, turn
 from tests.web.wire_client import Wire, narrow_socket
@@ -52,6 +53,17 @@ async def test_the_hello_says_where_we_stand_and_what_is_allowed(this: Served) -
         assert (wire.hello["seq"], wire.hello["resumed"], wire.hello["tokens"]) == (0, False, 0)
         assert wire.hello["limits"]["max_context"] == 4096
         assert wire.hello["limits"]["max_message_bytes"] == 1 << 20
+
+
+@served()
+async def test_tokens_are_sent_without_a_change_of_tasks(this: Served) -> None:
+    """What is not is sent by the writer: the first frames, the last, and any behind them."""
+    with mock.patch.object(SocketPeer, "flush", autospec=True, side_effect=SocketPeer.flush) as led:
+        async with this.socket() as wire:
+            end = await wire.turn("t1", input_ids=[7, 8], sampling={"max_tokens": 200})
+            deltas = [frame for frame in wire.frames if frame["type"] == "turn.delta"]
+            assert sum(delta["n"] for delta in deltas) == end["usage"]["output_tokens"] == 200
+    assert led.call_count < len(deltas) / 2
 
 
 @served()

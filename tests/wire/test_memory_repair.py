@@ -26,7 +26,8 @@ from session_server.runner.model_runner import ModelRunner
 from tests.web.serving import Served, serving_live
 
 GREEDY = {"temperature": 0, "max_tokens": 32}
-LONG = {"temperature": 0, "max_tokens": 120, "ignore_eos": True}
+LONG = {"temperature": 0, "max_tokens": 800, "ignore_eos": True}
+"""It runs while some dozens of pages are probed."""
 SEEDS = (11, 12, 13)
 NUM_TURNS = 4
 

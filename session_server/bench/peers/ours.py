@@ -109,7 +109,8 @@ class OurConversation:
             raise PeerFailed(f"session-server: {self.last_end.get('error')}")
         decoded = ((at, msgspec.json.decode(each)) for at, each in frames)
         deltas = ((at, each["n"]) for at, each in decoded if each["type"] == "turn.delta")
-        return TurnTrace(begun_s, tuple(deltas))
+        # The last may say what was held back, with no token.
+        return TurnTrace(begun_s, tuple((at, count) for at, count in deltas if count))
 
 
 def can_quantize() -> bool:

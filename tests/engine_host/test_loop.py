@@ -1,0 +1,143 @@
+"""Which thread steps: whoever brings news, so that no token waits for a change of threads."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+
+from cache.types import SessionId, TurnId
+from session_server.core.commands import OpenSession, Shutdown, SubmitTurn
+from session_server.core.events import (
+    EngineEvent,
+    StepTokens,
+    TokensProduced,
+    TurnFinished,
+    TurnStarted,
+)
+from session_server.core.sampling import SamplingParams
+from session_server.engine_host import loop as loop_module
+from session_server.engine_host.loop import EngineLoop
+from tests.engine_host.live_echo import LiveStage, assemble
+
+NUM_OUTPUTS = 60
+TOKENS = (TokensProduced, StepTokens)
+
+
+class Loop(EngineLoop):
+    """Write down who emits events, and how often the loop's own thread sleeps."""
+
+    def __init__(self, stage: LiveStage) -> None:
+        self.num_naps = 0
+        self.emitted: list[tuple[str, EngineEvent]] = []
+        self.ended: queue.SimpleQueue[EngineEvent] = queue.SimpleQueue()
+        super().__init__(assemble(msgspec.msgpack.encode(stage)), self.hear)
+
+    def hear(self, events: list[EngineEvent]) -> None:
+        for event in events:
+            self.emitted.append((threading.current_thread().name, event))
+            if isinstance(event, TurnFinished):
+                self.ended.put(event)
+
+    def _sleep(self, wait_s: float | None) -> None:
+        self.num_naps += 1
+        super()._sleep(wait_s)
+
+
+@contextmanager
+def running(stage: LiveStage) -> Iterator[Loop]:
+    loop = Loop(stage)
+    thread = threading.Thread(target=loop.run, name="loop")
+    thread.start()
+    yield loop
+    loop.post(Shutdown())
+    thread.join()
+
+
+def begin_turn(name: str) -> tuple[OpenSession, SubmitTurn]:
+    return (
+        OpenSession(session_id=SessionId(name), tenant_salt="a"),
+        SubmitTurn(
+            session_id=SessionId(name),
+            turn_id=TurnId(name),
+            base_len=0,
+            tokens=(1, 2, 3),
+            sampling=SamplingParams(max_tokens=NUM_OUTPUTS, seed=1, ignore_eos=True),
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("is_device", "speaker"), [(False, "engine-launch"), (True, "engine-wait")]
+)
+def test_the_thread_that_has_a_result_settles_it(is_device: bool, speaker: str) -> None:
+    with running(LiveStage(is_device=is_device)) as loop:
+        loop.take(begin_turn("t"))
+        loop.ended.get()
+    speakers = [name for name, event in loop.emitted if isinstance(event, TOKENS)]
+    assert len(speakers) == NUM_OUTPUTS
+    # The loop's thread may be awake when a result comes, but nothing wakes it for one.
+    assert NUM_OUTPUTS - speakers.count(speaker) <= loop.num_naps < 10
+
+
+def test_commands_are_handled_by_the_thread_that_brings_them() -> None:
+    loop = Loop(LiveStage())
+    loop.take([*begin_turn("t"), *begin_turn("u")])
+    speakers = {name for name, event in loop.emitted if isinstance(event, TurnStarted)}
+    assert speakers == {threading.current_thread().name}
+    assert loop._progress._in_flight, "both turns are in a forward, before `run`"
+    assert loop.num_naps == 0
+
+
+def test_commands_that_come_during_a_step_are_left_to_the_loop() -> None:
+    is_stepping, may_go_on = threading.Event(), threading.Event()
+    with running(LiveStage()) as loop:
+        step = loop._step
+
+        def held(taken: object) -> None:
+            is_stepping.set()
+            may_go_on.wait()
+            step(taken)
+
+        loop._step = held
+        first = threading.Thread(target=loop.take, args=(begin_turn("t"),))
+        first.start()
+        is_stepping.wait()
+        loop.take(begin_turn("u"))
+        may_go_on.set()
+        first.join()
+        assert {loop.ended.get().turn_id for _ in range(2)} == {"t", "u"}
+
+
+def test_more_commands_than_the_inbox_holds_are_taken_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loop_module, "MAX_INBOX_BYTES", 1)
+    with running(LiveStage()) as loop:
+        loop.take([*begin_turn("t"), *begin_turn("u")])
+        assert {loop.ended.get().turn_id for _ in range(2)} == {"t", "u"}
+
+
+def test_what_is_raised_on_another_thread_ends_the_loop() -> None:
+    loop = Loop(LiveStage())
+    thread_saw: list[BaseException] = []
+
+    def refuse(taken: object) -> None:
+        raise RuntimeError("a bug on purpose")
+
+    def run() -> None:
+        with pytest.raises(RuntimeError, match="on purpose") as caught:
+            loop.run()
+        thread_saw.append(caught.value)
+
+    loop._step = refuse
+    thread = threading.Thread(target=run)
+    thread.start()
+    loop.take(begin_turn("t"))
+    thread.join()
+    assert thread_saw
+    loop.take(begin_turn("u"))  # nothing steps any more
