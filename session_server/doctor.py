@@ -162,7 +162,13 @@ def check_kernels() -> Finding:
     from session_server.runner import native
 
     if native.is_available():
-        return Finding("kernels", CheckStatus.GOOD, f"{native.cpu_name()}, for forwards on a CPU")
+        try:
+            found = f"{native.cpu_name()}, for forwards on a CPU"
+        except ValueError as error:
+            return Finding(
+                "kernels", CheckStatus.WRONG, str(error), "unset it, or name one of them"
+            )
+        return Finding("kernels", CheckStatus.GOOD, found)
     advice = "install g++ 12 or clang 15 and then this package again; torch computes until then"
     return Finding("kernels", CheckStatus.WARNING, str(native.WHY_MISSING), advice)
 

@@ -24,6 +24,7 @@ from pydantic_settings import (
 )
 
 from session_server.config import Settings
+from session_server.core.environment import CPU_VARIABLE
 from session_server.core.owner import KEY_FILE_VARIABLE, KEY_VARIABLE
 from session_server.flags import FLAGS, Given, Place, validated
 
@@ -178,10 +179,10 @@ def _from_file(file: Path) -> Iterator[tuple[Place, Given]]:
 
 def _from_environment(environment: Mapping[str, str]) -> Iterator[tuple[Place, Given]]:
     names = {variable_of(place): place for place in PLACES}
-    known = {*names, CONFIG_VARIABLE}
+    known = {*names, CONFIG_VARIABLE, CPU_VARIABLE}
     for name in sorted(environment):
         if name.startswith(PREFIX) and name not in known and not _is_of_service(name, environment):
-            near = get_close_matches(name, known, n=1, cutoff=0.6)
+            near = get_close_matches(name, known - {CPU_VARIABLE}, n=1, cutoff=0.6)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ValueError(f"there is no variable {name}{hint}")
         if name in names and name != KEY_VARIABLE and not environment[name]:

@@ -60,6 +60,11 @@ class Inbox:
         self._results: deque[StepResult] = deque()
         self._compiled: deque[CompileResult] = deque()
 
+    @property
+    def is_empty(self) -> bool:
+        """Return whether nothing waits for the next step."""
+        return not (self._commands or self._results or self._compiled)
+
     def put(self, command: EngineCommand, *, block: bool = True) -> None:
         """Add one command. A reader that waits here leaves further ones in its socket.
 

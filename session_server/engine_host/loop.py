@@ -96,13 +96,7 @@ class EngineLoop:
             except queue.Full:
                 self._wake.set()  # the loop's thread makes room
                 self._inbox.put(command)
-        if self._stepping.acquire(blocking=False):
-            try:
-                self._advance_elsewhere()
-            finally:
-                self._stepping.release()
-        else:
-            self._wake.set()
+        self._try_to_advance()
 
     def run(self) -> None:
         """Step until `Shutdown` was handled.
@@ -139,8 +133,19 @@ class EngineLoop:
 
     def _settle(self, result: StepResult) -> None:
         self._inbox.put_result(result)
-        with self._stepping:
-            self._advance_elsewhere()
+        # This thread may be the one that computes: it neither waits for one that steps, nor handles
+        # commands while the batch waits that it has launched.
+        self._try_to_advance(is_computing=True)
+
+    def _try_to_advance(self, *, is_computing: bool = False) -> None:
+        """Advance on the calling thread; if another one steps now, leave it to the loop's."""
+        if self._stepping.acquire(blocking=False):
+            try:
+                self._advance_elsewhere(is_computing=is_computing)
+            finally:
+                self._stepping.release()
+        else:
+            self._wake.set()
 
     def _fail(self, error: BaseException) -> None:
         self._crash = self._crash or error
@@ -152,27 +157,31 @@ class EngineLoop:
 
     # -- what only the thread that holds `_stepping` does
 
-    def _advance_elsewhere(self) -> None:
+    def _advance_elsewhere(self, *, is_computing: bool) -> None:
         """Advance on another thread than the loop's, and wake that one if it has something to do
         now, or to wait for."""
-        self._advance()
+        self._advance(is_computing=is_computing)
         wait_s = self._audit_wait_s()
         may_audit = wait_s is not None and (wait_s == 0.0 or self._engine.is_at_rest)
-        if may_audit or self._is_over:
+        if may_audit or self._is_over or not self._inbox.is_empty:
             self._wake.set()
 
-    def _advance(self) -> None:
-        """Step until nothing waits and another step changes nothing."""
+    def _advance(self, *, is_computing: bool = False) -> None:
+        """Step until nothing waits and another step changes nothing. A thread that `is_computing`
+        stops once a batch is launched and more commands wait."""
         try:
             while not self._is_over:
                 taken = self._inbox.take(max_items=MAX_ITEMS_PER_STEP, max_bytes=MAX_BYTES_PER_STEP)
                 if self._is_blocked and not any(taken):
                     break
-                self._step(taken)
+                has_launched = self._step(taken)
+                if is_computing and has_launched and not self._inbox.is_empty:
+                    break
         except BaseException as error:  # noqa: BLE001 - raised again on the loop's thread
             self._fail(error)
 
-    def _step(self, taken: Taken) -> None:
+    def _step(self, taken: Taken) -> bool:
+        """Take a step, and return whether it launched a batch."""
         commands, results, compiled = taken
         progress, started_s = self._progress, self._clock()
         is_recount = any(isinstance(each, ReportMemory) and each.full for each in commands)
@@ -192,6 +201,7 @@ class EngineLoop:
         if outcome.is_blocked:
             progress.wait(has_work=not self._engine.is_at_rest)
         self._engine.counters.host_s += ended_s - started_s
+        return outcome.batch is not None
 
     def _audit_wait_s(self) -> float | None:
         """Return how long to wait for other work before a slice of an audit runs; None if no audit

@@ -47,17 +47,19 @@ def resolve_backend(backend: BackendName, device: torch.device) -> ComputeBacken
     """Return what computes forwards: for "auto" the fastest that this machine has.
 
     Raises:
-        ValueError: "native" is asked for, and was not built or does not run on the device.
+        ValueError: "native" is asked for, and was not built or does not run on the device; or the
+            environment names kernels that this CPU does not have.
     """
     if backend == "auto":
         if device.type != "cpu":
             return "torch"
-        return "native" if native.is_available() else "cpu"
+        backend = "native" if native.is_available() else "cpu"
     if backend == "native":
         if device.type != "cpu":
             raise ValueError(f"--attention-backend native runs on a CPU, not on {device}")
         if not native.is_available():
             raise ValueError(f"--attention-backend native: {native.WHY_MISSING}")
+        native.cpu_name()  # a name that the environment has wrong is refused
     return backend
 
 

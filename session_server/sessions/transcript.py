@@ -206,10 +206,8 @@ class Transcript:
     def common_len(self, prompt: Prompt) -> int:
         """Return the length of the longest common prefix of the history and the prompt's
         context."""
-        if prompt.keep_len == len(self._tokens):
-            return (
-                prompt.keep_len
-            )  # it goes on behind all of the history, as nearly every turn does
+        if prompt.keep_len == len(self._tokens):  # nearly every turn goes on behind all of it
+            return prompt.keep_len
         old = np.frombuffer(self._tokens, dtype=np.int32)[prompt.keep_len :]
         new = np.asarray(prompt.tokens[: len(old)], dtype=np.int32)
         differs = np.flatnonzero(old[: len(new)] != new)

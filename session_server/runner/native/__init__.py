@@ -1,17 +1,18 @@
 """Kernels of our own for CPUs: a whole forward in one call, for every family of models.
 
 The C++ in `src/` is compiled when the package is installed. Without a compiler the package installs
-all the same and torch computes: `WHY_MISSING` then says what happened. The variable
-SESSION_SERVER_CPU of the environment names another instruction set than the best, as if the machine
-had no better.
+all the same and torch computes: `WHY_MISSING` then says what happened.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from session_server.core.environment import CPU_VARIABLE
 
 WeightFormat = Literal["float32", "bfloat16", "float16", "int8", "int4"]
 """How weights are stored. "int8" and "int4" are codes of 32 weights of an output with one scale,
@@ -28,6 +29,10 @@ except ImportError as error:
         "again where a C++20 compiler is found (g++ 12, clang 15 or newer)"
     )
 
+_asked = os.environ.get(CPU_VARIABLE)
+if WHY_MISSING is None and _asked in _native.cpus():
+    _native.use_cpu(_asked)
+
 
 def is_available() -> bool:
     """Return whether the kernels were built."""
@@ -35,8 +40,15 @@ def is_available() -> bool:
 
 
 def cpu_name() -> str:
-    """Return the instruction set whose kernels run: avx512_bf16, avx512, avx2 or portable."""
+    """Return the instruction set whose kernels run: avx512_bf16, avx512, avx2 or portable.
+
+    Raises:
+        ValueError: this CPU has no kernels of the name in `CPU_VARIABLE`.
+    """
     assert is_available(), WHY_MISSING
+    if _asked and _asked not in _native.cpus():
+        known = ", ".join(_native.cpus())
+        raise ValueError(f"{CPU_VARIABLE}={_asked}: the kernels of this CPU are {known}")
     return _native.cpu()
 
 

@@ -152,3 +152,22 @@ def test_company_and_threads_change_no_bit(
     for place, i in enumerate(order):
         assert torch.equal(of_prompts[place], expected[2 * i - 2][0])
         assert torch.equal(of_chunks[place], expected[2 * i - 1][0])
+
+
+@pytest.mark.parametrize(("cpu", "family"), cases(CPUS, ALL_FAMILIES), indirect=["cpu"])
+def test_chunks_of_several_tokens_change_no_bit(
+    checkpoints: dict[str, Path], cpu: str, family: str
+) -> None:
+    """97 and 3, 51 and 49: the last tile of a chunk has one token with some groups of heads."""
+    tokens = tokens_of(100, 3)
+    expected = logits_behind(rows_of(checkpoints[family], "native"), tokens, (100,))
+    for chunks in ((97, 3), (51, 49), (33, 25, 42)):
+        actual = logits_behind(rows_of(checkpoints[family], "native"), tokens, chunks)
+        assert torch.equal(actual, expected), chunks
+
+
+def logits_behind(rows: Rows, tokens: Tokens, chunks: tuple[int, ...]) -> Tensor:
+    """Logits behind the last of `tokens`, computed in chunks of these sizes."""
+    rows.compute(1, tokens, chunks[:-1])
+    start = sum(chunks[:-1])
+    return rows.runner.logits(rows.batch(rows.row(1, tokens[start:], start=start)))

@@ -1,8 +1,5 @@
 #include <atomic>
-#include <cstdlib>
 #include <cstring>
-#include <stdexcept>
-#include <string>
 
 #include "kernels.h"
 
@@ -61,10 +58,6 @@ const Kernels* kernels_named(const char* name) {
 namespace {
 
 const Kernels* best() {
-    if (const char* name = std::getenv("SESSION_SERVER_CPU")) {
-        if (const Kernels* named = kernels_named(name)) return named;
-        throw std::invalid_argument(std::string("SESSION_SERVER_CPU: no kernels named ") + name);
-    }
     for (const Choice& choice : kChoices) {
         if (choice.runs()) return choice.table;
     }

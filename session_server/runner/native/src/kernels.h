@@ -86,6 +86,7 @@ struct Queries {
     long out_stride = 0;
     long position = 0;  // of the first token
     long num_tokens = 1;
+    bool is_alone = true;  // whether the row has no other new token
     long group = 1;
     const float* sinks = nullptr;  // [group], or null
 };
@@ -148,8 +149,7 @@ struct Kernels {
                         const float* read, long dim, long size, float* out);
 };
 
-// The best kernels that this CPU runs, those that SESSION_SERVER_CPU names, or those that `use`
-// has chosen. Throws std::invalid_argument if this CPU has none of that name.
+// The kernels that `use` has chosen, or else the best that this CPU runs.
 const Kernels& kernels();
 
 // Use other kernels from the next step on. Packed weights fit all of them.

@@ -14,6 +14,8 @@ namespace {
 
 // Tokens, at most, whose inputs stay in a core's cache while panels pass by.
 constexpr long kTokenBlock = 96;
+// Of the weights that a waiting member begins to read.
+constexpr size_t kFetchedBytes = size_t{64} << 10;
 // Elements that one item of elementwise work covers: blocks of quantization are whole in it.
 constexpr long kSegment = 512;
 
@@ -260,7 +262,18 @@ class Step {
             for (const Packed* of : weights) {
                 kernels_.convert(normed, size_, memory_.x.as(form_of(*of)), t);
             }
-        });
+        }, [&] { fetch(**weights.begin()); });
+    }
+
+    // Begin to read what a linear reads first: a member that waits leaves the memory no rest.
+    void fetch(const Packed& weights) {
+        if (num_tokens_ == 0) return;
+        constexpr size_t kLine = 64;
+        const size_t tile = weights.panel_bytes() * kernels_.tile_panels(weights.format, num_tokens_);
+        const size_t size = weights.weights.size(), first = std::min(size, me_.index() * tile);
+        const size_t count = std::min({tile, kFetchedBytes, size - first});
+        const uint8_t* at = weights.weights.as<uint8_t>() + first;
+        for (size_t line = 0; line < count; line += kLine) __builtin_prefetch(at + line, 0, 2);
     }
 
     // Convert tokens of y [tokens][stride] that f(token, first, count, out) computes in segments.
@@ -274,7 +287,7 @@ class Step {
             float* at = memory_.x.floats(t) + first;
             const float* values = f(t, first, count, at);
             kernels_.convert(values, count, segment(inputs, t, first), 0);
-        });
+        }, [&] { fetch(weights); });
     }
 
     void linear(const Packed& weights, const Inputs& inputs, long num_tokens, float* y, long ldy,
@@ -384,6 +397,7 @@ class Step {
                              .out_stride = num_heads * pool.value_dim,
                              .position = span->start + first,
                              .num_tokens = std::min(tokens_at_once, span->num_tokens - first),
+                             .is_alone = span->num_tokens == 1,
                              .group = heads,
                              .sinks = sinks == nullptr ? nullptr : sinks + first_head},
                             scratch_);
@@ -889,6 +903,7 @@ void Decoder::forward(Team& team, const StepInputs& step, float* hidden) {
 bool is_worth_sharing(size_t num_bytes) { return num_bytes >= (size_t{1} << 20); }
 
 void apply_linear(Team& team, const Packed& weights, const float* x, long num_tokens, float* y) {
+    if (num_tokens == 0) return;
     static thread_local Converted converted;
     converted.reserve(num_tokens, weights.inputs);
     const Kernels& table = kernels();

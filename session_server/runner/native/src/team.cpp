@@ -91,12 +91,14 @@ void Team::run(bool is_parallel, const std::function<void(Member&)>& work) {
         work(alone);
         return;
     }
-    work_ = &work;
+    // Members wait for each other: one that threw would leave the others in the middle of a step.
+    const std::function<void(Member&)> safe = [&](Member& member) noexcept { work(member); };
+    work_ = &safe;
     arrive(0);
     runs_.fetch_add(1, std::memory_order_release);
     runs_.notify_all();
     Member caller(*this, 0, size());
-    work(caller);
+    safe(caller);
     caller.meet();
 }
 

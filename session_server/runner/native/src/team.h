@@ -20,7 +20,13 @@ class Member {
     // Call f(item) for items [0, count), each on one member, then wait for all members. Members
     // that come first take more items: a core that something else uses holds nobody up.
     template <class Function>
-    void share(long count, Function&& f);
+    void share(long count, Function&& f) {
+        share(count, f, [] {});
+    }
+
+    // The same; a member that finds no more items calls before_wait() before it waits for the others.
+    template <class Function, class Idle>
+    void share(long count, Function&& f, Idle&& before_wait);
 
   private:
     friend class Team;
@@ -42,7 +48,8 @@ class Team {
 
     int size() const { return static_cast<int>(threads_.size()) + 1; }
 
-    // Run `work` on the caller and, if `is_parallel`, on all other threads; return when all did.
+    // Run `work` on the caller and, if `is_parallel`, on all other threads; return when all did. Then
+    // nothing may be thrown: it ends the process.
     void run(bool is_parallel, const std::function<void(Member&)>& work);
 
   private:
@@ -62,8 +69,8 @@ class Team {
     bool is_closing_ = false;
 };
 
-template <class Function>
-void Member::share(long count, Function&& f) {
+template <class Function, class Idle>
+void Member::share(long count, Function&& f, Idle&& before_wait) {
     if (size_ == 1) {
         for (long i = 0; i < count; ++i) f(i);
         return;
@@ -73,6 +80,7 @@ void Member::share(long count, Function&& f) {
         if (item >= count) break;
         f(item);
     }
+    before_wait();
     meet();
 }
 

@@ -365,7 +365,7 @@ void attend_as(const KvRows& kv, const AttentionRule& rule, const Queries& queri
                Scratch scratch) {
     // A latent has one head for all queries: they fill the lanes.
     const bool is_latent = kv.values == kv.keys;
-    if (queries.num_tokens == 1 && kv.key_dim % kLanes == 0 && kv.value_dim % kLanes == 0 &&
+    if (queries.is_alone && kv.key_dim % kLanes == 0 && kv.value_dim % kLanes == 0 &&
         !is_latent) {
         attend_one<kType>(kv, rule, queries, scratch);
         return;
