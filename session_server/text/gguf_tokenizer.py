@@ -272,13 +272,11 @@ class GgufTokens:
 
     def _list(self, key: str, kind: type) -> Sequence[Any]:
         values = self.get(key)
-        if isinstance(values, array):
-            is_right = kind is (float if values.typecode in "fd" else int)
-        else:
-            is_right = isinstance(values, list) and all(isinstance(item, kind) for item in values)
-        if not is_right:
-            raise CheckpointError(
-                f"{self._path}: the metadata lacks the list tokenizer.ggml.{key}; convert or "
-                "download the file again"
-            )
-        return values
+        if isinstance(values, array) and kind is (float if values.typecode in "fd" else int):
+            return values
+        if isinstance(values, list) and all(isinstance(value, kind) for value in values):
+            return values
+        raise CheckpointError(
+            f"{self._path}: the metadata lacks the list tokenizer.ggml.{key}; convert or "
+            "download the file again"
+        )
