@@ -81,6 +81,8 @@ class GgufTokens:
         """
         self._path = file.path
         self._metadata = file.metadata
+        self._kind = file.word("tokenizer.ggml.model")
+        self._pre = file.word("tokenizer.ggml.pre", "default")
         self.texts: Sequence[str] = self._list("tokens", str)
         if len(self.texts) > MAX_VOCAB_SIZE:
             raise CheckpointError(
@@ -136,13 +138,12 @@ class GgufTokens:
             CheckpointError: a list is missing, or is not what it should be.
             UnsupportedModel: a kind of tokenizer or pre-tokenizer that is not known.
         """
-        kind = str(self.get("model"))
-        if kind not in {"gpt2", "llama"}:
+        if self._kind not in {"gpt2", "llama"}:
             raise UnsupportedModel(
-                f"{self._path}: the tokenizer {shortened(kind)!r} is not implemented; known: "
+                f"{self._path}: the tokenizer {shortened(self._kind)!r} is not implemented; known: "
                 "gpt2, llama"
             )
-        parts = self._byte_level() if kind == "gpt2" else self._sentence_piece()
+        parts = self._byte_level() if self._kind == "gpt2" else self._sentence_piece()
         content = {
             "version": "1.0",
             "truncation": None,
@@ -154,7 +155,7 @@ class GgufTokens:
         return json.dumps(content)
 
     def _byte_level(self) -> dict[str, Any]:
-        name = str(self.get("pre", "default"))
+        name = self._pre
         if name not in PATTERNS:
             raise UnsupportedModel(
                 f"{self._path}: the pre-tokenizer {shortened(name)!r} is not implemented; known: "
@@ -251,7 +252,7 @@ class GgufTokens:
 
     def _post_processor(self) -> dict[str, Any] | None:
         """Return what adds the BOS. An EOS behind a prompt would end it: none is added."""
-        adds_by_default = self.get("model") == "llama" or str(self.get("pre")) in WHOLE_WORDS
+        adds_by_default = self._kind == "llama" or self._pre in WHOLE_WORDS
         bos = self.named().get("bos_token")
         if bos is None or not self.get("add_bos_token", adds_by_default):
             return None

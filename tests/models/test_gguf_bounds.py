@@ -29,7 +29,7 @@ from session_server.models.gguf.names import ROPE_FACTORS, stored_parts
 from session_server.models.gguf.reader import GgufFile, GgufTensor, read_gguf
 from session_server.models.gguf.types import TENSOR_TYPES
 from session_server.models.hub import model_fingerprint
-from session_server.models.registry import gguf_config
+from session_server.models.registry import gguf_config, load_config
 from session_server.text import gguf_tokenizer
 from session_server.text.gguf_tokenizer import GgufTokens, TokenType
 from tests.oracle.checkpoints import write_checkpoint
@@ -162,11 +162,11 @@ class TestHeader:
         with pytest.raises(CheckpointError, match="more than"):
             read_gguf(header(tmp_path / "m.gguf", described))
 
-    @pytest.mark.parametrize("key", ["general.alignment", "split.count"])
+    @pytest.mark.parametrize("key", ["general.alignment", "split.count", "general.architecture"])
     def test_an_error_does_not_quote_a_list(self, key: str, tmp_path: Path) -> None:
-        described = numbers(key, INT32, bytes(4 << 18), 1 << 18)
-        with at_most(5 << 19), pytest.raises(CheckpointError) as refused:
-            read_gguf(header(tmp_path / "m.gguf", described))
+        path = header(tmp_path / "m.gguf", numbers(key, INT32, bytes(4 << 18), 1 << 18))
+        with at_most(5 << 19), pytest.raises(ModelError) as refused:
+            load_config(path)
         assert len(str(refused.value)) < 300
 
 
@@ -291,6 +291,12 @@ class TestTokens:
             return
         with pytest.raises(CheckpointError, match="51 control and user-defined tokens"):
             tokens_of(["a"] * 60, token_type=types)
+
+    @pytest.mark.parametrize("key", ["model", "pre"])
+    def test_an_error_does_not_quote_a_list(self, key: str) -> None:
+        fields = {"model": "gpt2", key: array("i", range(1 << 18))}
+        with at_most(1 << 16), pytest.raises(ModelError, match="'None' is not implemented"):
+            tokens_of(["a"], **fields).tokenizer_json()
 
     @pytest.mark.parametrize("key", ["model", "pre", "eos_token_id", "bos_token_id", "scores"])
     def test_a_list_in_place_of_a_setting_is_no_error_of_python(self, key: str) -> None:

@@ -28,7 +28,7 @@ class Metadata:
 
     def __init__(self, file: GgufFile) -> None:
         self.file = file
-        self.architecture = str(file.metadata.get("general.architecture"))
+        self.architecture = file.word("general.architecture")
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a key of the architecture; its lists have a number for each layer.

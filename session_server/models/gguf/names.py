@@ -98,7 +98,7 @@ def stored_parts(file: GgufFile, num_heads: Mapping[str, int]) -> dict[str, Stor
         CheckpointError: more experts than a model may have.
     """
     _check_experts(file)
-    architecture = str(file.metadata.get("general.architecture"))
+    architecture = file.word("general.architecture")
     parts: dict[str, StoredPart] = {}
     for name, tensor in file.tensors.items():
         if name != ROPE_FACTORS:

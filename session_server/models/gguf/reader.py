@@ -85,6 +85,11 @@ class GgufFile:
     num_header_bytes: int
     num_bytes: int
 
+    def word(self, key: str, default: str = "None") -> str:
+        """Return a text of the metadata; anything else, such as a long list, is no text."""
+        value = self.metadata.get(key, default)
+        return value if isinstance(value, str) else "None"
+
 
 def is_gguf(path: Path) -> bool:
     """Return whether a path names a GGUF file, by its first bytes."""
