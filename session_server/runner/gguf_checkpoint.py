@@ -28,13 +28,12 @@ class GgufCheckpoint:
         """Read the header.
 
         Raises:
-            ModelError: see `models.gguf.reader.read_gguf`.
+            ModelError: see `models.gguf.reader.read_gguf` and `models.gguf.names.stored_parts`.
         """
         file = read_gguf(path)
         self.path = path
         self.num_bytes = file.num_bytes
-        architecture = str(file.metadata.get("general.architecture"))
-        self.tensors = stored_parts(architecture, file.tensors, head_counts(file))
+        self.tensors = stored_parts(file, head_counts(file))
 
     def check(self, expected: Mapping[str, Shape], ignorable: set[str]) -> None:
         """Compare names and shapes before any tensor is used.

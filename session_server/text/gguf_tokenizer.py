@@ -7,10 +7,12 @@ with its merges, and `llama`, a SentencePiece BPE, whose merges follow from its 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, Final
 
+from session_server.models.bounds import MAX_VOCAB_SIZE
 from session_server.models.errors import CheckpointError, UnsupportedModel, shortened
 from session_server.models.gguf.reader import GgufFile
 from session_server.text.gguf_pre_tokenizers import (
@@ -20,6 +22,15 @@ from session_server.text.gguf_pre_tokenizers import (
     WHOLE_WORDS,
     pre_tokenizer,
 )
+
+MAX_TOKEN_CHARS: Final = 1024
+"""Characters of a token's text: each place in it may part it in two that merge."""
+
+MAX_ADDED_TOKENS: Final = 1 << 18
+"""Tokens that are not of the model's own vocabulary: each is described by an object."""
+
+MAX_MERGE_CHARS: Final = 1 << 24
+"""Characters of all merges that follow from scores; Gemma's 580,000 have 4 million."""
 
 SPACE: Final = "\u2581"
 """What SentencePiece writes for a space."""
@@ -51,6 +62,14 @@ class TokenType(IntEnum):
     BYTE = 6
 
 
+_ADDED: Final = {
+    TokenType.UNKNOWN: True,
+    TokenType.CONTROL: True,
+    TokenType.USER_DEFINED: False,
+}
+"""Whether tokens are special, of the types that are listed beside the vocabulary."""
+
+
 class GgufTokens:
     """Read the tokens of a file."""
 
@@ -62,12 +81,29 @@ class GgufTokens:
         """
         self._path = file.path
         self._metadata = file.metadata
-        self.texts: list[str] = self._list("tokens", str)
+        self._kind = file.word("tokenizer.ggml.model")
+        self._pre = file.word("tokenizer.ggml.pre", "default")
+        self.texts: Sequence[str] = self._list("tokens", str)
+        if len(self.texts) > MAX_VOCAB_SIZE:
+            raise CheckpointError(
+                f"{file.path}: {len(self.texts):,} tokens, more than {MAX_VOCAB_SIZE:,}"
+            )
+        longest = max(map(len, self.texts), default=0)
+        if longest > MAX_TOKEN_CHARS:
+            raise CheckpointError(
+                f"{file.path}: a token of {longest:,} characters, more than {MAX_TOKEN_CHARS:,}"
+            )
         types = self._list("token_type", int) if self.get("token_type") is not None else []
-        self.types: list[int] = types or [TokenType.NORMAL] * len(self.texts)
+        self.types: Sequence[int] = types or [TokenType.NORMAL] * len(self.texts)
         if len(self.types) != len(self.texts):
             raise CheckpointError(
                 f"{file.path}: {len(self.types)} types of {len(self.texts)} tokens"
+            )
+        num_added = sum(kind in _ADDED for kind in self.types)
+        if num_added > MAX_ADDED_TOKENS:
+            raise CheckpointError(
+                f"{file.path}: {num_added:,} control and user-defined tokens, more than "
+                f"{MAX_ADDED_TOKENS:,}"
             )
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -87,7 +123,7 @@ class GgufTokens:
 
     def end_ids(self) -> frozenset[int]:
         """Return the ids of all tokens that end an answer."""
-        given = {self.get(f"{name}_token_id") for name in ("eos", "eot", "eom")}
+        given = [self.get(f"{name}_token_id") for name in ("eos", "eot", "eom")]
         known = {
             token_id
             for token_id, (text, kind) in enumerate(zip(self.texts, self.types, strict=True))
@@ -102,13 +138,12 @@ class GgufTokens:
             CheckpointError: a list is missing, or is not what it should be.
             UnsupportedModel: a kind of tokenizer or pre-tokenizer that is not known.
         """
-        kind = self.get("model")
-        if kind not in {"gpt2", "llama"}:
+        if self._kind not in {"gpt2", "llama"}:
             raise UnsupportedModel(
-                f"{self._path}: the tokenizer {shortened(str(kind))!r} is not implemented; known: "
+                f"{self._path}: the tokenizer {shortened(self._kind)!r} is not implemented; known: "
                 "gpt2, llama"
             )
-        parts = self._byte_level() if kind == "gpt2" else self._sentence_piece()
+        parts = self._byte_level() if self._kind == "gpt2" else self._sentence_piece()
         content = {
             "version": "1.0",
             "truncation": None,
@@ -120,7 +155,7 @@ class GgufTokens:
         return json.dumps(content)
 
     def _byte_level(self) -> dict[str, Any]:
-        name = str(self.get("pre", "default"))
+        name = self._pre
         if name not in PATTERNS:
             raise UnsupportedModel(
                 f"{self._path}: the pre-tokenizer {shortened(name)!r} is not implemented; known: "
@@ -134,7 +169,7 @@ class GgufTokens:
                 "type": "BPE",
                 "ignore_merges": name in WHOLE_WORDS,
                 "vocab": self._vocabulary(),
-                "merges": self._list("merges", str),
+                "merges": list(self._list("merges", str)),
             },
         }
 
@@ -167,41 +202,57 @@ class GgufTokens:
         }
 
     def _merges(self, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
-        """Return all pairs that make up a token, the token of the highest score first."""
+        """Return all pairs that make up a token, the token of the highest score first.
+
+        Their texts are those of the tokens, so a pair takes the same memory however long it is.
+        """
         scores = self._list("scores", float)
         if len(scores) != len(self.texts):
             raise CheckpointError(f"{self._path}: {len(scores)} scores of {len(self.texts)} tokens")
         normal = [token_id for token_id, kind in enumerate(self.types) if kind == TokenType.NORMAL]
         merges: list[tuple[str, str]] = []
-        for token_id in sorted(normal, key=lambda token_id: (-scores[token_id], token_id)):
+        num_chars = 0
+        for token_id in sorted(normal, key=lambda token_id: -scores[token_id]):
             text = self.texts[token_id]
-            pairs = [(text[:end], text[end:]) for end in range(1, len(text))]
-            merges += [(a, b) for a, b in pairs if a in vocabulary and b in vocabulary]
+            for pair in self._pairs(text, vocabulary):
+                num_chars += len(text)
+                if num_chars > MAX_MERGE_CHARS:
+                    raise CheckpointError(
+                        f"{self._path}: the merges of its tokens have more than "
+                        f"{MAX_MERGE_CHARS:,} characters"
+                    )
+                merges.append(pair)
         return merges
+
+    def _pairs(self, text: str, vocabulary: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+        for end in range(1, len(text)):
+            first = vocabulary.get(text[:end])
+            second = vocabulary.get(text[end:]) if first is not None else None
+            if first is not None and second is not None:
+                yield self.texts[first], self.texts[second]
 
     def _vocabulary(self) -> dict[str, int]:
         kinds = zip(self.texts, self.types, strict=True)
         return {text: i for i, (text, kind) in enumerate(kinds) if kind != TokenType.UNUSED}
 
     def _added_tokens(self) -> list[dict[str, Any]]:
-        special = {TokenType.UNKNOWN: True, TokenType.CONTROL: True, TokenType.USER_DEFINED: False}
         return [
             {
                 "id": token_id,
                 "content": text,
-                "special": special[TokenType(kind)],
+                "special": _ADDED[TokenType(kind)],
                 "normalized": False,
                 "single_word": False,
                 "lstrip": False,
                 "rstrip": False,
             }
             for token_id, (text, kind) in enumerate(zip(self.texts, self.types, strict=True))
-            if kind in special and text
+            if kind in _ADDED and text
         ]
 
     def _post_processor(self) -> dict[str, Any] | None:
         """Return what adds the BOS. An EOS behind a prompt would end it: none is added."""
-        adds_by_default = self.get("model") == "llama" or self.get("pre") in WHOLE_WORDS
+        adds_by_default = self._kind == "llama" or self._pre in WHOLE_WORDS
         bos = self.named().get("bos_token")
         if bos is None or not self.get("add_bos_token", adds_by_default):
             return None
@@ -220,11 +271,13 @@ class GgufTokens:
             return None
         return self.texts[token_id]
 
-    def _list(self, key: str, kind: type) -> list[Any]:
+    def _list(self, key: str, kind: type) -> Sequence[Any]:
         values = self.get(key)
-        if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
-            raise CheckpointError(
-                f"{self._path}: the metadata lacks the list tokenizer.ggml.{key}; convert or "
-                "download the file again"
-            )
-        return values
+        if isinstance(values, array) and kind is (float if values.typecode in "fd" else int):
+            return values
+        if isinstance(values, list) and all(isinstance(value, kind) for value in values):
+            return values
+        raise CheckpointError(
+            f"{self._path}: the metadata lacks the list tokenizer.ggml.{key}; convert or "
+            "download the file again"
+        )

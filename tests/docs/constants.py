@@ -570,12 +570,31 @@ CHECKPOINTS = (
         f"{_UNUSABLE} (1 where only the engine reads the file)",
     ),
     _constant("models.files:MAX_TOKENIZER_BYTES", "`tokenizer.json`", "bytes", _UNUSABLE),
-    _constant("models.gguf.reader:MAX_HEADER_BYTES", "header of a GGUF file", "bytes", _UNUSABLE),
+    _constant(
+        "models.gguf.reader:MAX_HEADER_BYTES",
+        "header of a GGUF file, and its texts and lists in memory",
+        "bytes",
+        _UNUSABLE,
+    ),
     _constant("models.gguf.reader:MAX_PAIRS", "metadata keys in it", "keys", _UNUSABLE),
     _constant("models.gguf.reader:MAX_TENSORS", "tensors in it", "tensors", _UNUSABLE),
     _constant("models.gguf.reader:MAX_DIMENSIONS", "dimensions of one", "dimensions", _UNUSABLE),
     _constant("models.gguf.reader:MAX_ARRAY_LEN", "a list in it", "elements", _UNUSABLE),
     _constant("models.gguf.reader:MAX_STRING_BYTES", "a text in it", "bytes", _UNUSABLE),
+    _constant("models.gguf.reader:MAX_ALIGNMENT", "alignment of its tensors", "bytes", _UNUSABLE),
+    _constant("text.gguf_tokenizer:MAX_TOKEN_CHARS", "a token in it", "characters", _UNUSABLE),
+    _constant(
+        "text.gguf_tokenizer:MAX_ADDED_TOKENS",
+        "control and user-defined tokens in it",
+        "tokens",
+        _UNUSABLE,
+    ),
+    _constant(
+        "text.gguf_tokenizer:MAX_MERGE_CHARS",
+        "merges that follow from the scores of its tokens",
+        "characters",
+        _UNUSABLE,
+    ),
     _constant(
         "models.hub:_MAX_LISTED", "GGUF files that an error names", "files", "the rest is left out"
     ),

@@ -7,14 +7,16 @@ per architecture (`src/models`).
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+from session_server.models.bounds import MAX_LAYERS
 from session_server.models.config import AttentionConfig, ModelConfig
 from session_server.models.errors import CheckpointError, UnsupportedModel, shortened
 from session_server.models.gguf.names import ROPE_FACTORS, SANDWICH_ARCHITECTURES
-from session_server.models.gguf.reader import GgufFile, read_range
+from session_server.models.gguf.reader import GgufFile, GgufTensor, read_range
 
 Fields = dict[str, Any]
 
@@ -26,11 +28,21 @@ class Metadata:
 
     def __init__(self, file: GgufFile) -> None:
         self.file = file
-        self.architecture = str(file.metadata.get("general.architecture"))
+        self.architecture = file.word("general.architecture")
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key of the architecture."""
-        return self.file.metadata.get(f"{self.architecture}.{key}", default)
+        """Return the value of a key of the architecture; its lists have a number for each layer.
+
+        Raises:
+            CheckpointError: a list is longer than there may be layers.
+        """
+        value = self.file.metadata.get(f"{self.architecture}.{key}", default)
+        if isinstance(value, list | array) and len(value) > MAX_LAYERS:
+            raise CheckpointError(
+                f"{self.file.path}: {self.architecture}.{key} has {len(value):,} numbers, more "
+                f"than {MAX_LAYERS} layers"
+            )
+        return value.tolist() if isinstance(value, array) else value
 
     def number(self, key: str) -> Any:
         """Return a number that a file must have, the same for all layers that have it.
@@ -86,19 +98,23 @@ def adapt(config: ModelConfig, file: GgufFile) -> ModelConfig:
     """
     if file.metadata["general.architecture"] in SANDWICH_ARCHITECTURES:
         config = replace(config, norm=replace(config.norm, adds_one=False))
-    factors = _rope_factors(file)
-    if factors is None:
+    tensor = file.tensors.get(ROPE_FACTORS)
+    if tensor is None:
         return config
+    if tensor.type.name != "F32" or len(tensor.shape) != 1:
+        raise CheckpointError(f"{file.path}: {ROPE_FACTORS} must be a vector of type F32")
+    factors: tuple[float, ...] = ()
     layers = []
     for layer in config.layers:
         mixer = layer.mixer
         if not isinstance(mixer, AttentionConfig) or mixer.rope is None:
             raise UnsupportedModel(f"{file.path}: {ROPE_FACTORS} is not implemented here")
-        if len(factors) != mixer.rotary_dim // 2:
+        if tensor.shape[0] != mixer.rotary_dim // 2:
             raise CheckpointError(
-                f"{file.path}: {ROPE_FACTORS} has {len(factors)} factors for "
+                f"{file.path}: {ROPE_FACTORS} has {tensor.shape[0]} factors for "
                 f"{mixer.rotary_dim // 2} rotary pairs"
             )
+        factors = factors or _rope_factors(file, tensor)
         rope = replace(mixer.rope, factors=factors)
         layers.append(replace(layer, mixer=replace(mixer, rope=rope)))
     return replace(config, layers=tuple(layers))
@@ -113,12 +129,7 @@ def head_counts(file: GgufFile) -> Mapping[str, int]:
     return {"attn_q": num_heads, "attn_k": int(metadata.number("attention.head_count_kv"))}
 
 
-def _rope_factors(file: GgufFile) -> tuple[float, ...] | None:
-    tensor = file.tensors.get(ROPE_FACTORS)
-    if tensor is None:
-        return None
-    if tensor.type.name != "F32" or len(tensor.shape) != 1:
-        raise CheckpointError(f"{file.path}: {ROPE_FACTORS} must be a vector of type F32")
+def _rope_factors(file: GgufFile, tensor: GgufTensor) -> tuple[float, ...]:
     content = read_range(file.path, tensor.start, tensor.num_bytes)
     factors: tuple[float, ...] = struct.unpack(f"<{tensor.shape[0]}f", content)
     if not all(1e-3 <= factor <= 1e6 for factor in factors):

@@ -8,11 +8,14 @@ adjacent.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from session_server.models.gguf.reader import GgufTensor
+from session_server.models.bounds import MAX_EXPERTS, MAX_EXPERTS_IN_ALL
+from session_server.models.errors import CheckpointError, shortened
+from session_server.models.gguf.reader import GgufFile, GgufTensor
 
 ROPE_FACTORS: Final = "rope_freqs.weight"
 """What rotary frequencies are divided by: part of the configuration."""
@@ -86,18 +89,41 @@ class StoredPart:
     num_paired_heads: int = 0
 
 
-def stored_parts(
-    architecture: str, tensors: Mapping[str, GgufTensor], num_heads: Mapping[str, int]
-) -> dict[str, StoredPart]:
+def stored_parts(file: GgufFile, num_heads: Mapping[str, int]) -> dict[str, StoredPart]:
     """Return the parts of a file by Hugging Face's names; unknown names stay as they are.
 
     `num_heads`: of `attn_q` and `attn_k`.
+
+    Raises:
+        CheckpointError: more experts than a model may have.
     """
+    _check_experts(file)
+    architecture = file.word("general.architecture")
     parts: dict[str, StoredPart] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in file.tensors.items():
         if name != ROPE_FACTORS:
             parts.update(_parts(architecture, name, tensor, num_heads))
     return parts
+
+
+def _check_experts(file: GgufFile) -> None:
+    """Count experts before any has a name of its own."""
+    num_in_all: Counter[str] = Counter()
+    for name, tensor in file.tensors.items():
+        match = _IN_LAYER.fullmatch(name)
+        if match is None or not _is_stack(match[2], tensor):
+            continue
+        num_experts = tensor.shape[0]
+        num_in_all[match[2]] += num_experts
+        if num_experts > MAX_EXPERTS or num_in_all[match[2]] > MAX_EXPERTS_IN_ALL:
+            raise CheckpointError(
+                f"{file.path}: {shortened(name)} has {num_experts:,} experts: more than "
+                f"{MAX_EXPERTS:,} in a layer or {MAX_EXPERTS_IN_ALL:,} in all"
+            )
+
+
+def _is_stack(short: str, tensor: GgufTensor) -> bool:
+    return short in _EXPERTS and len(tensor.shape) == 3
 
 
 def _parts(
@@ -113,7 +139,7 @@ def _parts(
         return
     prefix, short = f"model.layers.{match[1]}.", match[2]
     names = _LAYERS.get(architecture, _LAYER)
-    if short in _EXPERTS and len(tensor.shape) == 3:
+    if _is_stack(short, tensor):
         for index in range(tensor.shape[0]):
             expert = f"{prefix}mlp.experts.{index}.{_EXPERTS[short]}.{kind}"
             yield expert, StoredPart(tensor, tensor.shape[1:], index)

@@ -12,6 +12,8 @@ from __future__ import annotations
 import os
 import stat
 import struct
+import sys
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,8 +28,11 @@ VERSIONS: Final = (2, 3)
 DEFAULT_ALIGNMENT: Final = 32
 """Bytes; tensors begin at multiples of it."""
 
+MAX_ALIGNMENT: Final = 1 << 20
+
 MAX_HEADER_BYTES: Final = 256 << 20
-"""Limit of everything before the tensors; 12 MB for 152,000 tokens and their merges."""
+"""Limit of everything before the tensors, in the file and again in memory: 12 MB and 25 MB for
+152,000 tokens and their merges, most of it what each text takes beside its characters."""
 
 MAX_ARRAY_LEN: Final = 1 << 23
 MAX_STRING_BYTES: Final = 16 << 20
@@ -50,6 +55,9 @@ _SCALARS: Final = {
 }
 """Code of `struct` for each scalar type of metadata."""
 
+_PLACE_BYTES: Final = 8
+"""What a list takes for each of its elements."""
+
 _STRING: Final = 8
 _ARRAY: Final = 9
 
@@ -66,13 +74,21 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """Hold the header of a file. `num_header_bytes`: of all that comes before the tensors."""
+    """Hold the header of a file. `num_header_bytes`: of all that comes before the tensors.
+
+    `metadata`: arrays of numbers are `array.array`, those of texts and of booleans lists.
+    """
 
     path: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
     num_header_bytes: int
     num_bytes: int
+
+    def word(self, key: str, default: str = "None") -> str:
+        """Return a text of the metadata; anything else, such as a long list, is no text."""
+        value = self.metadata.get(key, default)
+        return value if isinstance(value, str) else "None"
 
 
 def is_gguf(path: Path) -> bool:
@@ -133,6 +149,7 @@ class _Header:
         self._path = path
         self._file = file
         self._num_read = 0
+        self._num_held = 0
         self._num_bytes = os.fstat(file.fileno()).st_size
 
     def read(self) -> GgufFile:
@@ -153,15 +170,20 @@ class _Header:
             if key in metadata:
                 raise self._damaged(f"it has the metadata key {shortened(key)!r} twice")
             metadata[key] = self._value(self._scalar("I"))
-        if metadata.get("split.count", 1) not in (0, 1):
+        num_splits = metadata.get("split.count", 1)
+        if type(num_splits) is not int:
+            raise self._damaged("split.count is no number")
+        if num_splits not in (0, 1):
             raise CheckpointError(
-                f"{self._path} is one of {metadata['split.count']} parts of a model; join them "
+                f"{self._path} is one of {num_splits} parts of a model; join them "
                 "with llama-gguf-split --merge"
             )
         described = [self._tensor() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-            raise self._damaged(f"its alignment is {alignment!r}, no power of two")
+            raise self._damaged("its alignment is no power of two")
+        if alignment > MAX_ALIGNMENT:
+            raise self._damaged(f"its alignment is {alignment:,}, more than {MAX_ALIGNMENT:,}")
         start = -(-self._num_read // alignment) * alignment
         tensors = {name: self._placed(name, tensor, start) for name, tensor in described}
         if len(tensors) != num_tensors:
@@ -211,24 +233,37 @@ class _Header:
             raise self._damaged(f"metadata of the unknown type {kind}")
         return self._scalar(_SCALARS[kind])
 
-    def _array(self) -> list[Any]:
+    def _array(self) -> list[Any] | array[Any]:
         kind, length = self._scalar("I"), self._count(MAX_ARRAY_LEN, "elements in an array")
         if kind == _STRING:
             self._check_left(8 * length)
+            self._hold(_PLACE_BYTES * length)
             return [self._string() for _ in range(length)]
         if kind not in _SCALARS:
             raise self._damaged(f"an array of the unknown type {kind}")
         code = _SCALARS[kind]
-        return list(struct.unpack(f"<{length}{code}", self._bytes(length * struct.calcsize(code))))
+        num_bytes = length * _SIZES[code]
+        self._check_left(num_bytes)
+        if code == "?":
+            self._hold(_PLACE_BYTES * length)
+            return [byte != 0 for byte in self._bytes(num_bytes)]
+        self._hold(num_bytes)
+        numbers: array[Any] = array(code)
+        numbers.frombytes(self._bytes(num_bytes))
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        return numbers
 
     def _string(self) -> str:
         length = self._scalar("Q")
         if length > MAX_STRING_BYTES:
             raise self._damaged(f"a string of {length:,} bytes")
         try:
-            return self._bytes(length).decode("utf-8")
+            text = self._bytes(length).decode("utf-8")
         except UnicodeDecodeError:
             raise self._damaged("a string is not UTF-8") from None
+        self._hold(sys.getsizeof(text))
+        return text
 
     def _count(self, limit: int, what: str) -> int:
         count: int = self._scalar("Q")
@@ -252,6 +287,13 @@ class _Header:
             raise self._truncated()
         if self._num_read + count > MAX_HEADER_BYTES:
             raise self._damaged(f"its header is longer than {MAX_HEADER_BYTES:,} bytes")
+
+    def _hold(self, num_bytes: int) -> None:
+        """Count memory that is kept, which for short texts is several times what they are read
+        from."""
+        self._num_held += num_bytes
+        if self._num_held > MAX_HEADER_BYTES:
+            raise self._damaged(f"its header takes more than {MAX_HEADER_BYTES:,} bytes of memory")
 
     def _truncated(self) -> CheckpointError:
         return CheckpointError(
