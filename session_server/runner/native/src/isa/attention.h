@@ -84,6 +84,40 @@ inline F capped(F score, float softcap) {
 
 // ---- one token ----
 
+// Scores of one head with kLanes keys.
+template <DType kType>
+inline void score_one(const KvRows& kv, const long* keys, const float* q, float* scores) {
+    F acc[kLanes] = {};
+    for (long d = 0; d < kv.key_dim; d += kLanes) {
+        const F of_query = load(q + d);
+        for (int j = 0; j < kLanes; ++j) {
+            acc[j] = fma(load_as<kType>(kv.keys, keys[j] + d), of_query, acc[j]);
+        }
+    }
+    store(scores, sums(acc));
+}
+
+// Scores of two heads, [2][kKeys], with kLanes keys; each key is read once for both.
+template <DType kType>
+inline void score_two(const KvRows& kv, const long* keys, const float* q, float* scores) {
+    constexpr int kHalf = kLanes / 2;
+    for (int first = 0; first < kLanes; first += kHalf) {
+        F acc[kLanes] = {};
+        for (long d = 0; d < kv.key_dim; d += kLanes) {
+            const F low = load(q + d), high = load(q + kv.key_dim + d);
+            for (int j = 0; j < kHalf; ++j) {
+                const F key = load_as<kType>(kv.keys, keys[first + j] + d);
+                acc[j] = fma(key, low, acc[j]);
+                acc[kHalf + j] = fma(key, high, acc[kHalf + j]);
+            }
+        }
+        const F both = sums(acc);
+        std::memcpy(scores + first, &both, kHalf * sizeof(float));
+        std::memcpy(scores + kKeys + first, reinterpret_cast<const float*>(&both) + kHalf,
+                    kHalf * sizeof(float));
+    }
+}
+
 template <DType kType>
 void attend_one(const KvRows& kv, const AttentionRule& rule, const Queries& queries,
                 Scratch scratch) {
@@ -113,15 +147,17 @@ void attend_one(const KvRows& kv, const AttentionRule& rule, const Queries& quer
         for (long i = 0; i < padded; i += kLanes) {
             next.fetch<kType>(kv.keys, dim, i, kLanes);
             next.fetch<kType>(kv.values, values, i, kLanes);
-            for (long h = 0; h < group; ++h) {
-                F acc[kLanes] = {};
-                for (long d = 0; d < dim; d += kLanes) {
-                    F of_query = load(q + h * dim + d);
-                    for (int j = 0; j < kLanes; ++j) {
-                        acc[j] = fma(load_as<kType>(kv.keys, keys[i + j] + d), of_query, acc[j]);
-                    }
+            for (long h = 0; h < group; h += 2) {
+                float* at = scores + h * kKeys + i;
+                if (h + 1 < group) {
+                    score_two<kType>(kv, keys + i, q + h * dim, at);
+                } else {
+                    score_one<kType>(kv, keys + i, q + h * dim, at);
                 }
-                store(scores + h * kKeys + i, capped(sums(acc), rule.softcap));
+            }
+            for (long h = 0; rule.softcap != 0.0f && h < group; ++h) {
+                float* at = scores + h * kKeys + i;
+                store(at, capped(load(at), rule.softcap));
             }
         }
         for (long h = 0; h < group; ++h) {
