@@ -96,7 +96,9 @@ class ModelOptions(_Section):
         "none", "store weights in 8 or 4 bits, with a scale for every 32; on a CPU"
     )
     attention_backend: Literal["auto", "native", "cpu", "torch"] = _setting(
-        "auto", "what computes; auto: native on a CPU if it was built (else cpu), torch elsewhere"
+        "auto",
+        "what computes forwards: our kernels (native), or torch with attention for CPUs (cpu) or for "
+        "any device (torch); auto: native on a CPU if it was built (else cpu), torch elsewhere",
     )
     threads: Annotated[int | None, Bound("threads", "a forward uses no more")] = _setting(
         None, "CPU threads of a forward; all cores by default", ge=1, le=1024

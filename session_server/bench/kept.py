@@ -1,4 +1,4 @@
-"""Measure B2: the same next turn on a kept session, resent with a prefix-cache hit, and cold.
+"""Measure the same next turn on a kept session, resent with a prefix-cache hit, and cold.
 
 `kept` sends only the new tokens to a session that holds the history. `resent` sends history and new
 tokens to a fresh session whose prefix is still in the radix tree; `typed` does so with text, as
