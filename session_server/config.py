@@ -97,8 +97,8 @@ class ModelOptions(_Section):
     )
     attention_backend: Literal["auto", "native", "cpu", "torch"] = _setting(
         "auto",
-        "what computes forwards: our kernels (native), or torch with attention for CPUs (cpu) or for "
-        "any device (torch); auto: native on a CPU if it was built (else cpu), torch elsewhere",
+        "what computes forwards: kernels of our own (native), or torch with attention for CPUs "
+        "(cpu) or for any device (torch); auto: native on a CPU if it was built, else torch",
     )
     threads: Annotated[int | None, Bound("threads", "a forward uses no more")] = _setting(
         None, "CPU threads of a forward; all cores by default", ge=1, le=1024

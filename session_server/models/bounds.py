@@ -26,7 +26,8 @@ MAX_EXPERTS: Final = 1 << 13
 MAX_EXPERTS_IN_ALL: Final = 1 << 17
 """Experts of all layers: each has tensors of its own, by name."""
 
-MAX_CONV_WIDTH: Final = 1 << 10
+MAX_CONV_WIDTH: Final = 16
+"""Tokens that a convolution reads; the kernels have memory for as many."""
 
 Range = tuple[float, float]
 

@@ -219,7 +219,8 @@ class CheckpointReader(WeightSource):
 
     def report_to(self, progress: Progress, num_tensors: int) -> None:
         """Call `progress` after every tensor read."""
-        # A matrix may be read twice: as numbers, and as codes for the head.
+        # A matrix may be read twice: as numbers and as codes for the head, or among experts that
+        # turn out to be of several kinds.
         self._progress = lambda num_read: progress(min(num_read, num_tensors), num_tensors)
 
     def count_read(self) -> None:

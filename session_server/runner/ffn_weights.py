@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from session_server.models.config import ExpertLayout, MlpConfig, MoeConfig, ScoringFunc
+from session_server.models.layers.block_weight import BlockWeight, Weight
 from session_server.models.layers.linear import make_linear
 from session_server.models.layers.mlp import GatedMlp, make_gate
 from session_server.models.layers.moe import MixtureOfExperts
 from session_server.models.layers.routing import Router
 from session_server.runner.checkpoint import WeightSource, concatenate
 from session_server.runner.mxfp4 import take_mxfp4
-from session_server.runner.weight_rows import join_rows
+from session_server.runner.weight_rows import as_dense, join_rows
 
 
 def take_ffn(
@@ -42,16 +43,24 @@ def take_ffn(
     )
 
 
-def _dense(mlp: MlpConfig, hidden: int, tensors: WeightSource, prefix: str) -> GatedMlp:
+def _dense(
+    mlp: MlpConfig,
+    hidden: int,
+    tensors: WeightSource,
+    prefix: str,
+    *,
+    see: Callable[[Weight], Weight] = lambda weight: weight,
+) -> GatedMlp:
+    """Load a gated MLP; `see` gets both of its matrices and returns what to make linears of."""
     inner = mlp.intermediate_size
     *sides, down = mlp.layout.value
     size = 2 * inner // len(sides)
 
     weights = [tensors.take_linear(f"{prefix}{name}.weight", size, hidden) for name in sides]
     biases = [tensors.take(f"{prefix}{name}.bias", size) for name in sides if mlp.bias]
-    gate_up = tensors.linear(join_rows(weights), concatenate(biases) if mlp.bias else None)
+    gate_up = tensors.linear(see(join_rows(weights)), concatenate(biases) if mlp.bias else None)
     del weights  # they lie in `gate_up` now
-    weight = tensors.take_linear(f"{prefix}{down}.weight", hidden, inner)
+    weight = see(tensors.take_linear(f"{prefix}{down}.weight", hidden, inner))
     bias = tensors.take(f"{prefix}{down}.bias", hidden) if mlp.bias else None
     return GatedMlp(gate_up, tensors.linear(weight, bias), make_gate(mlp.gate))
 
@@ -62,8 +71,33 @@ def _qwen_experts(
     """Load experts stored one by one, as on the hub, or stacked, as v5 saves them."""
     if tensors.has(f"{prefix}gate_up_proj"):
         return _stacked(moe, hidden, tensors, (f"{prefix}gate_up_proj", f"{prefix}down_proj"))
-    prefixes = (f"{prefix}{index}." for index in range(moe.num_experts))
-    return (_dense(moe.expert, hidden, tensors, of_expert) for of_expert in prefixes)
+    return _one_by_one(moe, hidden, tensors, prefix)
+
+
+def _one_by_one(
+    moe: MoeConfig, hidden: int, tensors: WeightSource, prefix: str
+) -> Iterator[GatedMlp]:
+    """Load experts stored one by one. If not all are codes of one kind, all become dense.
+
+    Kernels read the inputs of all experts of a layer in one form. Only a checkpoint whose experts
+    differ is read twice.
+    """
+    kinds: list[int | None] = []
+
+    def note(weight: Weight) -> Weight:
+        kinds.append(weight.num_bits if isinstance(weight, BlockWeight) else None)
+        return weight
+
+    def load(see: Callable[[Weight], Weight]) -> list[GatedMlp]:
+        prefixes = (f"{prefix}{index}." for index in range(moe.num_experts))
+        return [_dense(moe.expert, hidden, tensors, of_expert, see=see) for of_expert in prefixes]
+
+    experts = load(note)
+    # Each has two matrices.
+    if len({*kinds[::2]}) > 1 or len({*kinds[1::2]}) > 1:
+        experts.clear()  # their memory is needed
+        experts = load(as_dense)
+    return iter(experts)
 
 
 def _granite_experts(

@@ -26,4 +26,9 @@ def join_rows(parts: Sequence[Weight]) -> Weight:
     codes = tuple(part for part in parts if isinstance(part, BlockWeight))
     if len(codes) == len(parts) and BlockWeight.can_join(codes):
         return BlockWeight.join(codes)
-    return concatenate([part if isinstance(part, Tensor) else part.dense() for part in parts])
+    return concatenate([as_dense(part) for part in parts])
+
+
+def as_dense(weight: Weight) -> Tensor:
+    """Return the numbers of a weight, in the model's dtype."""
+    return weight if isinstance(weight, Tensor) else weight.dense()

@@ -236,6 +236,15 @@ def test_metadata_of_any_kind_is_a_model_or_an_error_of_ours(family: str, tmp_pa
     assert refused > 100
 
 
+def test_a_convolution_that_is_too_wide_is_refused(tmp_path: Path) -> None:
+    twin = write_checkpoint("lfm2", tmp_path / "twin", conv_bias=False)
+    file = read_gguf(write_gguf(twin, tmp_path / "m.gguf"))
+    key = "lfm2.shortconv.l_cache"
+    assert gguf_config(replace(file, metadata=file.metadata | {key: 16}))
+    with pytest.raises(ModelError, match="conv_L_cache must be an integer from 0 to 16, it is 17"):
+        gguf_config(replace(file, metadata=file.metadata | {key: 17}))
+
+
 def test_missing_and_unexpected_tensors_are_named_and_nothing_is_built(
     twin: Path, tmp_path: Path
 ) -> None:

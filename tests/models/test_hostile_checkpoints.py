@@ -68,6 +68,22 @@ class TestNumbers:
         assert re.search(named, text), text
         assert len(text) < 300
 
+    @pytest.mark.parametrize(
+        ("family", "name"),
+        [
+            ("lfm2", "conv_L_cache"),
+            ("granitemoehybrid", "mamba_d_conv"),
+            ("qwen3_5_text", "linear_conv_kernel_dim"),
+        ],
+    )
+    def test_a_convolution_is_no_wider_than_the_kernels_have_memory_for(
+        self, family: str, name: str
+    ) -> None:
+        assert parse_config(RAW_CONFIGS[family] | {name: 16})
+        for width in (17, 1024):
+            text = refused({name: width}, family)
+            assert f"{name} must be an integer from 0 to 16, it is {width}" in text
+
     def test_heads_are_rotated_in_pairs(self) -> None:
         rope = RAW_CONFIGS["qwen3_5_text"]["rope_parameters"]
         change = {"rope_parameters": rope | {"partial_rotary_factor": 0.2}}

@@ -14,13 +14,11 @@ from session_server.models.layers import linear
 from session_server.models.layers.block_weight import BlockWeight
 from session_server.models.layers.linear import Linear, PlainLinear
 from session_server.models.registry import load_config
-from session_server.runner.model_runner import ModelRunner
 from session_server.runner.weights import load_decoder, open_checkpoint
 from tests.models.raw_configs import VOCAB_SIZE
 from tests.oracle.checkpoints import reference_logits, write_checkpoint
-from tests.oracle.conversations import capacity
 from tests.oracle.gguf_files import ARCHITECTURES, write_gguf
-from tests.runner.rows import Rows
+from tests.oracle.last_logits import assert_near_by_kernels, last_logits
 
 TOLERANCE = 1e-4
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
@@ -52,19 +50,11 @@ K_BLOCKS = (Type.Q4_K, Type.Q5_K, Type.Q6_K)
 TOKENS = np.random.default_rng(0).integers(0, VOCAB_SIZE, 60).astype(np.int32)
 
 
-def logits(path: Path) -> torch.Tensor:
-    config = load_config(path)
-    decoder = load_decoder(path, config, device=torch.device("cpu"), dtype=torch.float32)
-    runner = ModelRunner(decoder, config.cache_spec(16, "float32"), capacity(config, 16))
-    rows = Rows(runner, 16)
-    return runner.logits(rows.batch(rows.row(1, TOKENS)))
-
-
 def assert_exact(path: Path, twin: Path) -> None:
     """Compare the logits behind the last token with those of `transformers`."""
     expected = reference_logits(twin, TOKENS)[-1]
     assert expected.std() > 0.1, "logits that say nothing"
-    worst = (logits(path)[-1] - expected).abs().max()
+    worst = (last_logits(path, TOKENS) - expected).abs().max()
     assert worst <= TOLERANCE, worst
 
 
@@ -80,7 +70,9 @@ def test_a_file_of_floats_is_the_checkpoint_that_it_was_written_from(
 def test_matrices_of_every_type_are_what_they_stand_for(kind: Type, tmp_path: Path) -> None:
     sizes = K_SIZES if kind in K_BLOCKS else SIZES
     twin = write_checkpoint("llama", tmp_path / "twin", **sizes)
-    assert_exact(write_gguf(twin, tmp_path / "model.gguf", lambda _: kind), twin)
+    path = write_gguf(twin, tmp_path / "model.gguf", lambda _: kind)
+    assert_exact(path, twin)
+    assert_near_by_kernels(path, twin, TOKENS)
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
@@ -96,7 +88,9 @@ def test_files_of_several_types_are_what_they_stand_for(family: str, tmp_path: P
     if family.startswith("gemma"):
         sizes["query_pre_attn_scalar"] = K_SIZES["head_dim"]
     twin = write_checkpoint(family, tmp_path / "twin", **sizes)
-    assert_exact(write_gguf(twin, tmp_path / "model.gguf", choose), twin)
+    path = write_gguf(twin, tmp_path / "model.gguf", choose)
+    assert_exact(path, twin)
+    assert_near_by_kernels(path, twin, TOKENS)
 
 
 @pytest.mark.parametrize("rope", [LLAMA3, YARN], ids=lambda rope: str(rope["rope_type"]))

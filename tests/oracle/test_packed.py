@@ -17,11 +17,10 @@ from safetensors.torch import load_file, save_file
 from session_server.models.errors import CheckpointError, ModelError, UnsupportedModel
 from session_server.models.layers.block_weight import BlockWeight
 from session_server.models.registry import load_config
-from session_server.runner.model_runner import ModelRunner
 from session_server.runner.weights import load_decoder, open_checkpoint
 from tests.models.raw_configs import VOCAB_SIZE
 from tests.oracle.checkpoints import reference_logits, write_checkpoint
-from tests.oracle.conversations import capacity
+from tests.oracle.last_logits import assert_near, assert_near_by_kernels, last_logits
 from tests.oracle.packed_files import (
     Codes,
     Tensors,
@@ -32,7 +31,6 @@ from tests.oracle.packed_files import (
     quantize_checkpoint,
     random_codes,
 )
-from tests.runner.rows import Rows
 
 TOLERANCE = 1e-4
 SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "head_dim": 32}
@@ -140,34 +138,31 @@ FORMATS = {
 }
 
 
-def logits(path: Path) -> torch.Tensor:
-    config = load_config(path)
-    decoder = load_decoder(path, config, device=CPU, dtype=torch.float32)
-    runner = ModelRunner(decoder, config.cache_spec(16, "float32"), capacity(config, 16))
-    rows = Rows(runner, 16)
-    return runner.logits(rows.batch(rows.row(1, TOKENS)))
-
-
 def assert_exact(path: Path, twin: Path) -> None:
     expected = reference_logits(twin, TOKENS)[-1]
     assert expected.std() > 0.1, "logits that say nothing"
-    assert (logits(path)[-1] - expected).abs().max() <= TOLERANCE
+    assert (last_logits(path, TOKENS) - expected).abs().max() <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_is_the_model_that_its_integers_stand_for(name: str, tmp_path: Path) -> None:
     twin = write_checkpoint("qwen2", tmp_path / "twin", **SIZES)
-    assert_exact(FORMATS[name].write(twin, tmp_path / "packed"), twin)
+    path = FORMATS[name].write(twin, tmp_path / "packed")
+    assert_exact(path, twin)
+    assert_near_by_kernels(path, twin, TOKENS)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3_text", "olmo3", "mistral"])
 def test_every_family_may_be_quantized(family: str, tmp_path: Path) -> None:
     twin = write_checkpoint(family, tmp_path / "twin", **SIZES)
-    assert_exact(FORMATS["awq"].write(twin, tmp_path / "packed"), twin)
+    path = FORMATS["awq"].write(twin, tmp_path / "packed")
+    assert_exact(path, twin)
+    assert_near_by_kernels(path, twin, TOKENS)
 
 
-def test_experts_may_be_quantized_one_by_one(tmp_path: Path) -> None:
-    twin = write_checkpoint("qwen3_moe", tmp_path / "twin", **SIZES, moe_intermediate_size=64)
+def write_experts(directory: Path) -> Path:
+    """A model whose experts have tensors of their own."""
+    twin = write_checkpoint("qwen3_moe", directory, **SIZES, moe_intermediate_size=64)
     path = twin / "model.safetensors"
     tensors = {}
     for name, tensor in load_file(path).items():
@@ -179,7 +174,51 @@ def test_experts_may_be_quantized_one_by_one(tmp_path: Path) -> None:
         if not prefix.endswith("experts"):
             tensors[name] = tensor
     save_file(tensors, path, metadata={"format": "pt"})
-    assert_exact(FORMATS["gptq"].write(twin, tmp_path / "packed"), twin)
+    return twin
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq", "gptq_8"])
+def test_experts_may_be_quantized_one_by_one(name: str, tmp_path: Path) -> None:
+    twin = write_experts(tmp_path / "twin")
+    path = FORMATS[name].write(twin, tmp_path / "packed")
+    assert_exact(path, twin)
+    assert_near_by_kernels(path, twin, TOKENS)
+
+
+def leave_in_floats(packed: Path, twin: Path, matrix: str) -> None:
+    """Store a matrix of every layer that has it as the numbers that it stands for."""
+    path = packed / "model.safetensors"
+    stored = {k: v for k, v in load_file(path).items() if f".{matrix}." not in k}
+    meant = load_file(twin / "model.safetensors").items()
+    numbers = {name: numbers for name, numbers in meant if name.endswith(f".{matrix}.weight")}
+    assert numbers
+    save_file(stored | numbers, path)
+
+
+def disorder_groups(packed: Path, matrix: str) -> None:
+    """Give a matrix of every layer that has it groups that change within blocks."""
+    path = packed / "model.safetensors"
+    tensors = load_file(path)
+    indices = [name for name in tensors if name.endswith(f".{matrix}.g_idx")]
+    assert indices
+    save_file(tensors | {name: tensors[name].roll(16) for name in indices}, path)
+
+
+@pytest.mark.parametrize("index", [0, 2])
+@pytest.mark.parametrize("matrix", ["gate_proj", "down_proj"])
+def test_one_expert_may_be_left_in_floats(index: int, matrix: str, tmp_path: Path) -> None:
+    twin = write_experts(tmp_path / "twin")
+    path = FORMATS["gptq"].write(twin, tmp_path / "packed")
+    leave_in_floats(path, twin, f"experts.{index}.{matrix}")
+    assert_exact(path, twin)
+    assert_near_by_kernels(path, twin, TOKENS)
+
+
+def test_the_inputs_of_one_expert_may_have_an_order_of_their_own(tmp_path: Path) -> None:
+    path = FORMATS["gptq"].write(write_experts(tmp_path / "twin"), tmp_path / "packed")
+    disorder_groups(path, "experts.1.up_proj")
+    by_torch = last_logits(path, TOKENS)
+    assert_near(last_logits(path, TOKENS, backend="native"), by_torch)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cache.spec import Capacity
 from cache.types import Tokens
+from session_server.models.bounds import MAX_CONV_WIDTH
 from session_server.models.config import DTypeName
 from session_server.models.registry import load_config
 from session_server.runner.loader import linear_factory
@@ -112,6 +113,22 @@ def test_logits_are_those_that_torch_computes(
         logits_of(rows_of(checkpoints[family], backend, page_size=page_size))
         for backend in ("native", "cpu")
     )
+    assert_alike(native, torch_rows, "float32")
+
+
+@pytest.mark.parametrize(
+    ("family", "width"),
+    [
+        ("lfm2", "conv_L_cache"),
+        ("granitemoehybrid", "mamba_d_conv"),
+        ("qwen3_5_text", "linear_conv_kernel_dim"),
+    ],
+)
+def test_the_widest_convolutions_are_those_that_torch_computes(
+    tmp_path: Path, family: str, width: str
+) -> None:
+    checkpoint = write_checkpoint(family, tmp_path / family, **{width: MAX_CONV_WIDTH})
+    native, torch_rows = (logits_of(rows_of(checkpoint, backend)) for backend in ("native", "cpu"))
     assert_alike(native, torch_rows, "float32")
 
 

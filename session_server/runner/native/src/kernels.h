@@ -76,9 +76,10 @@ struct AttentionRule {
     float softcap = 0.0f;
 };
 
-// The queries of one row that share one KV head: tokens [first_token, first_token + num_tokens) of
-// the row, each with `group` heads. Query (token, head) is at
-// queries + token * token_stride + head * key_dim, its result likewise at out, with value_dim.
+// The queries of one row that share one KV head: `num_tokens` tokens of the row from `position` on,
+// each with `group` heads. Query (token, head) is at
+// queries + token * query_stride + head * key_dim, its result at
+// out + token * out_stride + head * value_dim.
 struct Queries {
     const float* queries = nullptr;
     float* out = nullptr;

@@ -548,8 +548,8 @@ class Step {
                 if (span.source == 0) return kZeros;
                 return states + span.source * page + (past + index) * n + first;
             };
-            const float* inputs[16];
-            const float* of_taps[16];
+            const float* inputs[kMaxConvWidth];
+            const float* of_taps[kMaxConvWidth];
             for (long i = 0; i < width; ++i) of_taps[i] = taps.data() + i * n + first;
             for (long t = 0; t < span.num_tokens; ++t) {
                 for (long i = 0; i < width; ++i) inputs[i] = input(t - past + i);

@@ -14,6 +14,9 @@
 
 namespace session_server {
 
+// Tokens, at most, that a convolution reads, the current one included.
+constexpr long kMaxConvWidth = 16;
+
 using Linear = std::shared_ptr<const Packed>;
 using Floats = std::vector<float>;
 
@@ -84,7 +87,7 @@ struct GatedMlp {
 struct Experts {
     Linear router;
     Floats correction;
-    std::vector<GatedMlp> experts;
+    std::vector<GatedMlp> experts;  // alike: inputs are brought into one form for all of them
     std::optional<GatedMlp> shared;
     long num_chosen;
     bool is_sigmoid, norm_topk_prob;
@@ -105,7 +108,7 @@ struct Layer {
     long in_pool;
 };
 
-// Rotary embeddings: radians per position of every pair, and the factor on their sines.
+// Rotary embeddings: radians per position of every pair, and the factor on their cosines and sines.
 struct Rope {
     Floats frequencies;
     float factor;

@@ -54,6 +54,29 @@ Floats floats(const std::optional<FloatArray>& array) {
 
 Norm norm_of(const FloatArray& weight, float eps) { return {floats(weight), eps}; }
 
+// The width of a convolution's taps [width][channels].
+long width_of(const FloatArray& taps) {
+    const long width = taps.ndim() == 2 ? static_cast<long>(taps.shape(0)) : 0;
+    if (width < 1 || width > kMaxConvWidth) {
+        throw std::invalid_argument("taps are [1 to " + std::to_string(kMaxConvWidth) +
+                                    ", channels]");
+    }
+    return width;
+}
+
+void check_alike(const std::vector<GatedMlp>& experts) {
+    const auto is_like = [](const Packed& a, const Packed& b) {
+        return a.format == b.format && a.outputs == b.outputs && a.inputs == b.inputs;
+    };
+    if (experts.empty()) throw std::invalid_argument("a layer of experts has at least one");
+    const GatedMlp& any = experts.front();
+    for (const GatedMlp& expert : experts) {
+        if (!is_like(*expert.gate_up, *any.gate_up) || !is_like(*expert.down, *any.down)) {
+            throw std::invalid_argument("the experts of a layer have one format and one size");
+        }
+    }
+}
+
 std::unique_ptr<Team>& team() {
     static auto* instance = new std::unique_ptr<Team>();  // threads outlive static destructors
     return *instance;
@@ -218,8 +241,8 @@ NB_MODULE(_native, m) {
     nb::class_<ShortConv>(m, "ShortConv")
         .def(nb::new_([](Shared inputs, Shared output, const FloatArray& taps,
                          std::optional<FloatArray> bias) {
-            return ShortConv{inputs, output, floats(taps), floats(bias),
-                             static_cast<long>(taps.shape(1)), static_cast<long>(taps.shape(0))};
+            const long width = width_of(taps), channels = static_cast<long>(taps.shape(1));
+            return ShortConv{inputs, output, floats(taps), floats(bias), channels, width};
         }), "inputs"_a, "output"_a, "taps"_a, "bias"_a.none());
     nb::class_<GatedDelta>(m, "GatedDelta")
         .def(nb::new_([](Shared inputs, Shared output, const FloatArray& taps,
@@ -228,7 +251,7 @@ NB_MODULE(_native, m) {
             const auto [key_heads, value_heads, key_dim, value_dim] = sizes;
             return GatedDelta{inputs, output, floats(taps), floats(step_bias), floats(rates),
                               std::move(norm), key_heads, value_heads, key_dim, value_dim,
-                              static_cast<long>(taps.shape(0))};
+                              width_of(taps)};
         }), "inputs"_a, "output"_a, "taps"_a, "step_bias"_a, "rates"_a, "norm"_a, "sizes"_a);
     nb::class_<Mamba2>(m, "Mamba2")
         .def(nb::new_([](Shared inputs, Shared output, const FloatArray& taps,
@@ -239,7 +262,7 @@ NB_MODULE(_native, m) {
             const auto& [step_bias, rates, skip] = of_heads;
             return Mamba2{inputs, output, floats(taps), floats(conv_bias), floats(step_bias),
                           floats(rates), floats(skip), std::move(norm), num_heads, head_dim, groups,
-                          state_size, static_cast<long>(taps.shape(0)), limits.first, limits.second};
+                          state_size, width_of(taps), limits.first, limits.second};
         }), "inputs"_a, "output"_a, "taps"_a, "conv_bias"_a.none(), "of_heads"_a, "norm"_a,
              "sizes"_a, "limits"_a);
 
@@ -257,6 +280,7 @@ NB_MODULE(_native, m) {
                          long num_chosen, std::pair<bool, bool> sigmoid_and_norm,
                          std::pair<long, long> groups, float scaling,
                          std::optional<FloatArray> correction) {
+            check_alike(experts);
             return Experts{router, floats(correction), std::move(experts), std::move(shared),
                            num_chosen, sigmoid_and_norm.first, sigmoid_and_norm.second,
                            groups.first, groups.second, scaling};

@@ -16,20 +16,6 @@ namespace session_server {
 
 namespace {
 
-uint16_t bf16_bits(float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>(bits >> 16 | 0x40);
-    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-uint16_t half_bits(float value) {
-    auto half = static_cast<_Float16>(value);
-    uint16_t bits;
-    std::memcpy(&bits, &half, sizeof bits);
-    return bits;
-}
-
 size_t position(Format format, long input, long lane) {
     switch (format) {
         case Format::kBFloat16: return (input / 2 * kPanel + lane) * 2 + input % 2;

@@ -5,7 +5,8 @@
 // no multiple of a vector (`attend_many`): lanes are queries, which fill a vector however small a
 // head is, and no sum over lanes is needed. Both go through the keys in blocks of kKeys with a
 // running maximum (Milakov and Gimelshein 2018; Dao et al. 2022). Blocks begin at multiples of
-// kKeys, so a token's result does not depend on the chunk it comes in.
+// kKeys. A token's result does not depend on the other rows. It does, in the last bits, on whether
+// its row has other tokens in the step: the two ways sum in different orders.
 
 #pragma once
 
