@@ -350,5 +350,11 @@ def _ready(loaded: LoadedRunner, engine: Engine, eos_token_ids: tuple[int, ...])
         num_pages=max(capacity.num_pages.values()),
         device=loaded.device,
         dtype=loaded.dtype,
-        backend=loaded.runner.backend_name,
+        backend=_backend(loaded),
     )
+
+
+def _backend(loaded: LoadedRunner) -> str:
+    """Name what computes, and of our kernels the instruction set."""
+    name = loaded.runner.backend_name
+    return f"{name}/{native.cpu_name()}" if name == "native" else name
