@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,17 +101,6 @@ class ExpectedTensors(WeightSource):
         return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def concatenate(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate along the first dimension, as `torch.cat` does.
-
-    For meta tensors `torch.cat` would import torch's compiler first, which takes two seconds.
-    """
-    first = parts[0]
-    if first.is_meta:
-        return first.new_empty((sum(map(len, parts)), *first.shape[1:]))
-    return torch.cat(tuple(parts))
-
-
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """Describe a tensor in a file. `dtype`: as the header names it."""
@@ -163,6 +152,16 @@ class Checkpoint:
         expected = {**expected, **scales}
         shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
         check_shapes(self.directory, shapes, expected, ignorable)
+
+    def code_bits(self, name: str, shape: Shape) -> int:
+        """Return the bits of a matrix's codes, 0 if it is read as numbers. A `CodeBits`.
+
+        Groups and zero points decide that where they are stored; they are read, codes are not.
+        """
+        if self.packed is None or not self.packed.holds(name, self.tensors):
+            return 0
+        with self.reader(device=torch.device("cpu"), dtype=torch.float32) as reader:
+            return self.packed.code_bits(name, (shape[0], shape[1]), reader.read)
 
     def reader(self, *, device: torch.device, dtype: torch.dtype) -> TensorReader:
         """Return a reader of a checked checkpoint."""
@@ -271,13 +270,14 @@ class TensorReader(CheckpointReader):
         """Return whether a matrix is stored as codes."""
         return self._packed is not None and self._packed.holds(name, self._tensors)
 
+    def read(self, name: str) -> Tensor | None:
+        """Return a tensor as it is stored, None if there is none of that name."""
+        return self._read(name) if name in self._tensors else None
+
     def _quantized(
         self, packed: PackedFormat, name: str, shape: tuple[int, int], dtype: torch.dtype
     ) -> Weight:
-        def read(part: str) -> Tensor | None:
-            return self._read(part) if part in self._tensors else None
-
-        weight = packed.codes(name, shape, read).weight(dtype)
+        weight = packed.codes(name, shape, self.read).weight(dtype)
         self.count_read()
         return weight.to(self.device)
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from session_server.models.config import ExpertLayout, MlpConfig, MoeConfig, ScoringFunc
-from session_server.models.layers.block_weight import BlockWeight, Weight
+from session_server.models.layers.block_weight import BlockWeight, Weight, concatenate
 from session_server.models.layers.linear import make_linear
 from session_server.models.layers.mlp import GatedMlp, make_gate
 from session_server.models.layers.moe import MixtureOfExperts
 from session_server.models.layers.routing import Router
-from session_server.runner.checkpoint import WeightSource, concatenate
+from session_server.runner.checkpoint import WeightSource
 from session_server.runner.mxfp4 import take_mxfp4
 from session_server.runner.weight_rows import as_dense, join_rows
 

@@ -24,6 +24,13 @@ def has_block_codes(type_name: str) -> bool:
     return type_name in _CODES
 
 
+def code_bits(type_name: str) -> int:
+    """Return the bits of the codes that `block_weight` makes of a type, 0 if it makes none."""
+    if not has_block_codes(type_name):
+        return 0
+    return 4 if type_name.startswith("Q4") else 8
+
+
 def block_weight(type_name: str, blocks: Tensor, dtype: torch.dtype) -> BlockWeight:
     """Return the codes of blocks, uint8 [rows, blocks, bytes of a block]."""
     codes, scales, minimums = _CODES[type_name](blocks)

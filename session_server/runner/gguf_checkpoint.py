@@ -15,7 +15,7 @@ from session_server.models.gguf.names import StoredPart, stored_parts
 from session_server.models.gguf.reader import read_gguf, read_range
 from session_server.models.layers.block_weight import CHUNK_ELEMENTS, Weight
 from session_server.runner.checkpoint import CheckpointReader, Shape, check_shapes
-from session_server.runner.gguf_blocks import block_weight, dequantize, has_block_codes
+from session_server.runner.gguf_blocks import block_weight, code_bits, dequantize, has_block_codes
 from session_server.runner.weight_rows import reorder_rows
 
 _PLAIN: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -43,6 +43,11 @@ class GgufCheckpoint:
         """
         shapes = {name: part.shape for name, part in self.tensors.items()}
         check_shapes(self.path, shapes, expected, ignorable)
+
+    def code_bits(self, name: str, shape: Shape) -> int:
+        """Return the bits of a matrix's codes, 0 if it is read as numbers. A `CodeBits`."""
+        del shape
+        return code_bits(self.tensors[name].tensor.type.name)
 
     def reader(self, *, device: torch.device, dtype: torch.dtype) -> GgufReader:
         """Return a reader of a checked checkpoint."""

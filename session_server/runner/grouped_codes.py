@@ -30,10 +30,9 @@ class GroupedCodes:
         Not of that kind are inputs whose groups change within 32 of them (an order by activations,
         small groups), and 8 bits around another zero than 128.
         """
-        inputs = self.codes.shape[1]
-        first = self.groups[::BLOCK]
-        if inputs % BLOCK or not self.groups.equal(first.repeat_interleave(BLOCK)):
+        if not are_whole_blocks(self.groups):
             return self._numbers(dtype)
+        first = self.groups[::BLOCK]
         scales = self.scales[:, first]
         if self.num_bits == 4:
             minimums = scales * self.zeros[:, first]
@@ -51,6 +50,13 @@ class GroupedCodes:
             offsets = self.codes[rows].float() - self.zeros[rows][:, self.groups]
             numbers[rows] = offsets * self.scales[rows][:, self.groups]
         return numbers
+
+
+def are_whole_blocks(groups: Tensor) -> bool:
+    """Return whether groups [inputs] change between blocks of inputs only."""
+    if len(groups) % BLOCK:
+        return False
+    return groups.equal(groups[::BLOCK].repeat_interleave(BLOCK))
 
 
 def unpack(words: Tensor, num_bits: int, order: tuple[int, ...] | None = None) -> Tensor:

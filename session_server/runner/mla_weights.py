@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Final
 
 from session_server.models.config import MlaConfig
+from session_server.models.layers.block_weight import concatenate
 from session_server.models.layers.linear import Linear
 from session_server.models.layers.mla import MlaWeights, QueryUp
 from session_server.models.layers.norm import RmsNorm
-from session_server.runner.checkpoint import WeightSource, concatenate
+from session_server.runner.checkpoint import WeightSource
 from session_server.runner.weight_rows import join_rows
 
 NORM_EPS: Final = 1e-6

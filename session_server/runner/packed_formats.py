@@ -16,7 +16,12 @@ from torch import Tensor
 
 from session_server.models.errors import CheckpointError
 from session_server.models.quantization import PackedMethod, QuantizationConfig
-from session_server.runner.grouped_codes import GroupedCodes, regular_groups, unpack
+from session_server.runner.grouped_codes import (
+    GroupedCodes,
+    are_whole_blocks,
+    regular_groups,
+    unpack,
+)
 
 Read = Callable[[str], Tensor | None]
 """Returns a stored tensor by its name, None if there is none."""
@@ -62,6 +67,24 @@ class PackedFormat(ABC):
     def codes(self, name: str, shape: tuple[int, int], read: Read) -> GroupedCodes:
         """Read a matrix [outputs, inputs]; it must be held, and its parts checked."""
 
+    @abstractmethod
+    def groups(self, name: str, inputs: int, read: Read) -> Tensor:
+        """Return the group of each input, int64 [inputs]."""
+
+    @abstractmethod
+    def zeros(self, name: str, outputs: int, read: Read) -> Tensor | None:
+        """Return zero points, uint8 [outputs, groups]; None if all are the middle."""
+
+    def code_bits(self, name: str, shape: tuple[int, int], read: Read) -> int:
+        """Return the bits of the blocks that `GroupedCodes.weight` makes, 0 for numbers."""
+        if not are_whole_blocks(self.groups(name, shape[1], read)):
+            return 0
+        if self.num_bits == 8:
+            zeros = self.zeros(name, shape[0], read)
+            if zeros is not None and not bool((zeros == 128).all()):
+                return 0
+        return self.num_bits
+
     def num_groups(self, inputs: int) -> int:
         """Return the groups of a row."""
         return -(-inputs // (self.group_size or inputs))
@@ -87,13 +110,23 @@ class Awq(PackedFormat):
     def codes(self, name: str, shape: tuple[int, int], read: Read) -> GroupedCodes:
         """Read a matrix."""
         stem = _stem(name)
-        codes, zeros = (
-            unpack(_required(f"{stem}.{part}", read), self.num_bits, AWQ_ORDER).t().contiguous()
-            for part in ("qweight", "qzeros")
-        )
+        codes, zeros = self._unpacked(f"{stem}.qweight", read), self.zeros(name, shape[0], read)
         scales = _required(f"{stem}.scales", read).float().t().contiguous()
-        groups = regular_groups(shape[1], self.group_size)
+        groups = self.groups(name, shape[1], read)
         return GroupedCodes(codes, scales, zeros, groups, self.num_bits)
+
+    def groups(self, name: str, inputs: int, read: Read) -> Tensor:
+        """Return the group of each input."""
+        del name, read
+        return regular_groups(inputs, self.group_size)
+
+    def zeros(self, name: str, outputs: int, read: Read) -> Tensor:
+        """Return zero points."""
+        del outputs
+        return self._unpacked(f"{_stem(name)}.qzeros", read)
+
+    def _unpacked(self, part: str, read: Read) -> Tensor:
+        return unpack(_required(part, read), self.num_bits, AWQ_ORDER).t().contiguous()
 
 
 class Gptq(PackedFormat):
@@ -120,14 +153,22 @@ class Gptq(PackedFormat):
         """Read a matrix."""
         stem = _stem(name)
         codes = unpack(_required(f"{stem}.qweight", read).t(), self.num_bits)
+        scales = _required(f"{stem}.scales", read).float().t().contiguous()
+        zeros, groups = self.zeros(name, shape[0], read), self.groups(name, shape[1], read)
+        return GroupedCodes(codes, scales, zeros, groups, self.num_bits)
+
+    def groups(self, name: str, inputs: int, read: Read) -> Tensor:
+        """Return the group of each input."""
+        return _groups(f"{_stem(name)}.g_idx", read, inputs, self)
+
+    def zeros(self, name: str, outputs: int, read: Read) -> Tensor:
+        """Return zero points."""
+        del outputs
         # The first format subtracts one from whole words, so that a zero point of 0 borrows from
         # the next one (GPTQModel); the sum of words gives it back.
         ones = sum(1 << self.num_bits * place for place in range(self.per_word))
-        words = _required(f"{stem}.qzeros", read) + self.config.zero_offset * ones
-        zeros = unpack(words, self.num_bits).t().contiguous()
-        scales = _required(f"{stem}.scales", read).float().t().contiguous()
-        groups = _groups(f"{stem}.g_idx", read, shape[1], self)
-        return GroupedCodes(codes, scales, zeros, groups, self.num_bits)
+        words = _required(f"{_stem(name)}.qzeros", read) + self.config.zero_offset * ones
+        return unpack(words, self.num_bits).t().contiguous()
 
 
 class CompressedTensors(PackedFormat):
@@ -164,15 +205,24 @@ class CompressedTensors(PackedFormat):
             ].contiguous()
         else:
             codes = _unsigned(_required(name, read), middle)
+        zeros = self.zeros(name, outputs, read)
+        if zeros is None:
+            zeros = torch.full(scales.shape, middle, dtype=torch.uint8)
+        groups = self.groups(name, inputs, read)
+        return GroupedCodes(codes, scales, zeros, groups, self.num_bits)
+
+    def groups(self, name: str, inputs: int, read: Read) -> Tensor:
+        """Return the group of each input."""
+        return _groups(f"{name}_g_idx", read, inputs, self)
+
+    def zeros(self, name: str, outputs: int, read: Read) -> Tensor | None:
+        """Return zero points, None if none are stored."""
         stored = read(f"{name}_zero_point")
         if stored is None:
-            zeros = torch.full(scales.shape, middle, dtype=torch.uint8)
-        elif self.config.is_packed:
-            zeros = unpack(stored.t(), self.num_bits)[:, :outputs].t().contiguous()
-        else:
-            zeros = _unsigned(stored, middle)
-        groups = _groups(f"{name}_g_idx", read, inputs, self)
-        return GroupedCodes(codes, scales, zeros, groups, self.num_bits)
+            return None
+        if self.config.is_packed:
+            return unpack(stored.t(), self.num_bits)[:, :outputs].t().contiguous()
+        return _unsigned(stored, 1 << (self.num_bits - 1))
 
 
 def packed_format(config: QuantizationConfig | None) -> PackedFormat | None:

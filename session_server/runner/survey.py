@@ -19,7 +19,8 @@ from session_server.runner.weights import expected_tensors, open_checkpoint, wei
 class Survey:
     """Describe what `load_runner` would make of the same checkpoint with the same options.
 
-    `stored_bytes`: of the files. `weight_bytes`: of the weights in memory, in `dtype`.
+    `stored_bytes`: of the files. `weight_bytes`: of the weights in memory, in `dtype` or as
+    the codes that the backend keeps.
     """
 
     config: ModelConfig
@@ -44,7 +45,14 @@ def survey(directory: Path, options: RunnerOptions) -> Survey:
     resolved = resolve_options(load_config(directory), options)
     config = resolved.config
     checkpoint = open_checkpoint(directory, config)
-    in_memory = weight_bytes(config, device=resolved.device, dtype=TORCH_DTYPES[resolved.dtype])
+    native_format = resolved.dtype if options.quantize == "none" else options.quantize
+    in_memory = weight_bytes(
+        config,
+        device=resolved.device,
+        dtype=TORCH_DTYPES[resolved.dtype],
+        native_format=native_format if resolved.backend == "native" else None,
+        code_bits=checkpoint.code_bits,
+    )
     limits = options.memory
     if limits.free_bytes is None:
         limits = replace(limits, free_bytes=max(0, free_bytes(resolved.device) - in_memory))

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from session_server.models.layers.block_weight import BlockWeight, Weight
-from session_server.runner.checkpoint import concatenate
+from session_server.models.layers.block_weight import BlockWeight, Weight, concatenate
 
 
 def reorder_rows(weight: Weight, reorder: Callable[[Tensor], Tensor]) -> Weight:
@@ -18,7 +17,11 @@ def reorder_rows(weight: Weight, reorder: Callable[[Tensor], Tensor]) -> Weight:
     """
     if isinstance(weight, Tensor):
         return reorder(weight)
-    return weight.rows(reorder(torch.arange(weight.shape[0], device=weight.codes.device)))
+    indices = torch.empty(weight.shape[0], dtype=torch.int64, device=weight.codes.device)
+    # For meta tensors `arange` would import torch's compiler, see `concatenate`.
+    return weight.rows(
+        reorder(indices if indices.is_meta else torch.arange(len(indices), out=indices))
+    )
 
 
 def join_rows(parts: Sequence[Weight]) -> Weight:

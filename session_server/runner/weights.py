@@ -22,9 +22,9 @@ from session_server.models.config import (
 )
 from session_server.models.decoder import Decoder, DecoderLayer, Mixer, Norms
 from session_server.models.layers.attention import GqaMixer, GqaWeights
-from session_server.models.layers.block_weight import Weight
+from session_server.models.layers.block_weight import Weight, concatenate
 from session_server.models.layers.gated_delta import GatedDeltaMixer
-from session_server.models.layers.linear import LinearFactory, is_packed, make_linear
+from session_server.models.layers.linear import LinearFactory, make_linear
 from session_server.models.layers.mamba2 import Mamba2Mixer
 from session_server.models.layers.mla import MlaMixer
 from session_server.models.layers.norm import ProjectionNorm, RmsNorm, Scale
@@ -36,12 +36,13 @@ from session_server.runner.checkpoint import (
     Progress,
     Shape,
     WeightSource,
-    concatenate,
 )
 from session_server.runner.ffn_weights import take_ffn
 from session_server.runner.gguf_checkpoint import GgufCheckpoint
 from session_server.runner.host_memory import return_freed_memory
+from session_server.runner.measured_weights import CodeBits, MeasuredTensors, no_codes
 from session_server.runner.mla_weights import take_mla
+from session_server.runner.native import WeightFormat
 from session_server.runner.recurrent_weights import take_gated_delta, take_mamba2, take_short_conv
 from session_server.runner.weight_rows import join_rows, reorder_rows
 
@@ -114,14 +115,24 @@ def expected_tensors(config: ModelConfig, names: Iterable[str] = ()) -> dict[str
     return expected.shapes
 
 
-def weight_bytes(config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> int:
-    """Return the bytes of the parameters once they are loaded, without the padding of layouts."""
-    expected = ExpectedTensors((), dtype)
-    build_decoder(config, expected)
-    num_shared = config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0
-    # An embedding is read by rows, so an LM head in a packed layout is a second copy.
-    is_copied = is_packed(num_shared, dtype, device)
-    return expected.num_bytes + (num_shared * dtype.itemsize if is_copied else 0)
+def weight_bytes(
+    config: ModelConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    native_format: WeightFormat | None = None,
+    code_bits: CodeBits = no_codes,
+) -> int:
+    """Return the bytes of the parameters once they are loaded.
+
+    `native_format`: how kernels of our own hold dense matrices; None if torch computes, the padding
+    of whose layouts is left out. `code_bits`: which matrices come as codes.
+    """
+    tensors = MeasuredTensors(
+        device=device, dtype=dtype, native_format=native_format, code_bits=code_bits
+    )
+    build_decoder(config, tensors)
+    return tensors.num_held_bytes
 
 
 def _ignorable(config: ModelConfig, names: Iterable[str]) -> set[str]:

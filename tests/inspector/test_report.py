@@ -12,6 +12,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 
 from session_server.config import CacheOptions, ModelOptions, Settings
@@ -19,12 +20,17 @@ from session_server.demo import MODEL_DIR
 from session_server.engine_wiring import runner_options
 from session_server.inspector.report import Report, make_report, session_figures
 from session_server.local_server import LocalServer
+from session_server.models.layers.linear import LinearFactory, make_linear
 from session_server.models.registry import load_config
+from session_server.runner import native
 from session_server.runner.capacity import MemoryLimits
-from session_server.runner.loader import RunnerOptions, load_runner
+from session_server.runner.loader import Quantization, RunnerOptions, load_runner
+from session_server.runner.paged_decoder import TORCH_DTYPES, BackendName
 from session_server.runner.survey import survey
 from session_server.runner.weights import load_decoder
 from tests.oracle.checkpoints import FAMILIES, LAYERED_FAMILIES, to_mxfp4, write_checkpoint
+from tests.oracle.gguf_files import Choose, write_gguf
+from tests.oracle.test_packed import FORMATS
 from tests.text.tiny_models import write_model
 
 ALL_FAMILIES = (*FAMILIES, *LAYERED_FAMILIES)
@@ -42,23 +48,23 @@ def report(directory: Path, options: RunnerOptions = OPTIONS, *lengths: int) -> 
     return make_report(str(directory), survey(directory, options), lengths)
 
 
-def tensors_of(part: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Every tensor that an object of ours refers to, once."""
+def parts_of(part: Any, seen: set[int], kind: type[Any]) -> Iterator[Any]:
+    """Every object of a kind, tensors say, that an object of ours refers to, once."""
     if id(part) in seen:
         return
     seen.add(id(part))
-    if isinstance(part, torch.Tensor):
+    if isinstance(part, kind):
         yield part
     elif isinstance(part, dict):
         for value in part.values():
-            yield from tensors_of(value, seen)
+            yield from parts_of(value, seen, kind)
     elif isinstance(part, list | tuple):
         for value in part:
-            yield from tensors_of(value, seen)
+            yield from parts_of(value, seen, kind)
     elif is_dataclass(part) or type(part).__module__.startswith("session_server"):
-        for kind in type(part).__mro__:
-            for name in getattr(kind, "__slots__", ()):
-                yield from tensors_of(getattr(part, name, None), seen)
+        for of in type(part).__mro__:
+            for name in getattr(of, "__slots__", ()):
+                yield from parts_of(getattr(part, name, None), seen, kind)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 256])
@@ -173,17 +179,115 @@ def test_weights_in_memory_are_as_large_as_foretold(
     directory: Path | str, checkpoints: dict[str, Path]
 ) -> None:
     path = directory if isinstance(directory, Path) else checkpoints[directory]
+    assert_foretold(path, replace(OPTIONS, backend="cpu"))
+
+
+def assert_foretold(path: Path, options: RunnerOptions) -> None:
+    """Compare what a backend keeps, its matrices in layouts of its own among it."""
+    foretold = report(path, options).model.weight_bytes
     cpu = torch.device("cpu")
-    decoder = load_decoder(path, load_config(path), device=cpu, dtype=torch.float32)
+    linears: LinearFactory = make_linear
+    if options.backend == "native":
+        from session_server.runner.native.linear import NativeLinears
+
+        name = "float32" if options.dtype == "auto" else options.dtype
+        linears = NativeLinears(name if options.quantize == "none" else options.quantize)
+    dtype = torch.float32 if options.dtype == "auto" else TORCH_DTYPES[options.dtype]
+    config = load_config(path)
+    decoder = load_decoder(path, config, device=cpu, dtype=dtype, make_linear=linears)
     sizes: dict[int, int] = {}
-    for tensor in tensors_of(decoder, set()):
+    for tensor in parts_of(decoder, set(), torch.Tensor):
         is_packed = tensor.layout is torch._mkldnn
         place = id(tensor) if is_packed else tensor.untyped_storage().data_ptr()
         size = tensor.numel() * 4 if is_packed else tensor.untyped_storage().nbytes()
         sizes[place] = size
-    held, foretold = sum(sizes.values()), report(path).model.weight_bytes
+    held = sum(sizes.values())
+    if options.backend == "native":
+        from session_server.runner.native import _native
+
+        held += sum(linear.num_bytes for linear in parts_of(decoder, set(), _native.Linear))
     # Beside the parameters there are gains spread over heads and rotary frequencies.
-    assert foretold <= held <= 1.03 * foretold
+    # These are not codes whatever matrices are.
+    plain = report(path, replace(options, quantize="none")).model.weight_bytes
+    assert foretold <= held <= foretold + 0.03 * plain, (foretold, held)
+
+
+native_only = pytest.mark.skipif(not native.is_available(), reason="the kernels were not built")
+WIDE = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "head_dim": 32}
+BACKENDS = (
+    "cpu",
+    pytest.param("native", marks=native_only),
+)
+
+
+@native_only
+@pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
+@pytest.mark.parametrize("directory", [MODEL_DIR, *ALL_FAMILIES], ids=str)
+def test_matrices_of_the_kernels_are_as_large_as_foretold(
+    directory: Path | str, quantize: Quantization, checkpoints: dict[str, Path]
+) -> None:
+    path = directory if isinstance(directory, Path) else checkpoints[directory]
+    assert_foretold(path, replace(OPTIONS, backend="native", quantize=quantize))
+    assert_foretold(path, replace(OPTIONS, backend="native", quantize=quantize, dtype="bfloat16"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_codes_of_packed_checkpoints_are_as_large_as_foretold(
+    name: str, backend: BackendName, tmp_path: Path
+) -> None:
+    twin = write_checkpoint("qwen2", tmp_path / "twin", **WIDE)
+    path = FORMATS[name].write(twin, tmp_path / "packed")
+    assert_foretold(path, replace(OPTIONS, backend=backend))
+
+
+def of_one_kind(_: str) -> GGMLQuantizationType:
+    return GGMLQuantizationType.Q4_0
+
+
+def mixed(name: str) -> GGMLQuantizationType:
+    """Parts of a fused matrix that are of several kinds, or codes beside numbers, become dense."""
+    kinds = {"v_proj": "Q8_0", "up_proj": "Q5_1", "embed_tokens": "Q8_0", "w3": "Q5_1"}
+    if ".experts." in name:  # they are stacked, all of one type
+        return GGMLQuantizationType.Q8_0
+    return GGMLQuantizationType[next((k for part, k in kinds.items() if part in name), "Q4_1")]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("choose", [of_one_kind, mixed])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma2", "lfm2"])
+def test_codes_of_gguf_files_are_as_large_as_foretold(
+    family: str, choose: Choose, backend: BackendName, tmp_path: Path
+) -> None:
+    own = {"mlp_only_layers": [], "moe_intermediate_size": 64} if family == "qwen3_moe" else {}
+    own |= {"conv_bias": False} if family == "lfm2" else {}
+    own |= {"attention_bias": False} if family == "gemma2" else {}
+    twin = write_checkpoint(family, tmp_path / "twin", **{**WIDE, **own})
+    path = write_gguf(twin, tmp_path / "m.gguf", choose)
+    assert_foretold(path, replace(OPTIONS, backend=backend))
+
+
+@native_only
+def test_memory_that_codes_leave_free_is_planned_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twin = write_checkpoint("llama", tmp_path / "twin", **WIDE)
+    path = write_gguf(twin, tmp_path / "m.gguf", of_one_kind)
+    options = replace(OPTIONS, backend="native", memory=MemoryLimits())
+    codes = report(path).model.weight_bytes
+    dense = report(path, replace(OPTIONS, backend="cpu")).model.weight_bytes
+    assert codes < dense / 3
+    monkeypatch.setattr("session_server.runner.survey.free_bytes", lambda _: dense)
+    assert survey(path, options).plan.free_bytes == dense - codes
+
+
+@native_only
+def test_the_bits_of_a_matrix_are_those_of_its_format() -> None:
+    bits = {
+        name: 8 * native.packed_bytes(4096, 14336, name) / (4096 * 14336)
+        for name in ("float32", "bfloat16", "int8", "int4")
+    }
+    assert bits == {"float32": 32, "bfloat16": 16, "int8": 8.5, "int4": 5}
 
 
 def test_layers_that_are_alike_stand_together(checkpoints: dict[str, Path]) -> None:

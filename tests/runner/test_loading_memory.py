@@ -68,7 +68,8 @@ def loaded_bytes(directory: Path, small: Path) -> tuple[int, int]:
 
 
 def weight_bytes(directory: Path) -> int:
-    return survey(directory, RunnerOptions(page_size=16, num_rows=1, device="cpu")).weight_bytes
+    options = RunnerOptions(page_size=16, num_rows=1, device="cpu", backend="cpu")
+    return survey(directory, options).weight_bytes
 
 
 def split(whole: Path, directory: Path) -> list[Path]:

@@ -15,12 +15,16 @@ from typing import Any, Final
 from session_server.models.bounds import MAX_LAYERS
 from session_server.models.config import AttentionConfig, ModelConfig
 from session_server.models.errors import CheckpointError, UnsupportedModel, shortened
+from session_server.models.fields import yarn_magnitude
 from session_server.models.gguf.names import ROPE_FACTORS, SANDWICH_ARCHITECTURES
 from session_server.models.gguf.reader import GgufFile, GgufTensor, read_range
 
 Fields = dict[str, Any]
 
 _SCALINGS: Final = ("none", "linear", "yarn")
+
+_DEFAULT_FFN: Final = {"qwen3moe": 0}
+"""Architectures that have no dense feed-forward."""
 
 
 class Metadata:
@@ -44,14 +48,14 @@ class Metadata:
             )
         return value.tolist() if isinstance(value, array) else value
 
-    def number(self, key: str) -> Any:
-        """Return a number that a file must have, the same for all layers that have it.
+    def number(self, key: str, default: float | None = None) -> Any:
+        """Return a number, the same for all layers that have it; without a default it must be set.
 
         Raises:
             CheckpointError: the key is missing.
             UnsupportedModel: layers have numbers of their own.
         """
-        value = self.get(key)
+        value = self.get(key, default)
         if isinstance(value, list):
             value = sorted(set(value) - {0})
             if len(value) != 1:
@@ -66,6 +70,18 @@ class Metadata:
                 "convert or download the file again"
             )
         return value
+
+    def require_neutral(self, key: str, *neutral: float) -> None:
+        """Reject a number that would change results and is not implemented.
+
+        Raises:
+            UnsupportedModel: the file has it, and it is not one of `neutral`.
+        """
+        value = self.number(key, neutral[0])
+        if value not in neutral:
+            raise UnsupportedModel(
+                f"{self.file.path}: {self.architecture}.{key} {value} is not implemented"
+            )
 
     def has_tensor(self, name: str) -> bool:
         """Return whether the file has a tensor of that name."""
@@ -144,42 +160,74 @@ def _common(of: Metadata) -> Fields:
         raise CheckpointError(
             f"{of.file.path} has no matrix token_embd.weight: is it a whole model?"
         )
-    key_len, value_len = (of.get(f"attention.{name}_length") for name in ("key", "value"))
-    if value_len not in {None, key_len}:
-        raise UnsupportedModel(f"{of.file.path}: keys and values of different lengths")
     heads = head_counts(of.file)
+    hidden_size = of.number("embedding_length")
+    head_dim = hidden_size // max(1, heads["attn_q"])
+    value_len = of.number("attention.value_length", head_dim)
+    head_dim = of.number("attention.key_length", head_dim)
+    if value_len != head_dim:
+        raise UnsupportedModel(f"{of.file.path}: keys and values of different lengths")
+    if of.get("rope.dimension_count", head_dim) != head_dim:
+        raise UnsupportedModel(f"{of.file.path}: heads that are rotated in part")
+    for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+        of.require_neutral(f"{key}_swa", head_dim)
     fields = {
         "vocab_size": embedding.shape[0],
-        "hidden_size": of.number("embedding_length"),
+        "hidden_size": hidden_size,
         "num_hidden_layers": of.number("block_count"),
-        "intermediate_size": of.number("feed_forward_length"),
+        "intermediate_size": of.number("feed_forward_length", _DEFAULT_FFN.get(of.architecture)),
         "num_attention_heads": heads["attn_q"],
         "num_key_value_heads": heads["attn_k"],
-        "head_dim": key_len,
+        "head_dim": head_dim,
         "rms_norm_eps": of.number("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": of.number("context_length"),
-        "rope_theta": of.get("rope.freq_base"),
+        "rope_theta": of.number("rope.freq_base", 10_000.0),
         "rope_scaling": _rope_scaling(of),
         "tie_word_embeddings": not of.has_tensor("output.weight"),
         "dtype": {"BF16": "bfloat16", "F16": "float16"}.get(embedding.type.name, "float32"),
     }
-    head_dim = key_len or fields["hidden_size"] // max(1, heads["attn_q"])
-    if of.get("rope.dimension_count", head_dim) != head_dim:
-        raise UnsupportedModel(f"{of.file.path}: heads that are rotated in part")
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def _rope_scaling(of: Metadata) -> Fields | None:
-    kind = of.get("rope.scaling.type", "none")
+    """Return the scaling of frequencies, None for none: linear where the type is left out."""
+    kind = of.get("rope.scaling.type", "linear")
     if kind not in _SCALINGS:
         raise UnsupportedModel(f"{of.file.path}: rope scaling {shortened(str(kind))!r}")
-    if kind == "none":
-        return None
+    of.require_neutral("rope.scaling.alpha", 0.0)
+    if kind == "yarn":
+        return _yarn(of)
+    of.require_neutral("rope.scaling.attn_factor", 1.0)
+    factor = _scaling_factor(of)
+    return None if kind == "none" or factor == 1 else {"rope_type": kind, "factor": factor}
+
+
+def _scaling_factor(of: Metadata) -> float:
+    """Return the factor under its name of today, else under the old one; 0 stands for none."""
+    factor = of.number("rope.scaling.factor", of.number("rope.scale_linear", 1.0))
+    return float(factor or 1.0)
+
+
+def _yarn(of: Metadata) -> Fields:
+    """Return YaRN's settings.
+
+    `yarn_attn_factor` is Hugging Face's `attention_factor`, in place of a factor computed from the
+    scaling; 1 is what llama.cpp writes when it saves any model, and stands for none.
+    `attn_factor` multiplies either.
+    """
+    of.require_neutral("rope.scaling.yarn_ext_factor", 1.0, -1.0)
+    of.require_neutral("rope.scaling.yarn_log_multiplier", 0.0)
+    if of.architecture == "gemma3":
+        # It would multiply in layers with windows too, which are not scaled.
+        of.require_neutral("rope.scaling.attn_factor", 1.0)
+    factor = _scaling_factor(of)
+    own = of.number("rope.scaling.yarn_attn_factor", 1.0)
+    magnitude = yarn_magnitude(factor, 1.0) if own == 1 else own
     scaling = {
-        "rope_type": kind,
-        "factor": of.number("rope.scaling.factor"),
+        "rope_type": "yarn",
+        "factor": factor,
         "original_max_position_embeddings": of.get("rope.scaling.original_context_length"),
-        "attention_factor": of.get("rope.scaling.attn_factor"),
+        "attention_factor": magnitude * of.number("rope.scaling.attn_factor", 1.0),
         "beta_fast": of.get("rope.scaling.yarn_beta_fast"),
         "beta_slow": of.get("rope.scaling.yarn_beta_slow"),
     }
@@ -208,48 +256,67 @@ def _qwen3(_: Metadata) -> Fields:
 
 
 def _qwen3_moe(of: Metadata) -> Fields:
+    num_chosen = of.number("expert_used_count")
+    size = of.number("expert_feed_forward_length", 0)
     return {
         "model_type": "qwen3_moe",
         "num_experts": of.number("expert_count"),
-        "num_experts_per_tok": of.number("expert_used_count"),
-        "moe_intermediate_size": of.number("expert_feed_forward_length"),
+        "num_experts_per_tok": num_chosen,
+        "moe_intermediate_size": size or of.number("feed_forward_length") // max(1, num_chosen),
         "norm_topk_prob": bool(of.get("expert_weights_norm", True)),
     }
 
 
 def _gemma(of: Metadata, largest: int) -> Fields:
     """`largest`: layers of the 27B model, the one whose scores are scaled by another size."""
-    num_heads = head_counts(of.file)["attn_q"]
-    head_dim = of.number("attention.key_length")
-    if of.number("block_count") == largest:
-        head_dim = of.number("embedding_length") // max(1, num_heads)
-    return {
-        "query_pre_attn_scalar": head_dim,
-        "sliding_window": of.number("attention.sliding_window"),
-        "final_logit_softcapping": of.get("final_logit_softcapping"),
-        "layer_types": _layer_types(of.get("attention.sliding_window_pattern")),
-    }
+    head_dim = of.number("embedding_length") // max(1, head_counts(of.file)["attn_q"])
+    if of.number("block_count") != largest:
+        head_dim = of.number("attention.key_length", head_dim)
+    return {"query_pre_attn_scalar": head_dim}
 
 
-def _layer_types(pattern: object) -> list[str] | None:
-    """Return which layers have a window, where a file says so layer by layer."""
+def _layer_types(of: Metadata, period: int) -> list[str] | None:
+    """Return which layers have a window: as listed, or all but each last of a period, 0 for all.
+
+    `period`: where the file has neither. None: the number of layers is out of bounds.
+    """
+    pattern = of.get("attention.sliding_window_pattern", period)
     if not isinstance(pattern, list):
-        return None
+        num_layers = of.number("block_count")
+        if type(pattern) is not int or pattern < 0:
+            raise CheckpointError(
+                f"{of.file.path}: {of.architecture}.attention.sliding_window_pattern is "
+                f"{shortened(repr(pattern))}, and no period of layers"
+            )
+        if type(num_layers) is not int or not 0 <= num_layers <= MAX_LAYERS:
+            return None
+        pattern = [pattern == 0 or i % pattern < pattern - 1 for i in range(num_layers)]
     return ["sliding_attention" if is_windowed else "full_attention" for is_windowed in pattern]
 
 
 def _gemma2(of: Metadata) -> Fields:
-    softcap = of.get("attn_logit_softcapping")
-    fields = {"model_type": "gemma2", "attn_logit_softcapping": softcap}
+    of.require_neutral("rope.freq_base_swa", of.number("rope.freq_base", 10_000.0))
+    fields = {
+        "model_type": "gemma2",
+        "attn_logit_softcapping": of.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": of.number("final_logit_softcapping", 30.0),
+        "sliding_window": of.number("attention.sliding_window", 4096),
+        "layer_types": _layer_types(of, 2),
+    }
     return fields | _gemma(of, largest=46)
 
 
 def _gemma3(of: Metadata) -> Fields:
-    local = {"rope_local_base_freq": of.get("rope.freq_base_swa", 10_000.0)}
-    pattern = of.get("attention.sliding_window_pattern")
-    if type(pattern) is int:
-        local["sliding_window_pattern"] = pattern
-    return {"model_type": "gemma3_text"} | local | _gemma(of, largest=62)
+    """A window of 0 stands for none, and so does a soft cap of 0."""
+    window = of.number("attention.sliding_window", 0)
+    fields = {
+        "model_type": "gemma3_text",
+        "rope_local_base_freq": of.number("rope.freq_base_swa", 10_000.0),
+        "final_logit_softcapping": of.number("final_logit_softcapping", 0.0) or None,
+        "sliding_window": window or of.number("context_length"),
+        "layer_types": _layer_types(of, 6 if window else 1),
+    }
+    return fields | _gemma(of, largest=62)
 
 
 def _lfm2(of: Metadata) -> Fields:
@@ -260,6 +327,9 @@ def _lfm2(of: Metadata) -> Fields:
             f"{of.file.path}: the metadata lacks the list lfm2.attention.head_count_kv; convert or "
             "download the file again"
         )
+    window = of.number("attention.sliding_window", 0)
+    if 0 < window < of.number("context_length"):
+        of.require_neutral("attention.sliding_window", 0)
     return {
         "model_type": "lfm2",
         "layer_types": ["full_attention" if num else "conv" for num in num_kv_heads],

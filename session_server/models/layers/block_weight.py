@@ -7,6 +7,7 @@ Small formats differ in how they lay out bits; what they say is one thing, `w = 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -18,6 +19,17 @@ BLOCK: Final = 32
 
 CHUNK_ELEMENTS: Final = 1 << 20
 """Elements converted at a time: temporary tensors take a few times as many bytes."""
+
+
+def concatenate(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate along the first dimension, as `torch.cat` does.
+
+    For meta tensors `torch.cat` would import torch's compiler first, which takes two seconds.
+    """
+    first = parts[0]
+    if first.is_meta:
+        return first.new_empty((sum(map(len, parts)), *first.shape[1:]))
+    return torch.cat(tuple(parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +74,8 @@ class BlockWeight:
         """Return the numbers in `dtype` [outputs, inputs], rounded once."""
         outputs, inputs = self.shape
         numbers = torch.empty(self.shape, dtype=self.dtype, device=self.codes.device)
+        if numbers.is_meta:
+            return numbers
         step = max(1, CHUNK_ELEMENTS // inputs)
         for start in range(0, outputs, step):
             numbers[start : start + step] = self._part(slice(start, start + step)).dequantize()
@@ -89,16 +103,22 @@ class BlockWeight:
         minimums = [part.minimums for part in parts if part.minimums is not None]
         return replace(
             parts[0],
-            codes=torch.cat([part.codes for part in parts]),
-            scales=torch.cat([part.scales for part in parts]),
-            minimums=torch.cat(minimums) if minimums else None,
+            codes=concatenate([part.codes for part in parts]),
+            scales=concatenate([part.scales for part in parts]),
+            minimums=concatenate(minimums) if minimums else None,
         )
 
     def _part(self, chosen: slice | Tensor) -> BlockWeight:
-        minimums = None if self.minimums is None else self.minimums[chosen]
-        return replace(
-            self, codes=self.codes[chosen], scales=self.scales[chosen], minimums=minimums
-        )
+        minimums = None if self.minimums is None else _chosen(self.minimums, chosen)
+        codes, scales = _chosen(self.codes, chosen), _chosen(self.scales, chosen)
+        return replace(self, codes=codes, scales=scales, minimums=minimums)
+
+
+def _chosen(rows: Tensor, chosen: slice | Tensor) -> Tensor:
+    """Index the first dimension; see `concatenate` for meta tensors."""
+    if rows.is_meta and isinstance(chosen, Tensor):
+        return rows.new_empty((len(chosen), *rows.shape[1:]))
+    return rows[chosen]
 
 
 Weight = Tensor | BlockWeight

@@ -1,0 +1,86 @@
+"""Measure the weights of a decoder as they are held in memory, without reading them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from session_server.models.layers.block_weight import BLOCK, BlockWeight, Weight
+from session_server.models.layers.linear import Linear, PlainLinear, is_packed
+from session_server.runner.checkpoint import ExpectedTensors, Shape
+from session_server.runner.native import WeightFormat, packed_bytes
+
+CodeBits = Callable[[str, Shape], int]
+"""Return the bits of a matrix's codes, 4 with minimums or 8; 0 if it comes as numbers."""
+
+
+def no_codes(name: str, shape: Shape) -> int:
+    """Say of every matrix that it comes as numbers. A `CodeBits`."""
+    del name, shape
+    return 0
+
+
+class MeasuredTensors(ExpectedTensors):
+    """Return weights without content, codes among them, and count what linears make of them."""
+
+    def __init__(
+        self,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        native_format: WeightFormat | None,
+        code_bits: CodeBits,
+    ) -> None:
+        """Create a source; see `weights.weight_bytes`."""
+        super().__init__((), dtype)
+        self._device = device
+        self._native_format = native_format
+        self._code_bits = code_bits
+        self._num_linear_bytes = 0
+        self._embedding: Tensor | None = None
+
+    @property
+    def num_held_bytes(self) -> int:
+        """Return the bytes of all that was taken, matrices of linears as these hold them."""
+        return self.num_bytes + self._num_linear_bytes
+
+    def take_as(self, dtype: torch.dtype, name: str, *shape: int) -> Tensor:
+        """Record a tensor; the first of a decoder is its embedding."""
+        tensor = super().take_as(dtype, name, *shape)
+        if self._embedding is None:
+            self._embedding = tensor
+        return tensor
+
+    def take_linear(self, name: str, outputs: int, inputs: int) -> Weight:
+        """Record a matrix [outputs, inputs]."""
+        dense = self.take(name, outputs, inputs)
+        num_bits = self._code_bits(name, (outputs, inputs))
+        if num_bits == 0:
+            return dense
+        kind = torch.uint8 if num_bits == 4 else torch.int8
+        codes = torch.empty((outputs, inputs), dtype=kind, device="meta")
+        scales = torch.empty((outputs, inputs // BLOCK), device="meta")
+        minimums = scales if num_bits == 4 else None
+        return BlockWeight(codes, scales, minimums, num_bits, self.dtype)
+
+    def has_codes(self, name: str) -> bool:
+        """Return whether a matrix that was taken comes as codes."""
+        return self._code_bits(name, self.shapes[name]) != 0
+
+    def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+        """Count the matrix as a linear holds it, in place of the numbers that were taken for it."""
+        outputs, inputs = weight.shape
+        num_dense = outputs * inputs * self.dtype.itemsize
+        is_shared = weight is self._embedding  # it is read by rows too
+        if self._native_format is not None:
+            held = self._native_format
+            if isinstance(weight, BlockWeight):
+                held = "int4" if weight.num_bits == 4 else "int8"
+            num_held = packed_bytes(outputs, inputs, held)
+        else:
+            is_copied = is_packed(outputs * inputs, self.dtype, self._device)
+            num_held = 0 if is_shared and not is_copied else num_dense
+        self._num_linear_bytes += num_held - (0 if is_shared else num_dense)
+        return PlainLinear(weight if isinstance(weight, Tensor) else weight.dense(), bias)
