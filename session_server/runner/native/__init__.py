@@ -19,7 +19,11 @@ WeightFormat = Literal["float32", "bfloat16", "float16", "int8", "int4"]
 int4 with a minimum besides; activations are quantized to int8 per 32, token by token."""
 
 _PANEL: Final = 16
+"""Outputs that lie side by side, `kPanel` of the kernels."""
+
 _BLOCK: Final = 32
+"""Inputs that share a scale, `kBlock` of the kernels."""
+
 _ELEMENT_BITS: Final[dict[WeightFormat, int]] = {
     "float32": 32,
     "bfloat16": 16,
