@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from cache.types import SessionId, TurnId
+from session_server.core.batch import StepResult
 from session_server.core.commands import OpenSession, Shutdown, SubmitTurn
 from session_server.core.events import (
     EngineEvent,
@@ -21,6 +22,7 @@ from session_server.core.events import (
 )
 from session_server.core.sampling import SamplingParams
 from session_server.engine_host import loop as loop_module
+from session_server.engine_host.inbox import Taken
 from session_server.engine_host.loop import EngineLoop
 from tests.engine_host.live_echo import LiveStage, assemble
 
@@ -35,6 +37,7 @@ class Loop(EngineLoop):
         self.num_naps = 0
         self.emitted: list[tuple[str, EngineEvent]] = []
         self.ended: queue.SimpleQueue[EngineEvent] = queue.SimpleQueue()
+        self.settled: queue.SimpleQueue[int] = queue.SimpleQueue()
         super().__init__(assemble(msgspec.msgpack.encode(stage)), self.hear)
 
     def hear(self, events: list[EngineEvent]) -> None:
@@ -42,6 +45,10 @@ class Loop(EngineLoop):
             self.emitted.append((threading.current_thread().name, event))
             if isinstance(event, TurnFinished):
                 self.ended.put(event)
+
+    def _settle(self, result: StepResult) -> None:
+        super()._settle(result)
+        self.settled.put(result.step)
 
     def _sleep(self, wait_s: float | None) -> None:
         self.num_naps += 1
@@ -98,10 +105,10 @@ def test_commands_that_come_during_a_step_are_left_to_the_loop() -> None:
     with running(LiveStage()) as loop:
         step = loop._step
 
-        def held(taken: object) -> None:
+        def held(taken: Taken) -> bool:
             is_stepping.set()
             may_go_on.wait()
-            step(taken)
+            return step(taken)
 
         loop._step = held
         first = threading.Thread(target=loop.take, args=(begin_turn("t"),))
@@ -111,6 +118,27 @@ def test_commands_that_come_during_a_step_are_left_to_the_loop() -> None:
         may_go_on.set()
         first.join()
         assert {loop.ended.get().turn_id for _ in range(2)} == {"t", "u"}
+
+
+def test_the_thread_that_computes_never_waits_for_one_that_steps() -> None:
+    may_go_on = threading.Event()
+    with running(LiveStage()) as loop:
+        step = loop._step
+
+        def held(taken: Taken) -> bool:
+            has_launched = step(taken)
+            if taken.commands:
+                may_go_on.wait()
+            return has_launched
+
+        loop._step = held
+        first = threading.Thread(target=loop.take, args=(begin_turn("t"),))
+        first.start()
+        loop.settled.get(timeout=30)  # the forward is done, and its thread is free
+        assert first.is_alive(), "the step that launched it has not ended"
+        may_go_on.set()
+        first.join()
+        assert loop.ended.get().turn_id == "t"
 
 
 def test_more_commands_than_the_inbox_holds_are_taken_all_the_same(
