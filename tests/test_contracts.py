@@ -45,6 +45,7 @@ BANNED_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve
 MAY_READ_ENVIRONMENT = {
     "arguments.py",
     "engine_wiring.py",
+    "environment.py",
     "local_server.py",
     "serve.py",
     "wiring.py",

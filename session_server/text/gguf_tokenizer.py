@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, Final
 
-from session_server.models.bounds import MAX_VOCAB_SIZE
 from session_server.models.errors import CheckpointError, UnsupportedModel, shortened
 from session_server.models.gguf.reader import GgufFile
 from session_server.text.gguf_pre_tokenizers import (
@@ -84,6 +83,8 @@ class GgufTokens:
         self._kind = file.word("tokenizer.ggml.model")
         self._pre = file.word("tokenizer.ggml.pre", "default")
         self.texts: Sequence[str] = self._list("tokens", str)
+        from session_server.models.bounds import MAX_VOCAB_SIZE  # it loads numpy
+
         if len(self.texts) > MAX_VOCAB_SIZE:
             raise CheckpointError(
                 f"{file.path}: {len(self.texts):,} tokens, more than {MAX_VOCAB_SIZE:,}"

@@ -6,13 +6,12 @@ all the same and torch computes: `WHY_MISSING` then says what happened.
 
 from __future__ import annotations
 
-import os
 from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from session_server.core.environment import CPU_VARIABLE
+from session_server.core.environment import CPU_VARIABLE, named_cpu
 
 WeightFormat = Literal["float32", "bfloat16", "float16", "int8", "int4"]
 """How weights are stored. "int8" and "int4" are codes of 32 weights of an output with one scale,
@@ -45,7 +44,7 @@ except ImportError as error:
         "again where a C++20 compiler is found (g++ 12, clang 15 or newer)"
     )
 
-_asked = os.environ.get(CPU_VARIABLE)
+_asked = named_cpu()
 if WHY_MISSING is None and _asked in _native.cpus():
     _native.use_cpu(_asked)
 
