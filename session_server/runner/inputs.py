@@ -131,9 +131,7 @@ class InputBuilder:
         host = np.empty((3 + len(self._tables), num_rows), dtype=np.int64)
         host[0] = 0 if decoding.tokens is None else np.array(decoding.tokens)[order]
         of_table, host[1] = rows[order], starts[order]
-        pages, offsets = np.divmod(host[1], self._page_size)
-        for of_pool, table in zip(host[2:-1], self._tables.values(), strict=True):
-            of_pool[:] = table.host[of_table, pages] * self._page_size + offsets
+        self._write_slots(of_table, host[1], host[2:-1])
         host[-1, order] = np.arange(num_rows)
         token_ids, positions, *slot_mappings, logits_indices = upload(
             torch.from_numpy(host), self._device
@@ -175,13 +173,19 @@ class InputBuilder:
         """Write positions and slots of spans of one token, which come first, all at once."""
         if not spans:
             return
-        count, page_size = len(spans), self._page_size
         rows_starts = np.array([(span.row, span.start) for span in spans], dtype=np.int64)
         rows, positions = rows_starts.T
-        out[0, :count] = positions
-        pages, offsets = np.divmod(positions, page_size)
-        for of_pool, table in zip(out[1:], self._tables.values(), strict=True):
-            of_pool[:count] = table.host[rows, pages] * page_size + offsets
+        out = out[:, : len(spans)]
+        out[0] = positions
+        self._write_slots(rows, positions, out[1:])
+
+    def _write_slots(
+        self, rows: NDArray[np.int64], positions: NDArray[np.int64], out: NDArray[np.int64]
+    ) -> None:
+        """Write the slots of one position of each row, both [n], to `out` [pools, n]."""
+        pages, offsets = np.divmod(positions, self._page_size)
+        for of_pool, table in zip(out, self._tables.values(), strict=True):
+            of_pool[:] = table.host[rows, pages] * self._page_size + offsets
 
 
 def _order_spans(rows: tuple[BatchRow, ...]) -> tuple[list[tuple[Span, int]], list[int]]:

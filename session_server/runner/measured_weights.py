@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -10,7 +11,20 @@ from torch import Tensor
 from session_server.models.layers.block_weight import BLOCK, BlockWeight, Weight
 from session_server.models.layers.linear import Linear, PlainLinear, is_packed
 from session_server.runner.checkpoint import ExpectedTensors, Shape
-from session_server.runner.native import WeightFormat, packed_bytes
+from session_server.runner.native import WeightFormat
+
+_PANEL: Final = 16
+"""Outputs that lie side by side, `kPanel` of the kernels."""
+
+_ELEMENT_BITS: Final[dict[WeightFormat, int]] = {
+    "float32": 32,
+    "bfloat16": 16,
+    "float16": 16,
+    "int8": 8,
+    "int4": 4,
+}
+_BITS_BESIDE: Final[dict[WeightFormat, int]] = {"int8": 16, "int4": 32}
+"""Of each block: a scale, and a minimum."""
 
 CodeBits = Callable[[str, Shape], int]
 """Return the bits of a matrix's codes, 4 with minimums or 8; 0 if it comes as numbers."""
@@ -20,6 +34,17 @@ def no_codes(name: str, shape: Shape) -> int:
     """Say of every matrix that it comes as numbers. A `CodeBits`."""
     del name, shape
     return 0
+
+
+def packed_bytes(outputs: int, inputs: int, weights: WeightFormat) -> int:
+    """Return the bytes of a matrix in the layout of the kernels, without its bias.
+
+    Outputs are padded to whole panels, inputs to whole blocks of codes, or to pairs.
+    """
+    beside = _BITS_BESIDE.get(weights, 0)
+    unit = BLOCK if beside else 2
+    num_units = -(-outputs // _PANEL) * _PANEL * -(-inputs // unit)
+    return num_units * (unit * _ELEMENT_BITS[weights] + beside) // 8
 
 
 class MeasuredTensors(ExpectedTensors):

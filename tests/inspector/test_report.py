@@ -25,6 +25,7 @@ from session_server.models.registry import load_config
 from session_server.runner import native
 from session_server.runner.capacity import MemoryLimits
 from session_server.runner.loader import Quantization, RunnerOptions, load_runner
+from session_server.runner.measured_weights import packed_bytes
 from session_server.runner.paged_decoder import TORCH_DTYPES, BackendName
 from session_server.runner.survey import survey
 from session_server.runner.weights import load_decoder
@@ -284,7 +285,7 @@ def test_memory_that_codes_leave_free_is_planned_for(
 @native_only
 def test_the_bits_of_a_matrix_are_those_of_its_format() -> None:
     bits = {
-        name: 8 * native.packed_bytes(4096, 14336, name) / (4096 * 14336)
+        name: 8 * packed_bytes(4096, 14336, name) / (4096 * 14336)
         for name in ("float32", "bfloat16", "int8", "int4")
     }
     assert bits == {"float32": 32, "bfloat16": 16, "int8": 8.5, "int4": 5}

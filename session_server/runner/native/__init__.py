@@ -6,7 +6,7 @@ all the same and torch computes: `WHY_MISSING` then says what happened.
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,22 +16,6 @@ from session_server.core.environment import CPU_VARIABLE, named_cpu
 WeightFormat = Literal["float32", "bfloat16", "float16", "int8", "int4"]
 """How weights are stored. "int8" and "int4" are codes of 32 weights of an output with one scale,
 int4 with a minimum besides; activations are quantized to int8 per 32, token by token."""
-
-_PANEL: Final = 16
-"""Outputs that lie side by side, `kPanel` of the kernels."""
-
-_BLOCK: Final = 32
-"""Inputs that share a scale, `kBlock` of the kernels."""
-
-_ELEMENT_BITS: Final[dict[WeightFormat, int]] = {
-    "float32": 32,
-    "bfloat16": 16,
-    "float16": 16,
-    "int8": 8,
-    "int4": 4,
-}
-_BITS_BESIDE: Final[dict[WeightFormat, int]] = {"int8": 16, "int4": 32}
-"""Of each block: a scale, and a minimum."""
 
 try:
     from session_server.runner.native import _native
@@ -47,17 +31,6 @@ except ImportError as error:
 _asked = named_cpu()
 if WHY_MISSING is None and _asked in _native.cpus():
     _native.use_cpu(_asked)
-
-
-def packed_bytes(outputs: int, inputs: int, weights: WeightFormat) -> int:
-    """Return the bytes of a matrix in the layout of the kernels, without its bias.
-
-    Outputs are padded to whole panels, inputs to whole blocks of codes, or to pairs.
-    """
-    beside = _BITS_BESIDE.get(weights, 0)
-    unit = _BLOCK if beside else 2
-    num_units = -(-outputs // _PANEL) * _PANEL * -(-inputs // unit)
-    return num_units * (unit * _ELEMENT_BITS[weights] + beside) // 8
 
 
 def is_available() -> bool:

@@ -189,6 +189,11 @@ Inputs segment(const Inputs& inputs, long token, long first) {
     return at;
 }
 
+// Up to `tile` panels of a linear from `first` on; members take tiles in turns.
+Panels tile_of(const Member& me, const Packed& weights, long first, long tile) {
+    return {first, std::min(first + tile, weights.panels()), first + tile * me.size()};
+}
+
 // The linears of a step, and how members of a team go through it.
 class Step {
   public:
@@ -298,13 +303,9 @@ class Step {
         const long chunks = (weights.panels() + tile - 1) / tile;
         me_.share(blocks.count * chunks, [&](long item) {
             const long block = item / chunks, token = blocks.first(block);
-            kernels_.linear(weights, panels(weights, item % chunks * tile, tile),
+            kernels_.linear(weights, tile_of(me_, weights, item % chunks * tile, tile),
                             inputs.from(token), blocks.size(block), y + token * ldy, ldy, write);
         });
-    }
-
-    Panels panels(const Packed& weights, long first, long tile) const {
-        return {first, std::min(first + tile, weights.panels()), first + tile * me_.size()};
     }
 
     void linear(const Packed& weights, float* y) {
@@ -788,7 +789,7 @@ class Step {
             const long count = memory_.first_of_expert[expert + 1] - begin;
             if (count == 0) return;
             const Packed& weights = *(moe.experts[expert].*which);
-            kernels_.linear(weights, panels(weights, first, tile), inputs.from(begin), count,
+            kernels_.linear(weights, tile_of(me_, weights, first, tile), inputs.from(begin), count,
                             y + begin * ldy, ldy, {});
         });
     }
@@ -914,9 +915,8 @@ void apply_linear(Team& team, const Packed& weights, const float* x, long num_to
     team.run(is_worth_sharing(weights.num_bytes()), [&](Member& me) {
         me.share(chunks, [&](long chunk) {
             const long first = chunk * tile;
-            const Panels panels = {first, std::min(first + tile, weights.panels()),
-                                   first + tile * me.size()};
-            table.linear(weights, panels, inputs, num_tokens, y, weights.outputs, {});
+            table.linear(weights, tile_of(me, weights, first, tile), inputs, num_tokens, y,
+                         weights.outputs, {});
         });
     });
 }

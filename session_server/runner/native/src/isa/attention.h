@@ -149,16 +149,16 @@ void attend_one(const KvRows& kv, const AttentionRule& rule, const Queries& quer
             next.fetch<kType>(kv.keys, dim, i, kLanes);
             next.fetch<kType>(kv.values, values, i, kLanes);
             for (long h = 0; h < group; h += 2) {
-                float* at = scores + h * kKeys + i;
+                float* of_head = scores + h * kKeys + i;
                 if (h + 1 < group) {
-                    score_two<kType>(kv, keys + i, q + h * dim, at);
+                    score_two<kType>(kv, keys + i, q + h * dim, of_head);
                 } else {
-                    score_one<kType>(kv, keys + i, q + h * dim, at);
+                    score_one<kType>(kv, keys + i, q + h * dim, of_head);
                 }
             }
             for (long h = 0; rule.softcap != 0.0f && h < group; ++h) {
-                float* at = scores + h * kKeys + i;
-                store(at, capped(load(at), rule.softcap));
+                float* of_head = scores + h * kKeys + i;
+                store(of_head, capped(load(of_head), rule.softcap));
             }
         }
         for (long h = 0; h < group; ++h) {
