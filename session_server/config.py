@@ -78,7 +78,9 @@ class ModelOptions(_Section):
         None, "name in /v1/models; derived from the path by default", max_length=256
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _setting(
-        "auto", "dtype of weights and KV; auto: float32 on a CPU, bfloat16 on a GPU"
+        "auto",
+        "dtype of weights and KV; auto: the checkpoint's; float32 on a CPU without the native kernels, "
+        "bfloat16 on a GPU if the checkpoint has float32",
     )
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = _setting(
         "auto", "dtype of the stored KV; auto: the dtype of the model"

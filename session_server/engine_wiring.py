@@ -82,7 +82,12 @@ def build_engine(settings: Settings) -> EngineAssembly:
     chunk_tokens = settings.engine.chunked_prefill_size or chunk_for(
         loaded.runner, loaded.plan.capacity.max_context_len
     )
-    _LOG.info("a forward computes up to %d tokens of prompts", chunk_tokens)
+    working_bytes = loaded.runner.reserve(chunk_tokens + settings.engine.max_running_turns)
+    _LOG.info(
+        "a forward computes up to %d tokens of prompts, in %.0f MiB",
+        chunk_tokens,
+        working_bytes / 2**20,
+    )
     engine = _make_engine(
         settings,
         loaded,

@@ -47,6 +47,10 @@ class DraftModel:
         self._last_drafts = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
         self._steps = InputBuilder(tables, page_size=model.page_size, last_tokens=self._last_drafts)
 
+    def reserve(self, num_tokens: int) -> int:
+        """Allocate what its forwards work in; see `PagedDecoder.reserve`."""
+        return self._model.reserve(num_tokens)
+
     def propose(self, certain: ForwardInputs, batch: Batch) -> Tensor | None:
         """Compute a forward's certain tokens, then propose drafts for rows started in the sampler.
 

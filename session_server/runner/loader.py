@@ -113,7 +113,7 @@ def resolve_options(config: ModelConfig, options: RunnerOptions) -> ResolvedOpti
     if options.quantize != "none" and backend != "native":
         why = native.WHY_MISSING or f"the backend is {backend}, on {device}"
         raise ValueError(f"--quantize {options.quantize} needs the native kernels: {why}")
-    dtype = choose_dtype(options.dtype, device)
+    dtype = choose_dtype(options.dtype, config.dtype, device, backend)
     return ResolvedOptions(
         config=config,
         device=device,
@@ -246,8 +246,19 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def choose_dtype(name: DTypeName | Literal["auto"], device: torch.device) -> DTypeName:
-    """Return the named dtype; "auto" is fp32 on a CPU, which computes it faster, else bf16."""
+def choose_dtype(
+    name: DTypeName | Literal["auto"],
+    of_checkpoint: DTypeName,
+    device: torch.device,
+    backend: ComputeBackend,
+) -> DTypeName:
+    """Return the named dtype; "auto" is the checkpoint's, except where something else is faster.
+
+    A GPU computes a float32 checkpoint in bfloat16. torch on a CPU computes in float32: halves take
+    it several times as long.
+    """
     if name != "auto":
         return name
-    return "float32" if device.type == "cpu" else "bfloat16"
+    if device.type == "cpu":
+        return of_checkpoint if backend == "native" else "float32"
+    return "bfloat16" if of_checkpoint == "float32" else of_checkpoint

@@ -104,6 +104,16 @@ class ModelRunner:
         """Return the name of the attention backend."""
         return self._model.backend_name
 
+    def reserve(self, num_tokens: int) -> int:
+        """Allocate what forwards of up to so many tokens work in, those of the draft model
+        included, and return its bytes; see `PagedDecoder.reserve`.
+
+        Raises:
+            MemoryError: the system has less.
+        """
+        of_draft = 0 if self._draft is None else self._draft.reserve(num_tokens)
+        return self._model.reserve(num_tokens) + of_draft
+
     def launch(self, batch: Batch) -> PendingStep:
         """Start one forward; on a CPU, finish it.
 

@@ -135,6 +135,15 @@ class PagedDecoder:
         self.pools[name] = MhaPool(group, pages)
         self._backends[name] = factory(self.pools[name], table, rule)
 
+    def reserve(self, num_tokens: int) -> int:
+        """Allocate what forwards of up to so many tokens work in, and return its bytes; 0 where
+        torch allocates it forward by forward.
+
+        Raises:
+            MemoryError: the system has less.
+        """
+        return 0 if self._native is None else self._native.reserve(num_tokens)
+
     def forward(self, inputs: ForwardInputs, logits_indices: Tensor) -> Tensor:
         """Compute every token of a forward and write its KV; the page tables hold their pages.
 

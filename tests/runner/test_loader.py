@@ -147,10 +147,23 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
             choose_device("cuda:0")
 
 
-def test_auto_dtype_is_what_the_device_computes_fast() -> None:
-    assert choose_dtype("auto", torch.device("cpu")) == "float32"
-    assert choose_dtype("auto", torch.device("cuda")) == "bfloat16"
-    assert choose_dtype("float16", torch.device("cpu")) == "float16"
+@pytest.mark.parametrize(
+    ("device", "backend", "of_checkpoint", "chosen"),
+    [
+        ("cpu", "native", "float32", "float32"),
+        ("cpu", "native", "bfloat16", "bfloat16"),
+        ("cpu", "native", "float16", "float16"),
+        ("cpu", "cpu", "bfloat16", "float32"),
+        ("cpu", "torch", "float16", "float32"),
+        ("cuda", "torch", "float32", "bfloat16"),
+        ("cuda", "torch", "float16", "float16"),
+    ],
+)
+def test_auto_dtype_is_the_checkpoints_where_that_is_fast(
+    device: str, backend: str, of_checkpoint: str, chosen: str
+) -> None:
+    assert choose_dtype("auto", of_checkpoint, torch.device(device), backend) == chosen
+    assert choose_dtype("float32", of_checkpoint, torch.device(device), backend) == "float32"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -184,7 +184,7 @@ def _common(of: Metadata) -> Fields:
         "rope_theta": of.number("rope.freq_base", 10_000.0),
         "rope_scaling": _rope_scaling(of),
         "tie_word_embeddings": not of.has_tensor("output.weight"),
-        "dtype": {"BF16": "bfloat16", "F16": "float16"}.get(embedding.type.name, "float32"),
+        "dtype": {"F32": "float32", "BF16": "bfloat16"}.get(embedding.type.name, "float16"),
     }
     return {name: value for name, value in fields.items() if value is not None}
 

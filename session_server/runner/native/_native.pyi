@@ -139,6 +139,7 @@ class Decoder:
         ffn: GatedMlp | Experts,
         pool: tuple[int, int],
     ) -> None: ...
+    def reserve(self, num_tokens: int) -> int: ...
     def forward(
         self,
         token_ids: Array,

@@ -82,6 +82,14 @@ class NativeDecoder:
                 (indices[pool_name], mixer.layer),
             )
 
+    def reserve(self, num_tokens: int) -> int:
+        """Allocate what forwards of up to so many tokens work in, and return its bytes.
+
+        Raises:
+            MemoryError: the system has less.
+        """
+        return self._decoder.reserve(num_tokens)
+
     def forward(self, inputs: ForwardInputs, wanted: Tensor) -> Tensor:
         """Compute every token and write its KV.
 

@@ -116,6 +116,18 @@ def test_logits_are_those_that_torch_computes(
     assert_alike(native, torch_rows, "float32")
 
 
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_forwards_work_in_what_was_reserved_for_so_many_tokens(
+    checkpoints: dict[str, Path], family: str
+) -> None:
+    rows = rows_of(checkpoints[family], "native")
+    reserved = rows.runner.reserve(sum(LENGTHS))
+    assert reserved > 0
+    logits_of(rows)
+    assert rows.runner.reserve(1) == reserved
+    assert rows.runner.reserve(2 * sum(LENGTHS)) > reserved
+
+
 @pytest.mark.parametrize(
     ("family", "width"),
     [

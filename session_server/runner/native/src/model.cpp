@@ -39,6 +39,8 @@ class Grown {
         return buffer_.template as<T>();
     }
 
+    size_t num_bytes() const { return buffer_.size(); }
+
   private:
     Buffer buffer_;
 };
@@ -68,6 +70,11 @@ class Converted {
     }
 
     float* floats(long token) { return floats_.get(0) + token * stride_; }
+
+    size_t num_bytes() const {
+        return floats_.num_bytes() + bf16_.num_bytes() + codes_.num_bytes() + scales_.num_bytes() +
+               sums_.num_bytes();
+    }
 
   private:
     long stride_ = 0;
@@ -167,9 +174,37 @@ Needs needs_of(const Decoder& model) {
 }  // namespace
 
 struct Decoder::Memory {
-    explicit Memory(Needs of_model) : needs(of_model) {}
+    explicit Memory(const Decoder& model) : needs(needs_of(model)), size(model.hidden_size) {
+        for (const Rope& rope : model.ropes) pairs += static_cast<long>(rope.frequencies.size());
+    }
+
+    // Make room for steps of so many tokens; it only grows.
+    void reserve(long num_tokens, int num_threads) {
+        hidden.get(num_tokens * size);
+        y.get(num_tokens * needs.y);
+        z.get(num_tokens * needs.z);
+        mixed.get(num_tokens * needs.mixed);
+        routed.get(num_tokens * needs.routed);
+        phases.get(num_tokens * 4 * pairs);
+        x.reserve(num_tokens * needs.rows_per_token, needs.inputs);
+        scratch.resize(num_threads);
+        for (auto& of_thread : scratch) of_thread.get(needs.scratch + 64);
+        order.resize(num_tokens * needs.choices);
+        slots_of_expert.resize(num_tokens * needs.choices);
+        weights.resize(num_tokens * needs.choices);
+    }
+
+    size_t num_bytes() const {
+        size_t sum = x.num_bytes() + (order.capacity() + slots_of_expert.capacity()) * sizeof(long) +
+                     weights.capacity() * sizeof(float);
+        for (const auto* floats : {&hidden, &y, &z, &mixed, &phases, &routed}) sum += floats->num_bytes();
+        for (const auto& of_thread : scratch) sum += of_thread.num_bytes();
+        return sum;
+    }
 
     const Needs needs;
+    const long size;
+    long pairs = 0;  // of all rotary embeddings
     Grown<float> hidden, y, z, mixed, phases, routed;
     Converted x;
     std::vector<Grown<float>> scratch;  // of each thread
@@ -873,31 +908,25 @@ class Step {
 
 }  // namespace
 
+Decoder::Memory& Decoder::working_memory() {
+    if (!memory_) memory_ = std::make_shared<Memory>(*this);
+    return *memory_;
+}
+
+size_t Decoder::reserve(const Team& team, long num_tokens) {
+    working_memory().reserve(num_tokens, team.size());
+    return working_memory().num_bytes();
+}
+
 void Decoder::forward(Team& team, const StepInputs& step, float* hidden) {
     for (long t = 0; t < step.num_tokens; ++t) {
         if (step.token_ids[t] < 0 || step.token_ids[t] >= vocab_size) {
             throw std::out_of_range("a token id lies outside of the vocabulary");
         }
     }
-    if (!memory_) memory_ = std::make_shared<Memory>(needs_of(*this));
-    Memory& memory = *memory_;
-    const Needs& needs = memory.needs;
-    const long n = step.num_tokens;
-    memory.hidden.get(n * hidden_size);
-    memory.y.get(n * needs.y);
-    memory.z.get(n * needs.z);
-    memory.mixed.get(n * needs.mixed);
-    memory.routed.get(n * needs.routed);
-    memory.x.reserve(n * needs.rows_per_token, needs.inputs);
-    long pairs = 0;
-    for (const Rope& rope : ropes) pairs += static_cast<long>(rope.frequencies.size());
-    memory.phases.get(n * 4 * pairs);
-    memory.scratch.resize(team.size());
-    for (auto& scratch : memory.scratch) scratch.get(needs.scratch + 64);
-    memory.order.resize(n * needs.choices);
-    memory.slots_of_expert.resize(n * needs.choices);
-    memory.weights.resize(n * needs.choices);
-    team.run(is_worth_sharing(needs.num_bytes * std::max(1l, n / 4)),
+    Memory& memory = working_memory();
+    memory.reserve(step.num_tokens, team.size());
+    team.run(is_worth_sharing(memory.needs.num_bytes * std::max(1l, step.num_tokens / 4)),
              [&](Member& me) { Step(*this, memory, step, me).run(hidden); });
 }
 

@@ -163,9 +163,15 @@ class Decoder {
     // std::out_of_range if a token is not in the vocabulary.
     void forward(Team& team, const StepInputs& step, float* hidden);
 
+    // Make room for steps of up to num_tokens once all layers are there, and return the bytes that
+    // steps work in: larger ones take more, and keep it.
+    size_t reserve(const Team& team, long num_tokens);
+
     struct Memory;
 
   private:
+    Memory& working_memory();
+
     std::shared_ptr<Memory> memory_;
 };
 

@@ -342,6 +342,9 @@ NB_MODULE(_native, m) {
                                       std::move(ffn), std::move(ffn_norms.second), pool.first,
                                       pool.second});
         }, "mixer_norms"_a, "mixer"_a, "ffn_norms"_a, "ffn"_a, "pool"_a)
+        .def("reserve", [](Decoder& decoder, long num_tokens) {
+            return decoder.reserve(the_team(), num_tokens);
+        }, "num_tokens"_a)
         .def("forward", forward, "token_ids"_a, "positions"_a, "slots"_a, "rows"_a, "states"_a,
              "wanted"_a, "hidden"_a);
 }
