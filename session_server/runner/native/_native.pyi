@@ -114,11 +114,11 @@ class Experts:
         router: Linear,
         experts: Sequence[GatedMlp],
         shared: GatedMlp | None,
-        num_chosen: int,
+        num_experts_per_tok: int,
         sigmoid_and_norm: tuple[bool, bool],
         groups: tuple[int, int],
-        scaling: float,
-        correction: Array | None,
+        routed_scaling_factor: float,
+        e_score_correction_bias: Array | None,
     ) -> None: ...
 
 class Decoder:

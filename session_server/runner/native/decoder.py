@@ -263,9 +263,9 @@ def _ffn(
         router=packed(gate),
         experts=[_mlp(cast(GatedMlp, expert), config.expert.gate) for expert in ffn.experts],
         shared=shared,
-        num_chosen=config.num_experts_per_tok,
+        num_experts_per_tok=config.num_experts_per_tok,
         sigmoid_and_norm=(routing.scoring_func is ScoringFunc.SIGMOID, config.norm_topk_prob),
         groups=(routing.n_group, routing.topk_group),
-        scaling=routing.routed_scaling_factor,
-        correction=None if router.correction is None else _floats(router.correction),
+        routed_scaling_factor=routing.routed_scaling_factor,
+        e_score_correction_bias=None if router.correction is None else _floats(router.correction),
     )

@@ -73,11 +73,11 @@ def mixture(*experts: _native.GatedMlp) -> _native.Experts:
         router=linear(max(1, len(experts))),
         experts=experts,
         shared=None,
-        num_chosen=1,
+        num_experts_per_tok=1,
         sigmoid_and_norm=(False, False),
         groups=(1, 1),
-        scaling=1.0,
-        correction=None,
+        routed_scaling_factor=1.0,
+        e_score_correction_bias=None,
     )
 
 

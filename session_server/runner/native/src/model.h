@@ -48,10 +48,10 @@ struct Latent {
     Linear down;
     std::optional<std::pair<Norm, Linear>> query;
     Norm norm;
-    std::vector<Linear> to_latent;    // per head: [nope] -> [rank]
-    std::vector<Linear> from_latent;  // per head: [rank] -> [value]
+    std::vector<Linear> to_latent;    // per head: [qk_nope_head_dim] -> [kv_lora_rank]
+    std::vector<Linear> from_latent;  // per head: [kv_lora_rank] -> [v_head_dim]
     Linear output;
-    long num_heads, nope, rotary, rank, value;
+    long num_heads, qk_nope_head_dim, qk_rope_head_dim, kv_lora_rank, v_head_dim;
     long rope;
     AttentionRule rule;
 };
@@ -66,14 +66,14 @@ struct GatedDelta {
     Linear inputs, output;
     Floats taps, step_bias, rates;
     Norm norm;
-    long key_heads, value_heads, key_dim, value_dim, width;
+    long num_key_heads, num_value_heads, key_head_dim, value_head_dim, width;
 };
 
 struct Mamba2 {
     Linear inputs, output;
     Floats taps, conv_bias, step_bias, rates, skip;
-    Norm norm;  // weight [groups][inner / groups]
-    long num_heads, head_dim, groups, state_size, width;
+    Norm norm;  // weight [n_groups][inner / n_groups]
+    long num_heads, head_dim, n_groups, state_size, width;
     float least_step, most_step;
 };
 
@@ -86,13 +86,13 @@ struct GatedMlp {
 
 struct Experts {
     Linear router;
-    Floats correction;
+    Floats e_score_correction_bias;
     std::vector<GatedMlp> experts;  // alike: inputs are brought into one form for all of them
     std::optional<GatedMlp> shared;
-    long num_chosen;
+    long num_experts_per_tok;
     bool is_sigmoid, norm_topk_prob;
-    long num_groups, num_chosen_groups;
-    float scaling;
+    long n_group, topk_group;
+    float routed_scaling_factor;
 };
 
 using Ffn = std::variant<GatedMlp, Experts>;

@@ -228,14 +228,14 @@ NB_MODULE(_native, m) {
                          std::vector<Shared> to_latent, std::vector<Shared> from_latent,
                          Shared output, std::tuple<long, long, long, long> sizes, long rope,
                          AttentionRule rule) {
-            const auto [nope, rotary, rank, value] = sizes;
+            const auto [nope, rope_dim, rank, value] = sizes;
             const long num_heads = static_cast<long>(to_latent.size());
             std::optional<std::pair<Norm, Linear>> of_query;
             if (query) of_query.emplace(query->first, query->second);
             return Latent{down, std::move(of_query), std::move(norm),
                           {to_latent.begin(), to_latent.end()},
                           {from_latent.begin(), from_latent.end()},
-                          output, num_heads, nope, rotary, rank, value, rope, rule};
+                          output, num_heads, nope, rope_dim, rank, value, rope, rule};
         }), "down"_a, "query"_a.none(), "norm"_a, "to_latent"_a, "from_latent"_a, "output"_a,
              "sizes"_a, "rope"_a, "rule"_a);
     nb::class_<ShortConv>(m, "ShortConv")
@@ -277,15 +277,16 @@ NB_MODULE(_native, m) {
         }), "gate_up"_a, "down"_a, "gate"_a, "alpha"_a, "limit"_a);
     nb::class_<Experts>(m, "Experts")
         .def(nb::new_([](Shared router, std::vector<GatedMlp> experts, std::optional<GatedMlp> shared,
-                         long num_chosen, std::pair<bool, bool> sigmoid_and_norm,
-                         std::pair<long, long> groups, float scaling,
-                         std::optional<FloatArray> correction) {
+                         long num_experts_per_tok, std::pair<bool, bool> sigmoid_and_norm,
+                         std::pair<long, long> groups, float routed_scaling_factor,
+                         std::optional<FloatArray> e_score_correction_bias) {
             check_alike(experts);
-            return Experts{router, floats(correction), std::move(experts), std::move(shared),
-                           num_chosen, sigmoid_and_norm.first, sigmoid_and_norm.second,
-                           groups.first, groups.second, scaling};
-        }), "router"_a, "experts"_a, "shared"_a.none(), "num_chosen"_a, "sigmoid_and_norm"_a,
-             "groups"_a, "scaling"_a, "correction"_a.none());
+            return Experts{router, floats(e_score_correction_bias), std::move(experts), std::move(shared),
+                           num_experts_per_tok, sigmoid_and_norm.first, sigmoid_and_norm.second,
+                           groups.first, groups.second, routed_scaling_factor};
+        }), "router"_a, "experts"_a, "shared"_a.none(), "num_experts_per_tok"_a,
+             "sigmoid_and_norm"_a, "groups"_a, "routed_scaling_factor"_a,
+             "e_score_correction_bias"_a.none());
 
     // The caller keeps the embedding, pools and tables alive.
     nb::class_<Decoder>(m, "Decoder")
