@@ -79,7 +79,7 @@ class ModelOptions(_Section):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _setting(
         "auto",
-        "dtype of weights and KV; auto: the checkpoint's; float32 on a CPU without the native kernels, "
+        "dtype of weights and KV; auto: the checkpoint's; float32 on a CPU without native kernels, "
         "bfloat16 on a GPU if the checkpoint has float32",
     )
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = _setting(

@@ -111,8 +111,8 @@ def test_the_memory_of_a_pool_is_logged_in_mib(caplog: pytest.LogCaptureFixture)
     caplog.set_level("INFO")
     build(None, speculation="off")
     (pool,) = (message for message in caplog.messages if message.startswith("kv pool=full "))
-    # 65 pages of 16 tokens, 4 layers, 2 heads of 32, keys and values in 32 bits: 2,080 KiB.
-    assert pool == "kv pool=full pages=65 tokens=1024 mib=2.0"
+    # 65 pages of 16 tokens, 4 layers, 2 heads of 32, keys and values in 16 bits: 1,040 KiB.
+    assert pool == "kv pool=full pages=65 tokens=1024 mib=1.0"
 
 
 def test_progress_is_logged_every_two_seconds(

@@ -39,7 +39,7 @@ def rewrite(directory: Path, name: str, tensor: torch.Tensor | None) -> None:
 def test_the_embedded_model_is_what_nobody_asks_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert inspect() == 0
     shown = capsys.readouterr().out
-    for words in ("qwen3 · 1.87 M parameters", "context 4,096", "8.0 MiB", "2,048 B"):
+    for words in ("qwen3 · 1.87 M parameters", "context 4,096", "4.1 MiB", "1,024 B"):
         assert words in shown
 
 

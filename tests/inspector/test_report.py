@@ -185,15 +185,15 @@ def test_weights_in_memory_are_as_large_as_foretold(
 
 def assert_foretold(path: Path, options: RunnerOptions) -> None:
     """Compare what a backend keeps, its matrices in layouts of its own among it."""
-    foretold = report(path, options).model.weight_bytes
+    model = report(path, options).model
+    foretold = model.weight_bytes
     cpu = torch.device("cpu")
     linears: LinearFactory = make_linear
     if options.backend == "native":
         from session_server.runner.native.linear import NativeLinears
 
-        name = "float32" if options.dtype == "auto" else options.dtype
-        linears = NativeLinears(name if options.quantize == "none" else options.quantize)
-    dtype = torch.float32 if options.dtype == "auto" else TORCH_DTYPES[options.dtype]
+        linears = NativeLinears(model.dtype if options.quantize == "none" else options.quantize)
+    dtype = TORCH_DTYPES[model.dtype]
     config = load_config(path)
     decoder = load_decoder(path, config, device=cpu, dtype=dtype, make_linear=linears)
     sizes: dict[int, int] = {}
@@ -329,7 +329,7 @@ def test_what_is_free_is_measured_without_the_weights() -> None:
     assert given.free_bytes == 1 << 30
     measured = survey(MODEL_DIR, replace(OPTIONS, memory=MemoryLimits()))
     assert 0 < measured.plan.free_bytes < 1 << 50
-    assert math.isclose(measured.weight_bytes, 8.7e6, rel_tol=0.01)
+    assert math.isclose(measured.weight_bytes, 4.33e6, rel_tol=0.01)
 
 
 def test_no_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

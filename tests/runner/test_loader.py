@@ -22,7 +22,7 @@ from tests.runner.rows import Rows
 
 def test_the_embedded_model_loads_through_the_path_of_any_checkpoint() -> None:
     loaded = load_runner(MODEL_DIR, RunnerOptions(page_size=16, num_rows=2, device="cpu"))
-    assert loaded.dtype == "float32"
+    assert loaded.dtype == "float16"
     assert loaded.plan.capacity.max_context_len == loaded.config.max_position_embeddings
     num_pages = {name: pool.num_pages for name, pool in loaded.runner.pools.items()}
     assert num_pages == loaded.plan.capacity.num_pages
@@ -42,7 +42,7 @@ def test_a_draft_model_takes_its_share_of_the_memory(tmp_path: Path) -> None:
     both = load_runner(MODEL_DIR, replace(options, draft=draft))
     assert both.spec == alone.spec
     assert both.plan.capacity == alone.plan.capacity
-    draft_bytes = 11 * 16 * 2 * 1 * 2 * 32 * 4  # pages, tokens, K and V, layers, heads, dim, fp32
+    draft_bytes = 11 * 16 * 2 * 1 * 2 * 32 * 2  # pages, tokens, K and V, layers, heads, dim, fp16
     assert both.plan.kv_bytes == alone.plan.kv_bytes + draft_bytes
     tight = MemoryLimits(fraction=12 * both.spec.bytes_per_page / both.plan.free_bytes)
     squeezed = [
@@ -68,6 +68,7 @@ def test_kv_is_stored_in_what_was_asked_for_that_of_a_draft_model_too(tmp_path: 
         page_size=16,
         num_rows=2,
         device="cpu",
+        dtype="float32",
         memory=MemoryLimits(max_total_tokens=160),
         draft=draft,
     )
