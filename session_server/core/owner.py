@@ -37,7 +37,7 @@ class TenantLimits:
 NO_LIMITS: Final = TenantLimits()
 
 
-@dataclass(slots=True, weakref_slot=True, unsafe_hash=True)
+@dataclass(slots=True, weakref_slot=True)
 class Owner:
     """Identify the tenant behind a request, and carry what it is granted.
 
@@ -58,6 +58,9 @@ class Owner:
     is_admin: bool = field(default=False, compare=False)
     sees_metrics: bool = field(default=False, compare=False)
     limits: TenantLimits = field(default=NO_LIMITS, compare=False)
+
+    def __hash__(self) -> int:
+        return hash(self.owner_id)
 
     def __post_init__(self) -> None:
         if not 0.0 < self.share <= 1.0:

@@ -20,7 +20,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from session_server.bench.checkpoint import RandomModel, write_random_checkpoint
-from session_server.bench.peers import benchmark, flags, models, page, report
+from session_server.bench.peers import benchmark, flags, llama, models, page, report
 from session_server.bench.peers.cells import (
     CELLS,
     LLAMA,
@@ -278,6 +278,21 @@ def test_the_machine_is_described_by_what_decides_its_speed() -> None:
     assert 0.0 <= OtherWork().share() <= 1.0
 
 
+@pytest.mark.parametrize(
+    ("says", "version"), [("version: 9 (abc)", "llama.cpp 9"), ("usage: ...", "llama.cpp")]
+)
+def test_a_peer_is_named_with_its_version(tmp_path: Path, says: str, version: str) -> None:
+    program = tmp_path / "llama-server"
+    program.write_text(f"#!/bin/sh\necho '{says}' >&2\n")
+    program.chmod(0o755)
+    assert llama.version(str(program)) == version
+
+
+def test_a_peer_that_does_not_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PeerFailed, match="absent does not run"):
+        llama.version(str(tmp_path / "absent"))
+
+
 # The report.
 
 
@@ -292,7 +307,7 @@ def tiny_report() -> dict[str, Any]:
         "conditions": {
             **{"date": "2026-11-27", "cores": 2, "processor": "x86_64", "l3": "32768K"},
             **{"instruction_sets": ["avx2"], "dram_gb_per_s": 34.4, "threads": 2},
-            "others_share": 0.01,
+            **{"python": "3.11.7", "peers": ["llama.cpp 0.5.0"], "others_share": 0.01},
         },
     }
 
@@ -310,6 +325,7 @@ def test_the_marked_section_of_a_page_is_written_and_nothing_else(tmp_path: Path
     assert "| held | 1.004 | <= 1.01 | met |" in once
     assert "* Not measured: transformers: not installed" in once
     assert "2 cores of x86_64 (avx2), L3 32768K, DRAM read 34 GB/s" in once
+    assert "2 threads, Python 3.11.7, llama.cpp 0.5.0, medians" in once
     page.write_section(path, tiny_report(), "session-server bench peers")
     assert path.read_text() == once
 
@@ -412,7 +428,7 @@ def test_our_own_costs_are_measured_against_their_goals() -> None:
     load = OwnWorkload(num_rounds=1, long_len=128, kept_len=64, shape=RandomModel())
     figures = measure_own(load, on_step=lambda: steps.append(1))
     assert len(steps) == load.total_steps
-    assert len(figures) == 10
+    assert len(figures) == 13
     by_name = {figure["name"]: figure for figure in figures}
     held = by_name["KV bytes held over needed, pages of 16"]
     assert 1.0 <= held["value"] <= 1.01

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from session_server.bench.peers import own
+from session_server.bench.peers import generating, llama, own
 from session_server.bench.peers.cells import CELLS, LLAMA, ROWS, Cell, Scenario, scenarios
 from session_server.bench.peers.generating import DTYPES, GeneratingWorker
 from session_server.bench.peers.llama import VARIANTS, LlamaServer
@@ -77,6 +77,17 @@ class PeersWorkload:
         """Return the rows that this build of our server has."""
         return tuple(row for row in self.rows if row != "int8" or self.available.has_quantize)
 
+    def versions(self) -> list[str]:
+        """Return the peers that are measured, with their versions. Raises PeerFailed."""
+        if not self.models:
+            return []
+        program, versions = self.available.llama_server, []
+        if program is not None:
+            versions.append(llama.version(program))
+        if self.available.has_transformers:
+            versions.append(generating.version())
+        return versions
+
     def not_measured(self) -> Iterator[str]:
         """Yield what is left out, and what to do about it."""
         if self.measured_rows != self.rows:
@@ -103,7 +114,7 @@ def measure(load: PeersWorkload, *, on_step: Callable[[], None]) -> dict[str, An
         ServerFailed: a system did not start.
     """
     others = OtherWork()
-    conditions = describe_machine(load.num_threads)
+    conditions, versions = describe_machine(load.num_threads), load.versions()
     not_measured = list(load.not_measured())
     models: dict[str, Any] = {}
     for name in load.models:
@@ -120,7 +131,7 @@ def measure(load: PeersWorkload, *, on_step: Callable[[], None]) -> dict[str, An
         "models": models,
         "own": own_figures,
         "not_measured": not_measured,
-        "conditions": conditions | {"others_share": others.share()},
+        "conditions": conditions | {"peers": versions, "others_share": others.share()},
     }
 
 

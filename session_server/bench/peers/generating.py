@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -27,6 +28,11 @@ _READY: Final = "ready"
 def is_installed() -> bool:
     """Return whether `transformers` can be imported."""
     return importlib.util.find_spec("transformers") is not None
+
+
+def version() -> str:
+    """Return the name and version of what is installed."""
+    return f"transformers {metadata.version('transformers')}"
 
 
 class GeneratingWorker:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -50,6 +52,22 @@ VARIANTS: Final[Mapping[str, tuple[LlamaVariant, ...]]] = MappingProxyType(
     }
 )
 """What may be the best of llama.cpp, by our row that it is compared with."""
+
+
+def version(program: str) -> str:
+    """Return the name and version of a `llama-server`, as it says it.
+
+    Raises:
+        PeerFailed: it does not run.
+    """
+    try:
+        ran = subprocess.run(  # noqa: S603 - the program that the flag names
+            [program, "--version"], check=False, capture_output=True, text=True, timeout=60
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise PeerFailed(f"--llama-server {program} does not run: {error}") from error
+    said = re.search(r"^version: (\S+)", ran.stdout + ran.stderr, re.MULTILINE)
+    return f"llama.cpp {said[1]}" if said else "llama.cpp"
 
 
 class LlamaServer(ServedSystem):

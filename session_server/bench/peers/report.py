@@ -99,11 +99,12 @@ def heading(report: Mapping[str, Any]) -> str:
     """Return what was measured and where, in one sentence."""
     machine = report["conditions"]
     sets = ", ".join(machine["instruction_sets"]) or "no known vector instructions"
+    peers = "".join(f", {version}" for version in machine["peers"])
     return (
         f"{machine['date']}, {machine['cores']} cores of {machine['processor']} ({sets}), L3 "
         f"{machine['l3']}, DRAM read {machine['dram_gb_per_s']:.0f} GB/s, {machine['threads']} "
-        f"threads, medians of {report['num_rounds']} rounds in turns; other work took "
-        f"{machine['others_share']:.0%} of the cores"
+        f"threads, Python {machine['python']}{peers}, medians of {report['num_rounds']} rounds in "
+        f"turns; other work took {machine['others_share']:.0%} of the cores"
         f"{'' if machine['others_share'] < QUIET_SHARE else ': too much to quote these figures'}"
     )
 
