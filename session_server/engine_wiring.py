@@ -82,12 +82,6 @@ def build_engine(settings: Settings) -> EngineAssembly:
     chunk_tokens = settings.engine.chunked_prefill_size or chunk_for(
         loaded.runner, loaded.plan.capacity.max_context_len
     )
-    working_bytes = loaded.runner.reserve(chunk_tokens + settings.engine.max_running_turns)
-    _LOG.info(
-        "a forward computes up to %d tokens of prompts, in %.0f MiB",
-        chunk_tokens,
-        working_bytes / 2**20,
-    )
     engine = _make_engine(
         settings,
         loaded,
@@ -103,6 +97,12 @@ def build_engine(settings: Settings) -> EngineAssembly:
             loaded.plan.capacity.max_context_len,
         )
     warm_up(loaded.runner, _speculation(settings))
+    working_bytes = loaded.runner.reserve(chunk_tokens + settings.engine.max_running_turns)
+    _LOG.info(
+        "a forward computes up to %d tokens of prompts; layers work in %.1f MiB",
+        chunk_tokens,
+        working_bytes / 2**20,
+    )
     gc.freeze()
     gc.set_threshold(*_GC_THRESHOLDS)
     grammars = GrammarCompiler(

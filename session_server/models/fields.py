@@ -171,6 +171,8 @@ def rope_config(raw: RawConfig, settings: RawConfig, *, theta: float = 10_000.0)
         factor = integer(raw, "max_position_embeddings") / original_len
     if factor is None:
         raise CheckpointError(f"rope scaling {name!r} lacks its field 'factor'")
+    if kind is RopeKind.YARN and theta <= 1.0:
+        raise UnsupportedModel(f"rope scaling {name!r} needs a rope_theta above 1, it is {theta:g}")
     if kind is RopeKind.LINEAR:
         return RopeConfig(theta, kind, float(factor))
     if kind is RopeKind.LLAMA3:

@@ -184,6 +184,10 @@ class Checkpoint:
             if self.packed is None or not self.packed.holds(name, self.tensors):
                 stored[name] = shape
                 continue
+            if len(shape) == 1:
+                raise CheckpointError(
+                    f"{self.directory}: {name} is stored quantized, and should be floats"
+                )
             parts = self.packed.parts(name, (shape[0], math.prod(shape[1:])), self.tensors)
             for part, of in parts.items():
                 stored[part] = of.shape

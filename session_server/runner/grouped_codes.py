@@ -24,6 +24,12 @@ class GroupedCodes:
     groups: Tensor
     num_bits: int
 
+    def __post_init__(self) -> None:
+        outputs, inputs = self.codes.shape
+        assert len(self.groups) == inputs, "each input has a group"
+        assert len(self.scales) == outputs, "each output has its scales"
+        assert self.zeros.shape == self.scales.shape, "each scale has a zero point"
+
     def weight(self, dtype: torch.dtype) -> Weight:
         """Return the codes of blocks, or numbers of `dtype` where they are not of that kind.
 

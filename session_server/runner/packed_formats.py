@@ -61,7 +61,11 @@ class PackedFormat(ABC):
 
     @abstractmethod
     def parts(self, name: str, shape: tuple[int, int], names: Collection[str]) -> dict[str, Part]:
-        """Return the tensors that stand for a matrix [outputs, inputs]; it must be held."""
+        """Return the tensors that stand for a matrix [outputs, inputs]; it must be held.
+
+        Raises:
+            CheckpointError: the format cannot store a matrix of that shape.
+        """
 
     @abstractmethod
     def codes(self, name: str, shape: tuple[int, int], read: Read) -> GroupedCodes:
@@ -89,6 +93,19 @@ class PackedFormat(ABC):
         """Return the groups of a row."""
         return -(-inputs // (self.group_size or inputs))
 
+    def num_words(self, name: str, count: int) -> int:
+        """Return the words of so many outputs or inputs.
+
+        Raises:
+            CheckpointError: they do not fill the last one; no such format has words in part.
+        """
+        if count % self.per_word:
+            raise CheckpointError(
+                f"{name} has a side of {count}, and words of {self.per_word} codes hold multiples "
+                "of that only; download the weights again"
+            )
+        return count // self.per_word
+
 
 class Awq(PackedFormat):
     """Inputs before outputs; eight outputs to a word, in an order of their own."""
@@ -100,7 +117,7 @@ class Awq(PackedFormat):
     def parts(self, name: str, shape: tuple[int, int], names: Collection[str]) -> dict[str, Part]:
         """Return codes, zero points and scales."""
         (outputs, inputs), stem = shape, _stem(name)
-        groups, words = self.num_groups(inputs), outputs // self.per_word
+        groups, words = self.num_groups(inputs), self.num_words(name, outputs)
         return {
             f"{stem}.qweight": Part((inputs, words), WORDS),
             f"{stem}.qzeros": Part((groups, words), WORDS),
@@ -141,8 +158,8 @@ class Gptq(PackedFormat):
         (outputs, inputs), stem = shape, _stem(name)
         groups = self.num_groups(inputs)
         parts = {
-            f"{stem}.qweight": Part((inputs // self.per_word, outputs), WORDS),
-            f"{stem}.qzeros": Part((groups, outputs // self.per_word), WORDS),
+            f"{stem}.qweight": Part((self.num_words(name, inputs), outputs), WORDS),
+            f"{stem}.qzeros": Part((groups, self.num_words(name, outputs)), WORDS),
             f"{stem}.scales": Part((groups, outputs), FLOATS),
         }
         if f"{stem}.g_idx" in names:

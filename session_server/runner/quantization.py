@@ -44,7 +44,8 @@ class QuantizationEffect:
         logprobs, others = before.log_softmax(-1), after.log_softmax(-1)
         divergence = (logprobs.exp() * (logprobs - others)).sum(-1).mean()
         same = (before.argmax(-1) == after.argmax(-1)).float().mean()
-        return cls(off.item(), max(0.0, divergence.item()), same.item())
+        # Rounding may make it negative; what is not a number stays that.
+        return cls(off.item(), max(divergence.item(), 0.0), same.item())
 
     def __str__(self) -> str:
         return (

@@ -35,6 +35,11 @@ def refused(change: Mapping[str, Any], family: str = "llama") -> str:
 
 
 class TestNumbers:
+    def test_yarn_needs_a_base_that_grows(self) -> None:
+        scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+        words = refused({"rope_theta": 1.0, "rope_scaling": scaling})
+        assert words == "rope scaling 'yarn' needs a rope_theta above 1, it is 1"
+
     def test_each_field_has_a_range_that_holds(self) -> None:
         for name, (low, high) in (bounds.INTEGERS | bounds.NUMBERS).items():
             kind = int if name in bounds.INTEGERS else float

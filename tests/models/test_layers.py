@@ -167,6 +167,14 @@ def test_interleaving_keeps_heads_apart() -> None:
     assert interleave_pairs(rows, 6).tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
 
 
+@pytest.mark.parametrize("num_heads", [1, 2])
+def test_what_is_not_rotated_stays_where_it_is(num_heads: int) -> None:
+    rows = torch.arange(8 * num_heads)
+    expected = [8 * head + i for head in range(num_heads) for i in (0, 2, 1, 3, 4, 5, 6, 7)]
+    assert interleave_pairs(rows, 8, rotary_dim=4).tolist() == expected
+    assert rows.equal(torch.arange(8 * num_heads))
+
+
 def test_the_attention_factor_scales_cosines_and_sines() -> None:
     rope = Rope(RopeConfig(100.0, attention_factor=1.5), 4, device=CPU)
     lengths = rope.phases(torch.tensor([0, 3])).abs()

@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from session_server.models.errors import CheckpointError, ModelError, UnsupportedModel
 from session_server.models.layers.block_weight import BlockWeight
+from session_server.models.quantization import parse_quantization
 from session_server.models.registry import load_config
+from session_server.runner.packed_formats import packed_format
 from session_server.runner.weights import load_decoder, open_checkpoint
 from tests.models.raw_configs import VOCAB_SIZE
 from tests.oracle.checkpoints import reference_logits, write_checkpoint
@@ -274,6 +276,26 @@ def test_damaged_matrices_are_named(part: str, change: Any, words: str, checkpoi
         tensors[f"{Q_PROJ}.{part}"] = change(tensor).contiguous()
     save_file(tensors, path)
     with pytest.raises(CheckpointError, match=words):
+        load_decoder(checkpoint, load_config(checkpoint), device=CPU, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("awq", (12, 64)), ("gptq", (12, 64)), ("gptq", (16, 60))]
+)
+def test_a_side_that_no_words_hold_is_refused(name: str, shape: tuple[int, int]) -> None:
+    form = packed_format(parse_quantization(FORMATS[name].quantization))
+    assert form is not None
+    with pytest.raises(CheckpointError, match=r"has a side of \d+, and words of 8"):
+        form.parts("k_proj.weight", shape, {"k_proj.qweight"})
+
+
+def test_a_norm_that_is_stored_quantized_is_refused(checkpoint: Path) -> None:
+    path = checkpoint / "model.safetensors"
+    tensors = load_file(path)
+    norm = "model.layers.0.input_layernorm"
+    tensors[f"{norm}.qweight"] = torch.zeros(1, 1, dtype=torch.int32)
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=r"input_layernorm\.weight is stored quantized"):
         load_decoder(checkpoint, load_config(checkpoint), device=CPU, dtype=torch.float32)
 
 

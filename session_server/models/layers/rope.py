@@ -56,7 +56,8 @@ def interleave_pairs(rows: Tensor, head_dim: int, rotary_dim: int | None = None)
     if rotary_dim is not None and rotary_dim < head_dim:
         heads = rows.clone().view(-1, head_dim, *rows.shape[1:])
         rotated = heads[:, :rotary_dim]
-        turned = interleave_pairs(rotated.flatten(0, 1), rotary_dim)
+        # A copy: of a single head `flatten` is a view, into which it would be copied from itself.
+        turned = interleave_pairs(rotated.flatten(0, 1).clone(), rotary_dim)
         rotated.copy_(turned.view(rotated.shape))
         return heads.view(rows.shape)
     halves = rows.view(-1, 2, head_dim // 2, *rows.shape[1:])

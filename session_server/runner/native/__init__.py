@@ -65,6 +65,11 @@ def set_num_threads(num_threads: int) -> None:
     """Compute forwards on so many threads, the caller's included.
 
     Raises:
-        ValueError: not even one.
+        ValueError: not even one, or more than the system starts.
     """
-    _native.set_num_threads(num_threads)
+    try:
+        _native.set_num_threads(num_threads)
+    except RuntimeError as error:
+        raise ValueError(
+            f"--threads {num_threads}: the system starts no more threads ({error}); ask for fewer"
+        ) from error

@@ -140,6 +140,31 @@ def test_the_largest_is_found_and_the_first_of_equals(cpu: str, threads: int) ->
         assert tokens[is_finite].tolist() == best
 
 
+@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_has_no_code(cpu: str, format: WeightFormat, value: float) -> None:
+    weight = random(20, 64)
+    weight[3, 40] = value
+    outputs, x = np.empty((1, 20), np.float32), np.ones((1, 64), np.float32)
+    _native.Linear(weight, format).apply(x, outputs)
+    assert np.isfinite(outputs).tolist() == [[output != 3 for output in range(20)]]
+    x[0, 5] = value
+    _native.Linear(random(20, 64), format).apply(x, outputs)
+    assert not np.isfinite(outputs).any()
+
+
+def test_codes_have_the_scales_of_their_blocks() -> None:
+    codes, scales = np.zeros((4, 64), np.int8), np.zeros((4, 2), np.float32)
+    _native.Linear.of_codes(codes, 8, scales)
+    for wrong in (scales[:3], scales[:, :1].copy()):
+        with pytest.raises(ValueError, match="scales by block"):
+            _native.Linear.of_codes(codes, 8, wrong)
+        with pytest.raises(ValueError, match="scales by block"):
+            _native.Linear.of_codes(codes.view(np.uint8), 4, scales, wrong)
+    with pytest.raises(ValueError, match="a bias by output"):
+        _native.Linear.of_codes(codes, 8, scales, None, np.zeros(3, np.float32))
+
+
 def test_what_is_no_weight_is_refused() -> None:
     with pytest.raises(ValueError, match="no format of weights is named float64"):
         _native.Linear(random(4, 4), "float64")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -75,3 +76,10 @@ def test_loading_measures_what_codes_cost_and_says_so(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match="--quantize int8 needs the native kernels"):
         load_runner(checkpoint, on_torch)
+
+
+def test_logits_that_are_no_numbers_are_not_near_any() -> None:
+    logits = torch.randn(4, 9)
+    effect = QuantizationEffect.of(logits, logits * float("nan"))
+    assert math.isnan(effect.error)
+    assert math.isnan(effect.divergence)

@@ -14,6 +14,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "checks.h"
 #include "kernels.h"
 #include "model.h"
 
@@ -108,7 +109,13 @@ std::shared_ptr<Packed> linear_of_codes(nb::ndarray<nb::device::cpu, nb::c_conti
                                         int num_bits, const FloatArray& scales,
                                         const std::optional<FloatArray>& minimums,
                                         const std::optional<FloatArray>& bias) {
+    if (codes.ndim() != 2) throw std::invalid_argument("codes are [outputs, inputs]");
     const long outputs = static_cast<long>(codes.shape(0)), inputs = static_cast<long>(codes.shape(1));
+    const size_t num_blocks = outputs * (round_up(inputs, kBlock) / kBlock);
+    if (scales.size() != num_blocks || (minimums && minimums->size() != num_blocks) ||
+        (bias && static_cast<long>(bias->size()) != outputs)) {
+        throw std::invalid_argument("codes have scales by block of 32, and a bias by output");
+    }
     auto packed = std::make_shared<Packed>(pack_codes(codes.data(), num_bits, scales.data(),
                                                       minimums ? minimums->data() : nullptr,
                                                       outputs, inputs));
@@ -338,10 +345,11 @@ NB_MODULE(_native, m) {
         .def("add_layer", [](Decoder& decoder, std::pair<std::optional<Norm>, After> mixer_norms,
                              Mixer mixer, std::pair<std::optional<Norm>, After> ffn_norms, Ffn ffn,
                              std::pair<long, long> pool) {
-            decoder.layers.push_back({std::move(mixer_norms.first), std::move(mixer),
-                                      std::move(mixer_norms.second), std::move(ffn_norms.first),
-                                      std::move(ffn), std::move(ffn_norms.second), pool.first,
-                                      pool.second});
+            Layer layer = {std::move(mixer_norms.first), std::move(mixer),
+                           std::move(mixer_norms.second), std::move(ffn_norms.first),
+                           std::move(ffn), std::move(ffn_norms.second), pool.first, pool.second};
+            check_layer(decoder, layer);
+            decoder.layers.push_back(std::move(layer));
         }, "mixer_norms"_a, "mixer"_a, "ffn_norms"_a, "ffn"_a, "pool"_a)
         .def("reserve", [](Decoder& decoder, long num_tokens) {
             return decoder.reserve(the_team(), num_tokens);

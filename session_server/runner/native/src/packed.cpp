@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <new>
 #include <stdexcept>
 #include <vector>
@@ -41,6 +42,13 @@ struct Affine {
 };
 
 Affine quantize_block(const float* values, bool is_int8, int* codes) {
+    const bool is_finite =
+        std::all_of(values, values + kBlock, [](float value) { return std::isfinite(value); });
+    if (!is_finite) {
+        // No code says so; a scale does, and so do all sums with it.
+        std::fill(codes, codes + kBlock, is_int8 ? 128 : 8);
+        return {half_bits(std::numeric_limits<float>::quiet_NaN()), 0};
+    }
     if (is_int8) {
         float most = 0.0f;
         for (long i = 0; i < kBlock; ++i) most = std::max(most, std::fabs(values[i]));

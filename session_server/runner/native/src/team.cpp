@@ -73,12 +73,19 @@ void Member::meet() {
 }
 
 Team::Team(int num_threads) : cpus_(num_threads) {
-    for (int index = 1; index < num_threads; ++index) {
-        threads_.emplace_back([this, index] { serve(index); });
+    try {
+        for (int index = 1; index < num_threads; ++index) {
+            threads_.emplace_back([this, index] { serve(index); });
+        }
+    } catch (...) {  // std::system_error: the system starts no more threads
+        end();
+        throw;
     }
 }
 
-Team::~Team() {
+Team::~Team() { end(); }
+
+void Team::end() {
     is_closing_ = true;
     runs_.fetch_add(1, std::memory_order_release);
     runs_.notify_all();

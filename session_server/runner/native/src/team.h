@@ -42,6 +42,7 @@ class Member {
 // spin: an idle server uses no CPU. Not thread-safe: one caller at a time.
 class Team {
   public:
+    // Throws std::system_error if the system starts no more threads.
     explicit Team(int num_threads);
     ~Team();
     Team(const Team&) = delete;
@@ -55,6 +56,7 @@ class Team {
   private:
     friend class Member;
     void serve(int index);
+    void end();
     // Note the CPU of a member, which moves if one before it is there: a thread is often woken where
     // the one runs that wakes it, and they would share a core while another idles.
     void arrive(int index);

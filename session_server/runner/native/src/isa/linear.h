@@ -392,7 +392,8 @@ inline void quantize(const float* x, long n, int8_t* codes, float* scales, int32
         int8_t rounded[kBlock];
         I totals{};
         for (int i = 0; i < kBlock; i += kLanes) {
-            F bounded = max(broadcast(-127.0f), min(broadcast(127.0f), load(values + i) * inverse));
+            // In this order what is not a number becomes a bound, whose sums do not overflow.
+            F bounded = max(min(load(values + i) * inverse, broadcast(127.0f)), broadcast(-127.0f));
             I whole = (I)(bounded + magic) - (I)magic;
             totals += whole;
             B narrow = __builtin_convertvector(whole, B);
