@@ -57,22 +57,27 @@ def build(directory: Path, sanitizers: str) -> Path:
     return library
 
 
+def path_of(library: str) -> str:
+    """Return where the compiler has a library."""
+    command = ["g++", f"-print-file-name={library}"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
 def run_tests(library: Path, kind: str, keys: str) -> int:
-    """Run the tests with the sanitizer's library loaded first, as it must be."""
-    found = subprocess.run(
-        ["g++", f"-print-file-name={LIBRARIES[kind]}"], check=True, capture_output=True, text=True
-    )
+    """Run the tests with the sanitizer's library loaded first, as it must be, and that of C++
+    behind it: a program in C has no `throw` for the sanitizer to find."""
     environment = {
         **os.environ,
         "KERNELS": str(library),
-        "LD_PRELOAD": found.stdout.strip(),
+        "LD_PRELOAD": f"{path_of(LIBRARIES[kind])} {path_of('libstdc++.so.6')}",
         # Python keeps what it interned; leaks of the kernels' own would be their buffers'.
         "ASAN_OPTIONS": "detect_leaks=0",
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
         "TSAN_OPTIONS": "halt_on_error=1:exitcode=66",
         "OMP_NUM_THREADS": "1",
     }
-    plugins = ["-p", "tests.sanitizers.plugin", "-p", "no:cacheprovider"]
+    # A sanitizer writes to the process's stderr and ends it: what pytest has captured is lost.
+    plugins = ["-p", "tests.sanitizers.plugin", "-p", "no:cacheprovider", "--capture", "sys"]
     command = [sys.executable, "-m", "pytest", *plugins, "--timeout", "0", str(TESTS)]
     if keys:
         command += ["-k", keys]
