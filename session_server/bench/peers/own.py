@@ -109,8 +109,8 @@ def _at_least(goal: float, name: str, value: float) -> dict[str, Any]:
 
 
 class _Overhead(NamedTuple):
-    """Hold what the client waits less the forwards that its turn reports, a token: medians without
-    a history and at the long one."""
+    """Hold what the client waits less the forwards that its turn reports, per token: medians behind
+    a few tokens and at the long history."""
 
     new_ms: float
     long_ms: float
@@ -132,13 +132,11 @@ async def _overhead(
     token: dict[str, list[float]] = {"long": [], "new": []}
     for number in range(load.num_rounds):
         new = await open_conversation(url)
-        talks = {"long": long, "new": new}
-        for name, conversation in talks.items():
-            first[name].append(await _overhead_ms(conversation, tokens, number, 1))
-        await new.close()
-        talks["new"] = new = await open_conversation(url)
-        for name, conversation in talks.items():
-            token[name].append(await _overhead_ms(conversation, tokens, number, _NUM_OUTPUT))
+        # Its first turn opens the session in the engine, which the long one's has done.
+        await new.turn(tokens.draw(_NUM_INPUT, "first", number), 1)
+        for figures, num_output in ((first, 1), (token, _NUM_OUTPUT)):
+            for name, conversation in (("long", long), ("new", new)):
+                figures[name].append(await _overhead_ms(conversation, tokens, number, num_output))
         await new.close()
         on_step()
     await long.close()
@@ -191,9 +189,8 @@ async def _first_token_growth(
     times: dict[str, list[float]] = {"long": [], "new": []}
     for number in range(load.num_rounds):
         new = await open_conversation(url)
-        if (
-            short_len
-        ):  # a turn of one token, as those of the long one are: it is still to be computed
+        if short_len:
+            # In a turn of one token, as those of the long one are: it is still to be computed.
             await new.turn(tokens.draw(short_len, "short", number), 1)
         for name, conversation in (("long", long), ("new", new)):
             trace = await conversation.turn(tokens.draw(_NUM_NEW, name, number), 1)
