@@ -98,11 +98,9 @@ def build_engine(settings: Settings) -> EngineAssembly:
         )
     warm_up(loaded.runner, _speculation(settings))
     working_bytes = loaded.runner.reserve(chunk_tokens + settings.engine.max_running_turns)
-    _LOG.info(
-        "a forward computes up to %d tokens of prompts; layers work in %.1f MiB",
-        chunk_tokens,
-        working_bytes / 2**20,
-    )
+    _LOG.info("a forward computes up to %d tokens of prompts", chunk_tokens)
+    if working_bytes:  # torch allocates it forward by forward
+        _LOG.info("layers work in %.1f MiB", working_bytes / 2**20)
     gc.freeze()
     gc.set_threshold(*_GC_THRESHOLDS)
     grammars = GrammarCompiler(

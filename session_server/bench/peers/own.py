@@ -64,7 +64,7 @@ def measure_own(load: OwnWorkload, *, on_step: Callable[[], None]) -> list[dict[
         shape = RandomModel(max_position_embeddings=load.long_len + _MARGIN)
         model = write_random_checkpoint(Path(directory) / "flat", shape)
         with LocalServer(_flags(model, load.long_len + 8 * _MARGIN)) as server:
-            overhead = asyncio.run(_overhead(server.url, load, on_step))
+            first, token = asyncio.run(_overhead(server.url, load, on_step))
             held = asyncio.run(_held_over_needed(server.url))
         growth = {}
         for mixer in Mixer:
@@ -80,7 +80,6 @@ def measure_own(load: OwnWorkload, *, on_step: Callable[[], None]) -> list[dict[
     long, short, eighth = (
         f"{length:,}" for length in (load.long_len, load.kept_len, load.kept_len // 8)
     )
-    first, token = overhead["first"], overhead["token"]
     return [
         _at_most(0.6, "first token less its forward, ms", first.new_ms),
         _at_most(0.6, f"the same at history {long}, ms", first.long_ms),
@@ -121,10 +120,8 @@ class _Overhead(NamedTuple):
         return self.long_ms / self.new_ms
 
 
-async def _overhead(
-    url: str, load: OwnWorkload, on_step: Callable[[], None]
-) -> Mapping[str, _Overhead]:
-    """Return the overhead of turns of one token, "first", and of several, "token"."""
+async def _overhead(url: str, load: OwnWorkload, on_step: Callable[[], None]) -> list[_Overhead]:
+    """Return the overhead of turns of one token, then of `_NUM_OUTPUT`."""
     tokens = Tokens(_VOCAB_SIZE)
     long = await open_conversation(url)
     await long.prefill(tokens.draw(load.long_len, "long"))
@@ -140,10 +137,10 @@ async def _overhead(
         await new.close()
         on_step()
     await long.close()
-    return {
-        name: _Overhead(*(statistics.median(each[history]) for history in ("new", "long")))
-        for name, each in (("first", first), ("token", token))
-    }
+    return [
+        _Overhead(statistics.median(each["new"]), statistics.median(each["long"]))
+        for each in (first, token)
+    ]
 
 
 def _median_ratio(figures: Mapping[str, list[float]]) -> float:

@@ -161,7 +161,7 @@ def test_codes_have_the_scales_of_their_blocks() -> None:
             _native.Linear.of_codes(codes, 8, wrong)
         with pytest.raises(ValueError, match="scales by block"):
             _native.Linear.of_codes(codes.view(np.uint8), 4, scales, wrong)
-    with pytest.raises(ValueError, match="a bias by output"):
+    with pytest.raises(ValueError, match=r"a bias is \[outputs\]"):
         _native.Linear.of_codes(codes, 8, scales, None, np.zeros(3, np.float32))
 
 

@@ -88,6 +88,12 @@ Team& the_team() {
     return *team();
 }
 
+void add_bias(Packed& packed, const std::optional<FloatArray>& bias) {
+    if (!bias) return;
+    if (static_cast<long>(bias->size()) != packed.outputs) throw std::invalid_argument("a bias is [outputs]");
+    set_bias(packed, bias->data());
+}
+
 std::shared_ptr<Packed> linear(const Any& weight, const std::string& format,
                                const std::optional<FloatArray>& bias) {
     if (weight.ndim() != 2) throw std::invalid_argument("a weight is [outputs, inputs]");
@@ -98,10 +104,7 @@ std::shared_ptr<Packed> linear(const Any& weight, const std::string& format,
         packed = std::make_shared<Packed>(pack(weight.data(), dtype_of(weight), outputs, inputs,
                                                inputs, format_named(format)));
     }
-    if (bias) {
-        if (static_cast<long>(bias->size()) != outputs) throw std::invalid_argument("a bias is [outputs]");
-        set_bias(*packed, bias->data());
-    }
+    add_bias(*packed, bias);
     return packed;
 }
 
@@ -112,14 +115,13 @@ std::shared_ptr<Packed> linear_of_codes(nb::ndarray<nb::device::cpu, nb::c_conti
     if (codes.ndim() != 2) throw std::invalid_argument("codes are [outputs, inputs]");
     const long outputs = static_cast<long>(codes.shape(0)), inputs = static_cast<long>(codes.shape(1));
     const size_t num_blocks = outputs * (round_up(inputs, kBlock) / kBlock);
-    if (scales.size() != num_blocks || (minimums && minimums->size() != num_blocks) ||
-        (bias && static_cast<long>(bias->size()) != outputs)) {
-        throw std::invalid_argument("codes have scales by block of 32, and a bias by output");
+    if (scales.size() != num_blocks || (minimums && minimums->size() != num_blocks)) {
+        throw std::invalid_argument("codes have scales by block of 32");
     }
     auto packed = std::make_shared<Packed>(pack_codes(codes.data(), num_bits, scales.data(),
                                                       minimums ? minimums->data() : nullptr,
                                                       outputs, inputs));
-    if (bias) set_bias(*packed, bias->data());
+    add_bias(*packed, bias);
     return packed;
 }
 
