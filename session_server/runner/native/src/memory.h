@@ -162,7 +162,21 @@ struct Needs {
     }
 };
 
-Needs needs_of(const Decoder& model);
+inline Needs needs_of(const Decoder& model) {
+    Needs needs;
+    needs.inputs = needs.z = model.hidden_size;
+    for (const Layer& layer : model.layers) {
+        std::visit([&](const auto& mixer) { needs.add(mixer); }, layer.mixer);
+        if (const auto* mlp = std::get_if<GatedMlp>(&layer.ffn)) {
+            needs.add(*mlp);
+            needs.num_bytes += mlp->gate_up->num_bytes() + mlp->down->num_bytes();
+        } else {
+            needs.add(std::get<Experts>(layer.ffn), model.hidden_size);
+            needs.num_bytes += size_t{1} << 22;
+        }
+    }
+    return needs;
+}
 
 struct Decoder::Memory {
     explicit Memory(const Decoder& model) : needs(needs_of(model)), size(model.hidden_size) {

@@ -7,22 +7,6 @@
 
 namespace session_server {
 
-Needs needs_of(const Decoder& model) {
-    Needs needs;
-    needs.inputs = needs.z = model.hidden_size;
-    for (const Layer& layer : model.layers) {
-        std::visit([&](const auto& mixer) { needs.add(mixer); }, layer.mixer);
-        if (const auto* mlp = std::get_if<GatedMlp>(&layer.ffn)) {
-            needs.add(*mlp);
-            needs.num_bytes += mlp->gate_up->num_bytes() + mlp->down->num_bytes();
-        } else {
-            needs.add(std::get<Experts>(layer.ffn), model.hidden_size);
-            needs.num_bytes += size_t{1} << 22;
-        }
-    }
-    return needs;
-}
-
 Decoder::Memory& Decoder::working_memory() {
     if (!memory_) memory_ = std::make_shared<Memory>(*this);
     return *memory_;
