@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from cache.types import SessionId, TurnId
-from session_server.core.batch import StepResult
+from session_server.core.batch import Batch, PendingStep, StepResult
 from session_server.core.commands import OpenSession, Shutdown, SubmitTurn
 from session_server.core.events import (
     EngineEvent,
@@ -24,7 +24,7 @@ from session_server.core.sampling import SamplingParams
 from session_server.engine_host import loop as loop_module
 from session_server.engine_host.inbox import Taken
 from session_server.engine_host.loop import EngineLoop
-from tests.engine_host.live_echo import LiveStage, assemble
+from tests.engine_host.live_echo import LiveEcho, LiveStage, assemble
 
 NUM_OUTPUTS = 60
 TOKENS = (TokensProduced, StepTokens)
@@ -38,6 +38,7 @@ class Loop(EngineLoop):
         self.emitted: list[tuple[str, EngineEvent]] = []
         self.ended: queue.SimpleQueue[EngineEvent] = queue.SimpleQueue()
         self.settled: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.is_napping = threading.Event()
         super().__init__(assemble(msgspec.msgpack.encode(stage)), self.hear)
 
     def hear(self, events: list[EngineEvent]) -> None:
@@ -52,6 +53,7 @@ class Loop(EngineLoop):
 
     def _sleep(self, wait_s: float | None) -> None:
         self.num_naps += 1
+        self.is_napping.set()
         super()._sleep(wait_s)
 
 
@@ -81,14 +83,25 @@ def begin_turn(name: str) -> tuple[OpenSession, SubmitTurn]:
 @pytest.mark.parametrize(
     ("is_device", "speaker"), [(False, "engine-launch"), (True, "engine-wait")]
 )
-def test_the_thread_that_has_a_result_settles_it(is_device: bool, speaker: str) -> None:
+def test_the_thread_that_has_a_result_settles_it(
+    is_device: bool, speaker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_launch = threading.Event()
+    launch = LiveEcho.launch
+
+    def held(self: LiveEcho, batch: Batch) -> PendingStep:
+        may_launch.wait()
+        return launch(self, batch)
+
+    monkeypatch.setattr(LiveEcho, "launch", held)
     with running(LiveStage(is_device=is_device)) as loop:
+        loop.is_napping.wait()
         loop.take(begin_turn("t"))
+        may_launch.set()  # nobody steps: a thread that did might find the result, and keep stepping
         loop.ended.get()
+        assert loop.num_naps < 10, "nothing wakes the loop's thread for a result"
     speakers = [name for name, event in loop.emitted if isinstance(event, TOKENS)]
-    assert len(speakers) == NUM_OUTPUTS
-    # The loop's thread may be awake when a result comes, but nothing wakes it for one.
-    assert NUM_OUTPUTS - speakers.count(speaker) <= loop.num_naps < 10
+    assert speakers == [speaker] * NUM_OUTPUTS
 
 
 def test_commands_are_handled_by_the_thread_that_brings_them() -> None:
