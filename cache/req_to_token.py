@@ -29,7 +29,7 @@ class ReqToTokenPool:
         self._readable = {pool: table.view() for pool, table in self._tables.items()}
         for table in self._readable.values():
             table.flags.writeable = False
-        self._is_held = np.zeros(num_rows + 1, dtype=np.bool_)
+        self._is_held = bytearray(num_rows + 1)
         self._free_rows = list(range(num_rows, NULL_ROW, -1))
         # Per row: the range of entries that changed since `begin_changes`, and one past the last
         # entry that was ever written, so that a check need not read the whole row.
@@ -52,7 +52,7 @@ class ReqToTokenPool:
         row = self._free_rows.pop()
         if self._is_held[row] or row == NULL_ROW:
             raise AuditFailed(f"row {row} was in the free list and held")
-        self._is_held[row] = True
+        self._is_held[row] = 1
         self.begin_changes(RowId(row))
         return RowId(row)
 
@@ -67,7 +67,7 @@ class ReqToTokenPool:
         end = self._written_end[row]
         if any(np.count_nonzero(table[row, :end]) for table in self._tables.values()):
             raise AuditFailed(f"row {row} is freed while it names pages")
-        self._is_held[row] = False
+        self._is_held[row] = 0
         self._free_rows.append(row)
 
     def write(
@@ -80,9 +80,13 @@ class ReqToTokenPool:
         """
         entries = self._entries(pool, row, start, len(pages))
         # Nearly every call names one page, for which numpy's loops would take most of the time.
-        if np.count_nonzero(entries) if len(pages) != 1 else entries[0]:
+        is_one = len(pages) == 1
+        if entries[0] if is_one else np.count_nonzero(entries):
             raise AuditFailed(f"row {row} of {pool}: a live entry would be overwritten")
-        entries[:] = pages
+        if is_one:
+            entries[0] = pages[0]
+        else:
+            entries[:] = pages
         return TableWrite(pool, row, start, entries.copy())
 
     def repoint(
@@ -128,7 +132,7 @@ class ReqToTokenPool:
 
     def held_rows(self) -> list[int]:
         """Return the allocated rows, ascending."""
-        return [int(row) for row in np.flatnonzero(self._is_held)]
+        return np.flatnonzero(np.frombuffer(self._is_held, np.bool_)).tolist()
 
     def free_rows(self) -> list[int]:
         """Return a copy of the free list, for audits."""
@@ -144,6 +148,7 @@ class ReqToTokenPool:
             changed_start, changed_end = self._changed[row]
             if start < changed_start or end > changed_end:
                 self._changed[row] = (min(changed_start, start), max(changed_end, end))
-            self._written_end[row] = max(self._written_end[row], end)
+            if end > self._written_end[row]:
+                self._written_end[row] = end
         table: Pages = self._tables[pool]
         return table[row, start : start + count]
