@@ -148,7 +148,6 @@ class ReqToTokenPool:
             changed_start, changed_end = self._changed[row]
             if start < changed_start or end > changed_end:
                 self._changed[row] = (min(changed_start, start), max(changed_end, end))
-            if end > self._written_end[row]:
-                self._written_end[row] = end
+            self._written_end[row] = max(self._written_end[row], end)
         table: Pages = self._tables[pool]
         return table[row, start : start + count]

@@ -425,10 +425,11 @@ def test_a_failed_turn_says_why() -> None:
 @pytest.mark.timeout(300)
 def test_our_own_costs_are_measured_against_their_goals() -> None:
     steps: list[int] = []
-    load = OwnWorkload(num_rounds=1, long_len=128, kept_len=64, shape=RandomModel())
+    shape = RandomModel(num_hidden_layers=3)
+    load = OwnWorkload(num_rounds=1, long_len=128, kept_len=64, shape=shape)
     figures = measure_own(load, on_step=lambda: steps.append(1))
     assert len(steps) == load.total_steps
-    assert len(figures) == 13
+    assert len({figure["name"] for figure in figures}) == len(figures) == 18
     by_name = {figure["name"]: figure for figure in figures}
     held = by_name["KV bytes held over needed, pages of 16"]
     assert 1.0 <= held["value"] <= 1.01
