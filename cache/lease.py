@@ -223,14 +223,11 @@ class KVLease(CountedLength):
             self.states.allocate(self.computed_len, to_len, num_drafts, self.holder)
         if missing <= 0:
             return []
-        writes = []
+        writes, entries = [], stores.rows.entries
         for pool, private in self._private.items():
             # Consecutive pages let attention read a strided view, see `cache.pages`.
-            if private:
-                last = private[-1]
-            else:
-                last = int(stores.rows.entries(pool, self.row)[start - 1]) if start else NULL_PAGE
-            after = PageId(last) if last != NULL_PAGE else None
+            last = private[-1] if private else start and entries(pool, self.row)[start - 1]
+            after = PageId(int(last)) if last else None
             allocated = stores.allocators[pool].acquire(missing, self.holder, after=after)
             writes.append(stores.rows.write(pool, self.row, start, allocated))
             private.extend(allocated)

@@ -215,7 +215,10 @@ class TurnDelta(msgspec.Struct, frozen=True, gc=False):
 
 
 class Outcome(msgspec.Struct, frozen=True, gc=False):
-    """Hold what every final entry of a turn has. `text` is the whole answer that stays."""
+    """Hold what every final entry of a turn has. `text` is the whole answer that stays.
+
+    `is_durable`: whether the turn is on disk; None where the server keeps no session.
+    """
 
     item_id: str
     text: str
@@ -226,6 +229,7 @@ class Outcome(msgspec.Struct, frozen=True, gc=False):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
+    is_durable: bool | None = None
 
 
 class TurnCompleted(msgspec.Struct, frozen=True, gc=False):

@@ -7,6 +7,8 @@ from array import array
 from bisect import bisect_left
 from typing import Self
 
+from session_server.sessions.history_change import AnswersChange
+
 
 class Answers:
     """Hold, in order, the index of each item that a turn has said, and the length of the history at
@@ -16,6 +18,8 @@ class Answers:
         self._indexes = array("i")
         self._ends = array("i")
         """Inverted (~) if the template has replaced the token that ended the answer."""
+
+        self._num_kept = 0
 
     @property
     def num_bytes(self) -> int:
@@ -37,6 +41,27 @@ class Answers:
         """Keep those among the first items."""
         num_kept = bisect_left(self._indexes, num_items)
         del self._indexes[num_kept:], self._ends[num_kept:]
+        self._num_kept = min(self._num_kept, num_kept)
+
+    def forget_taken(self) -> None:
+        """Have the next `take_change` return all there is."""
+        self._num_kept = 0
+
+    def take_change(self) -> AnswersChange:
+        """Return what has changed since the last call, or since there were none."""
+        num_kept, self._num_kept = self._num_kept, len(self._indexes)
+        return AnswersChange(
+            num_kept, tuple(self._indexes[num_kept:]), tuple(self._ends[num_kept:])
+        )
+
+    def apply(self, change: AnswersChange) -> None:
+        """Change as others have that were equal. Raises ValueError if there are too few answers."""
+        if change.num_kept > len(self._indexes):
+            raise ValueError(f"{change.num_kept} answers stay of {len(self._indexes)}")
+        del self._indexes[change.num_kept :], self._ends[change.num_kept :]
+        self._indexes.extend(change.indexes)
+        self._ends.extend(change.ends)
+        self._num_kept = len(self._indexes)
 
     def last_before(self, num_items: int) -> int:
         """Return how many items there are up to the last answer among the first ones; 0 without
@@ -66,4 +91,5 @@ class Answers:
         if keep_len >= end:
             return None
         self._ends[-1] = ~keep_len
+        self._num_kept = min(self._num_kept, len(self._ends) - 1)
         return index

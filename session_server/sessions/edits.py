@@ -54,6 +54,7 @@ class HistoryEdits:
         self._cut(session, 0 if to_item is None else _index_of(session, to_item, "to_item") + 1)
         lengths = len(session.transcript), self._kept_len(session)
         session.journal.append(SessionRewound(to_item, *lengths))
+        self.parts.logs.record(session)
         return session.view()
 
     def edit_item(self, owner: Owner, session_id: str, item_id: str, content: str) -> SessionView:
@@ -84,6 +85,7 @@ class HistoryEdits:
         self.parts.quotas.recount(session)
         lengths = len(session.transcript), self._kept_len(session)
         session.journal.append(ItemEdited(item_id, *lengths))
+        self.parts.logs.record(session)
         return session.view()
 
     def fork(
@@ -119,7 +121,10 @@ class HistoryEdits:
         if at_item is not None:
             num_items = _index_of(source, at_item, "at_item") + 1
         request = OpenRequest(
-            session_id=new_id, ttl_s=source.settings.ttl_s, metadata=source.settings.metadata
+            session_id=new_id,
+            ttl_s=source.settings.ttl_s,
+            metadata=source.settings.metadata,
+            is_stored=source.life.log is not None,
         )
         view = self.open_with(owner, request, source.transcript.fork(num_items))
         if not source.journal.is_closed:  # it may have closed to make room

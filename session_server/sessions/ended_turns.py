@@ -26,6 +26,7 @@ from session_server.core.session_events import (
     TurnEnd,
     TurnFailedEntry,
 )
+from session_server.sessions.store.records import TurnRecord
 from session_server.sessions.turn import SessionTurn
 
 RECORD_BYTES: Final = 208
@@ -113,23 +114,16 @@ class EndedTurns:
 
         `num_items`: items of the conversation; an answer that was kept is the last of them.
         """
-        kind, detail = _kind_of(end)
-        usage, timings = end.outcome.usage, end.outcome.timings
-        self._records[_key(turn.request.turn_id)] = _RECORD.pack(
-            turn.fingerprint,
-            _KINDS.index(kind),
-            detail,
-            end_seq,
-            end_seq - turn.created_seq,
-            int(turn.item_id.removeprefix("i_")),
-            max(0, num_items - 1),
-            usage.input_tokens,
-            usage.cached_tokens,
-            usage.output_tokens,
-            usage.drafted_tokens,
-            _wait_of(end),
-            -1.0 if timings is None or not usage.output_tokens else timings.ttft_ms,
-        )
+        place = end_seq, end_seq - turn.created_seq
+        self._records[_key(turn.request.turn_id)] = _packed(turn, end, place, num_items)
+
+    def records(self) -> tuple[TurnRecord, ...]:
+        """Return all of them for another process, whose journals have none of these entries."""
+        return tuple(TurnRecord(key, _unplaced(each)) for key, each in self._records.items())
+
+    def restore(self, turn: TurnRecord) -> None:
+        """Record a turn that has ended in another process."""
+        self._records[turn.key] = turn.record
 
     def measure(self, num_turns: int) -> tuple[int, int, list[float]]:
         """Return the tokens of the contexts of the last turns, how many of them were cached, and
@@ -162,6 +156,35 @@ class EndedTurns:
             usage=TokenUsage(*tokens),
             retry_after_s=wait_s,
         )
+
+
+def record_of(turn: SessionTurn, end: TurnEnd, *, num_items: int) -> TurnRecord:
+    """Return the record of a turn for another process; `num_items` as in `EndedTurns.add`."""
+    return TurnRecord(_key(turn.request.turn_id), _packed(turn, end, (0, 0), num_items))
+
+
+def _packed(turn: SessionTurn, end: TurnEnd, place: tuple[int, int], num_items: int) -> bytes:
+    kind, detail = _kind_of(end)
+    usage, timings = end.outcome.usage, end.outcome.timings
+    return _RECORD.pack(
+        turn.fingerprint,
+        _KINDS.index(kind),
+        detail,
+        *place,
+        int(turn.item_id.removeprefix("i_")),
+        max(0, num_items - 1),
+        usage.input_tokens,
+        usage.cached_tokens,
+        usage.output_tokens,
+        usage.drafted_tokens,
+        _wait_of(end),
+        -1.0 if timings is None or not usage.output_tokens else timings.ttft_ms,
+    )
+
+
+def _unplaced(record: bytes) -> bytes:
+    digest, kind, detail, _, _, *others = _RECORD.unpack(record)
+    return _RECORD.pack(digest, kind, detail, 0, 0, *others)
 
 
 def _key(turn_id: str) -> int:

@@ -9,6 +9,7 @@ from msgspec import structs
 
 from session_server.core.session_events import ConversationItem, Message, Outcome
 from session_server.sessions.footprint import item_bytes
+from session_server.sessions.history_change import ItemsChange
 
 
 class Items:
@@ -17,6 +18,7 @@ class Items:
     def __init__(self) -> None:
         self._items: list[ConversationItem] = []
         self._num_made = 0
+        self._num_kept = 0
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -53,12 +55,32 @@ class Items:
     def move_end(self, index: int, end_len: int) -> None:
         """Set where an item ends in the history."""
         self._items[index] = structs.replace(self._items[index], end_len=end_len)
+        self._num_kept = min(self._num_kept, index)
 
     def cut(self, num_items: int) -> None:
         """Keep the first items alone."""
         dropped = self._items[num_items:]
         self.num_bytes -= sum(item_bytes(item.turn_id, message_of(item)) for item in dropped)
         del self._items[num_items:]
+        self._num_kept = min(self._num_kept, num_items)
+
+    def forget_taken(self) -> None:
+        """Have the next `take_change` return all there is."""
+        self._num_kept = 0
+
+    def take_change(self) -> ItemsChange:
+        """Return what has changed since the last call, or since there were none."""
+        num_kept, self._num_kept = self._num_kept, len(self._items)
+        return ItemsChange(num_kept, tuple(self._items[num_kept:]), self._num_made)
+
+    def apply(self, change: ItemsChange) -> None:
+        """Change as others have that were equal. Raises ValueError if there are too few items."""
+        if change.num_kept > len(self._items):
+            raise ValueError(f"{change.num_kept} items stay of {len(self._items)}")
+        self.cut(change.num_kept)
+        self._items += change.added
+        self.num_bytes += sum(item_bytes(item.turn_id, message_of(item)) for item in change.added)
+        self._num_made, self._num_kept = change.num_made, len(self._items)
 
     def copy(self) -> Self:
         """Return an equal object of its own."""

@@ -35,7 +35,6 @@ from session_server.core.session_events import (
     CloseReason,
     RawInput,
     SessionClosed,
-    SessionDraining,
     StateReason,
     TurnEnd,
     TurnRequest,
@@ -48,15 +47,17 @@ from session_server.sessions.edits import HistoryEdits
 from session_server.sessions.engine_link import EngineLink
 from session_server.sessions.footprint import input_bytes, message_bytes, metadata_bytes
 from session_server.sessions.journal import Journal
-from session_server.sessions.opening import check_repeated, new_session
+from session_server.sessions.opening import SessionMaker, check_repeated
 from session_server.sessions.parts import SessionParts
 from session_server.sessions.prompt import check_num_ids
 from session_server.sessions.quotas import MakeRoom, QuotaLimits, Quotas, SessionLimits
-from session_server.sessions.registry import SessionRegistry, cursor_of
+from session_server.sessions.registry import SessionRegistry
 from session_server.sessions.replay import Replay
 from session_server.sessions.salts import TenantSalts
 from session_server.sessions.session import Session
 from session_server.sessions.stats import manager_stats
+from session_server.sessions.store.session_store import SessionStore
+from session_server.sessions.stored_sessions import StoredSessions
 from session_server.sessions.transcript import Transcript
 from session_server.sessions.turn import (
     SessionTurn,
@@ -83,8 +84,6 @@ from session_server.sessions.views import (
 from session_server.text.model_text import ModelText
 
 MAX_LIST: Final = 1000
-_CANCEL_GRACE_S: Final = 2.0
-"""How long a drain waits for the engine to confirm the cancels it sent at its deadline."""
 
 
 class SessionManager:
@@ -111,19 +110,20 @@ class SessionManager:
         self._limits = limits or SessionLimits()
         quotas = quotas or QuotaLimits()
         self._quotas = Quotas(quotas)
-        self._replay = Replay(
-            max_bytes=quotas.replay_bytes, max_age_s=self._limits.journal.max_age_s
-        )
+        replay = Replay(max_bytes=quotas.replay_bytes, max_age_s=self._limits.journal.max_age_s)
+        self._maker = SessionMaker(text, self._limits, replay, clock)
         self._sessions = SessionRegistry()
         self._link = EngineLink(engine, clock=clock)
-        self._drain = Drain()
         self._flow = TurnFlow(
             self._link, text, limits=self._limits, quotas=self._quotas, clock=clock, salts=salts
         )
         self._flow.on_idle = self._on_idle
+        close = partial(self._close, reason="draining")
+        self._drain = Drain(self._sessions, self._flow, self._link, close)
         prompts = self._flow.prompt_builder
         mark_cold = self._flow.residents.mark_cold
-        parts = SessionParts(self._sessions, self._link, self._quotas, prompts, mark_cold)
+        logs = self._flow.conclusion.logs
+        parts = SessionParts(self._sessions, self._link, self._quotas, prompts, mark_cold, logs)
         self.drafts = SessionDrafts(parts, self._flow.copies, text, self._limits, clock)
         self.edits = HistoryEdits(parts, text, self._limits, clock, self._open_with, self.drafts)
 
@@ -146,6 +146,15 @@ class SessionManager:
         """Have a listener told of every accepted turn that ends, in place of the one before."""
         self._flow.counts.on_ended = listener
 
+    def store_in(self, store: SessionStore) -> None:
+        """Keep sessions in a store that the caller opens, starts and closes."""
+        logs = self._flow.conclusion.logs
+        logs.store = store
+        self._sessions.number_from(store.last_number)
+        self._sessions.on_disk = StoredSessions(
+            store, logs, self._sessions, self._quotas, self._maker
+        )
+
     async def start(self, observers: Sequence[EventListener] = ()) -> EngineReady:
         """Start the engine; `observers` get each of its events before the sessions do. Raises
         EngineUnavailable if it did not come up."""
@@ -155,6 +164,10 @@ class SessionManager:
     async def stop(self) -> None:
         """Stop the engine; call it after `drain`."""
         await self._link.stop()
+
+    async def stored(self) -> None:
+        """Wait until what has changed so far is on disk, or cannot be."""
+        await self._flow.conclusion.logs.flush()
 
     async def create(self, owner: Owner, request: OpenRequest) -> SessionView:
         """Open a session as a client requested it, after measuring its first messages.
@@ -184,7 +197,9 @@ class SessionManager:
                 await self._flow.prompt_builder.check_opening(owner, state, max_len=max_len)
             # Another request may have taken the id, the place or the room during the await.
             self._check_open(owner, request)
-        return self._add(session)
+        view = self._add(session, is_stored=request.is_stored)
+        await self.stored()
+        return view
 
     def open(self, owner: Owner, request: OpenRequest) -> SessionView:
         """Open a session whose first messages, if any, need not be measured.
@@ -199,7 +214,7 @@ class SessionManager:
             QuotaExceeded, ServerBusy: too many sessions.
             ServerDraining: the server shuts down.
         """
-        return self._add(self._make_session(owner, request))
+        return self._add(self._make_session(owner, request), is_stored=request.is_stored)
 
     def get(self, owner: Owner, session_id: str) -> SessionView:
         """Return one session. Raises SessionNotFound."""
@@ -213,9 +228,7 @@ class SessionManager:
         """
         if not 1 <= limit <= MAX_LIST:
             raise InvalidRequest(f"limit must lie in [1, {MAX_LIST}]", param="limit")
-        page, has_more = self._sessions.page(owner, limit=limit, after=after)
-        cursors = tuple(cursor_of(session) for session in page)
-        return SessionPage(tuple(session.view() for session in page), cursors, has_more)
+        return self._sessions.page(owner, limit=limit, after=after)
 
     def update(
         self,
@@ -241,6 +254,7 @@ class SessionManager:
         self._sessions.deadlines.watch(session)
         self._quotas.recount(session)
         session.journal.append(settings.updated())
+        self._flow.conclusion.logs.touch(session)
         return session.view()
 
     def close(
@@ -386,7 +400,7 @@ class SessionManager:
     def stats(self) -> ManagerStats:
         """Return what the manager holds now."""
         return manager_stats(
-            self._sessions, self._flow, self._link, quotas=self._quotas, replay=self._replay
+            self._sessions, self._flow, self._link, quotas=self._quotas, replay=self._maker.replay
         )
 
     def on_event(self, event: EngineEvent) -> None:
@@ -428,6 +442,7 @@ class SessionManager:
         self._flow.retry()
         self._expire(now_s)
         self._drop_old(now_s)
+        self._flow.conclusion.logs.retry()
 
     def _expire(self, now_s: float) -> None:
         for session in self._sessions.deadlines.pop_expired(now_s):
@@ -436,34 +451,19 @@ class SessionManager:
             self._flow.backlog.defer(partial(self._expire, now_s))
 
     def _drop_old(self, now_s: float) -> None:
-        """Drop slices of old journal entries and of rates that are paid, until there are none."""
-        if self._replay.drop_old(now_s) or self._quotas.drop_paid(now_s):
+        """Drop slices of old journal entries, of rates that are paid and of sessions on disk that
+        have expired, until there are none."""
+        slices = (
+            self._maker.replay.drop_old(now_s),
+            self._quotas.drop_paid(now_s),
+            self._sessions.expire_on_disk(),
+        )
+        if any(slices):
             self._flow.backlog.defer(partial(self._drop_old, now_s))
 
     async def drain(self, deadline_s: float) -> None:
-        """Reject new work, end waiting turns, give running turns `deadline_s`, then close every
-        session.
-
-        Turns still running then are canceled and keep their output. A second call waits likewise.
-        """
-        if not self._drain.is_on:
-            self._drain.is_on = True
-            async for session in self._sessions.in_slices():
-                session.journal.append(SessionDraining(deadline_s))
-                if session.queue:
-                    self._flow.cancel(session, *session.queue, keep_partial=True, reason="draining")
-        await self._drain.wait(self._flow.counts, deadline_s)
-        async for session in self._sessions.in_slices():
-            if session.live is not None:
-                self._flow.cancel(session, session.live, keep_partial=True, reason="draining")
-        await self._drain.wait(self._flow.counts, _CANCEL_GRACE_S)
-        if self._flow.counts.live:
-            # The engine confirmed no cancel in time: end the turns without it.
-            self._link.mark_gone()
-            self._flow.on_engine_lost(will_restart=False)
-            self._flow.backlog.finish()
-        async for session in self._sessions.in_slices():
-            self._close(session, "draining")
+        """Reject new work, and end what there is; see `Drain.run`."""
+        await self._drain.run(deadline_s)
 
     # -- sessions
 
@@ -478,19 +478,19 @@ class SessionManager:
 
     def _make_session(self, owner: Owner, request: OpenRequest) -> Session:
         self._check_open(owner, request)
-        return new_session(
-            owner, request, self.text, limits=self._limits, replay=self._replay, clock=self._clock
-        )
+        return self._maker.new(owner, request)
 
     def _open_with(self, owner: Owner, request: OpenRequest, said: Transcript) -> SessionView:
         session = self._make_session(owner, request)
         session.transcript = said
-        return self._add(session)
+        return self._add(session, is_stored=request.is_stored)
 
-    def _add(self, session: Session) -> SessionView:
+    def _add(self, session: Session, *, is_stored: bool) -> SessionView:
         self._quotas.take_session(session)
         self._sessions.add(session)
         self._sessions.deadlines.watch(session)
+        if is_stored:
+            self._flow.conclusion.logs.open(session)
         return session.view()
 
     def _close(self, session: Session, reason: CloseReason) -> None:
@@ -519,6 +519,8 @@ class SessionManager:
         self._sessions.deadlines.remove(session)
         self._flow.residents.drop(session)
         self._quotas.release_session(session)
+        # Whoever comes back after a restart finds it.
+        self._flow.conclusion.logs.close(session, is_kept=session.closing == "draining")
         session.journal.append(SessionClosed(session.closing))
 
     # -- turns

@@ -1,14 +1,15 @@
-"""Build a session from a client's request, before it is registered."""
+"""Build a session from a client's request, or from what is on disk, before it is registered."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 from session_server.core.errors import SessionClosing, SessionExists, UnsupportedOperation
 from session_server.core.owner import Owner
+from session_server.core.session_events import Message
 from session_server.sessions.journal import Journal
 from session_server.sessions.quotas import SessionLimits
 from session_server.sessions.replay import Replay
@@ -19,43 +20,71 @@ from session_server.sessions.views import HistoryMode, HistoryModes, OpenRequest
 from session_server.text.model_text import ModelText
 
 
-def new_session(
-    owner: Owner,
-    request: OpenRequest,
-    text: ModelText,
-    *,
-    limits: SessionLimits,
-    replay: Replay,
-    clock: Callable[[], float],
-) -> Session:
-    """Build a session that is neither registered nor counted.
+@dataclass(frozen=True, slots=True)
+class SessionMaker:
+    """Build sessions that are neither registered nor counted. `replay` bounds their journals
+    together; `clock` returns monotonic seconds."""
 
-    Raises:
-        UnsupportedOperation: messages without a chat template, `history` "append" with a template
-            that rewrites its history, or a pinned session where no memory is kept for any.
-    """
-    if request.pinned:
-        check_can_pin(limits)
-    if text.chat is None and request.messages:
-        raise UnsupportedOperation("this model has no chat template", param="messages")
-    modes = history_modes(request.history, text)
-    session = Session(
-        owner=owner,
-        session_id="",
-        settings=SessionConfig(
-            ttl_s=limits.default_ttl_s if request.ttl_s is None else request.ttl_s,
+    text: ModelText
+    limits: SessionLimits
+    replay: Replay
+    clock: Callable[[], float]
+
+    def new(self, owner: Owner, request: OpenRequest) -> Session:
+        """Build a session from a client's request.
+
+        Raises:
+            UnsupportedOperation: messages without a chat template, `history` "append" with a
+                template that rewrites its history, or a pinned session where no memory is kept for
+                any.
+        """
+        if request.pinned:
+            check_can_pin(self.limits)
+        if self.text.chat is None and request.messages:
+            raise UnsupportedOperation("this model has no chat template", param="messages")
+        ttl_s, key = request.ttl_s, request.idempotency_key
+        settings = SessionConfig(
+            ttl_s=self.limits.default_ttl_s if ttl_s is None else ttl_s,
             metadata=dict(request.metadata),
             is_pinned=request.pinned,
             is_single_turn=request.single_turn,
             created_s=time.time(),
-            request_digest=b"" if request.idempotency_key is None else fingerprint(request),
-        ),
-        journal=Journal(limits.journal, replay=replay, clock=clock),
-        transcript=Transcript(modes, request.messages, now=datetime.now().astimezone()),
-        life=SessionLife(clock()),
-    )
-    session.session_id = request.session_id or session.copy.session_id
-    return session
+            request_digest=b"" if key is None else fingerprint(request),
+            asked_history=request.history,
+        )
+        session = self._with(owner, settings, SessionLife(self.clock()), said=request.messages)
+        session.session_id = request.session_id or session.copy.session_id
+        return session
+
+    def again(
+        self, owner: Owner, settings: SessionConfig, life: SessionLife, epoch: str
+    ) -> Session:
+        """Build a session that was open before, without its conversation.
+
+        Raises:
+            UnsupportedOperation: it asked for a `history` that this model's template cannot write.
+        """
+        return self._with(owner, settings, life, epoch=epoch)
+
+    def _with(
+        self,
+        owner: Owner,
+        settings: SessionConfig,
+        life: SessionLife,
+        *,
+        said: tuple[Message, ...] = (),
+        epoch: str | None = None,
+    ) -> Session:
+        modes = history_modes(settings.asked_history, self.text)
+        opened = datetime.fromtimestamp(settings.created_s).astimezone()
+        return Session(
+            owner=owner,
+            session_id="",
+            settings=settings,
+            journal=Journal(self.limits.journal, replay=self.replay, clock=self.clock, epoch=epoch),
+            transcript=Transcript(modes, said, now=opened),
+            life=life,
+        )
 
 
 def check_can_pin(limits: SessionLimits) -> None:

@@ -12,6 +12,7 @@ from session_server.sessions.engine_link import EngineLink
 from session_server.sessions.quotas import Quotas
 from session_server.sessions.registry import SessionRegistry
 from session_server.sessions.session import Session
+from session_server.sessions.session_logs import SessionLogs
 from session_server.sessions.tokenizing import PromptBuilder
 
 NOT_ENDED: Final = "a turn of this session has not ended"
@@ -27,6 +28,7 @@ class SessionParts:
     quotas: Quotas
     prompts: PromptBuilder
     mark_cold: Callable[[Session], None]
+    logs: SessionLogs
 
     def resting(self, owner: Owner, session_id: str) -> Session:
         """Return a session in which no turn runs or waits. Raises SessionNotFound, SessionClosing,

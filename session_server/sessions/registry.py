@@ -6,11 +6,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from operator import attrgetter
-from typing import Final
+from operator import attrgetter, itemgetter
+from typing import Final, Protocol
 
 from session_server.core.errors import InvalidRequest, SessionExists, SessionNotFound
 from session_server.core.ids import SessionId
@@ -19,6 +19,7 @@ from session_server.core.session_events import CloseReason
 from session_server.sessions.backlog import SLICE
 from session_server.sessions.deadlines import Deadlines
 from session_server.sessions.session import Session
+from session_server.sessions.views import SessionPage, SessionView
 
 _logger: Final = logging.getLogger("session_server.sessions")
 _order: Final = attrgetter("life.order")
@@ -27,10 +28,30 @@ _CURSOR: Final = re.compile(r"~([0-9]{1,20})")
 """The order of a session, marked by a character that no session id has."""
 
 
+class OnDisk(Protocol):
+    """Name what a registry asks of the sessions that are on disk and not in memory."""
+
+    def restore(self, owner: Owner, session_id: str) -> Session | None:
+        """Return a session, registered, or None if there is none."""
+
+    def order_of(self, owner: Owner, session_id: str) -> int | None:
+        """Return the place of a session in the order, or None if there is none."""
+
+    def page(self, owner: Owner, *, limit: int, after: int) -> list[tuple[int, SessionView]]:
+        """Return up to `limit` sessions behind a place in the order, with their places."""
+
+    def expire(self) -> bool:
+        """Delete some whose time has come; return whether there may be more."""
+
+
 class SessionRegistry:
-    """Hold open sessions by (owner, id) and by the id that the engine uses."""
+    """Hold open sessions by (owner, id) and by the id that the engine uses.
+
+    `on_disk`: those that are stored, which come into memory when they are asked for.
+    """
 
     def __init__(self) -> None:
+        self.on_disk: OnDisk | None = None
         self._by_owner: dict[Owner, dict[str, Session]] = {}
         self._by_engine_id: dict[SessionId, Session] = {}
         self._in_order: dict[Owner, list[Session]] = {}
@@ -55,6 +76,10 @@ class SessionRegistry:
             if number % SLICE == 0:
                 await asyncio.sleep(0)
 
+    def number_from(self, last_order: int) -> None:
+        """Give sessions that are opened places behind this one."""
+        self._last_order = last_order
+
     def add(self, session: Session) -> None:
         """Add a session whose id `check_free` allowed, last in order."""
         self.num_opened += 1
@@ -62,8 +87,16 @@ class SessionRegistry:
         # Microseconds of the wall clock: a plain count would show clients how many others open.
         self._last_order = max(self._last_order + 1, int(session.settings.created_s * 1e6))
         session.life.order = self._last_order
+        self._register(session)
+
+    def restored(self, session: Session) -> None:
+        """Add a session that is on disk, at the place in the order that it has."""
+        _logger.debug("session restored session=%s", session.session_id)
+        self._register(session)
+
+    def _register(self, session: Session) -> None:
         self._by_owner.setdefault(session.owner, {})[session.session_id] = session
-        self._in_order.setdefault(session.owner, []).append(session)
+        insort(self._in_order.setdefault(session.owner, []), session, key=_order)
         self._by_engine_id[session.copy.session_id] = session
 
     def remove(self, session: Session, reason: CloseReason) -> None:
@@ -79,13 +112,22 @@ class SessionRegistry:
 
     def check_free(self, owner: Owner, session_id: str) -> None:
         """Raise SessionExists if the owner has an open session with this id."""
-        if session_id in self._by_owner.get(owner, {}):
+        is_stored = (
+            self.on_disk is not None and self.on_disk.order_of(owner, session_id) is not None
+        )
+        if is_stored or self.find(owner, session_id) is not None:
             raise SessionExists("the session id is in use", param="id")
+
+    def find(self, owner: Owner, session_id: str) -> Session | None:
+        """Return an open session that is in memory, or None."""
+        return self._by_owner.get(owner, {}).get(session_id)
 
     def get(self, owner: Owner, session_id: str) -> Session:
         """Return an open session; raise SessionNotFound for an unknown id and for another owner's
-        alike."""
-        session = self._by_owner.get(owner, {}).get(session_id)
+        alike, and for one that is on disk whatever `OnDisk.restore` raises."""
+        session = self.find(owner, session_id)
+        if session is None and self.on_disk is not None:
+            session = self.on_disk.restore(owner, session_id)
         if session is None:
             raise SessionNotFound(_NOT_FOUND)
         return session
@@ -101,26 +143,46 @@ class SessionRegistry:
         """Return the session that the engine knows by this id, or None."""
         return self._by_engine_id.get(session_id)
 
-    def page(self, owner: Owner, *, limit: int, after: str | None) -> tuple[list[Session], bool]:
-        """Return up to `limit` sessions of an owner, oldest first, and whether more follow.
+    def page(self, owner: Owner, *, limit: int, after: str | None) -> SessionPage:
+        """Return up to `limit` sessions of an owner, oldest first.
 
         `after`: a cursor, or the id of an open session. Raises InvalidRequest if it is neither.
         """
-        in_order = self._in_order.get(owner, [])
-        last = 0 if after is None else _order_of(self._by_owner.get(owner, {}), after)
+        last, in_order = self._order_of(owner, after), self._in_order.get(owner, [])
         start = bisect_right(in_order, last, key=_order)
-        return in_order[start : start + limit], start + limit < len(in_order)
+        in_memory = in_order[start : start + limit + 1]
+        found = [(session.life.order, session.view()) for session in in_memory]
+        if self.on_disk is not None:
+            found += self.on_disk.page(owner, limit=limit + 1, after=last)
+            found.sort(key=itemgetter(0))
+        views = tuple(view for _, view in found[:limit])
+        return SessionPage(
+            views, tuple(_cursor_of(order) for order, _ in found[:limit]), len(found) > limit
+        )
+
+    def expire_on_disk(self) -> bool:
+        """Delete some sessions that are on disk alone and whose time has come; return whether there
+        may be more."""
+        return self.on_disk is not None and self.on_disk.expire()
+
+    def _order_of(self, owner: Owner, after: str | None) -> int:
+        """Return the place in the order that a cursor means, or the id of an open session; None:
+        before all. Raises InvalidRequest if it is neither."""
+        if after is None:
+            return 0
+        cursor = _CURSOR.fullmatch(after)
+        if cursor is not None:
+            return int(cursor[1])
+        session = self.find(owner, after)
+        order = None if session is None else session.life.order
+        if order is None and self.on_disk is not None:
+            order = self.on_disk.order_of(owner, after)
+        if order is None:
+            raise InvalidRequest("neither a cursor nor the id of an open session", param="after")
+        return order
 
 
-def cursor_of(session: Session) -> str:
-    """Return the cursor of the sessions after this one. It stays valid when the session closes."""
-    return f"~{session.life.order}"
-
-
-def _order_of(owned: dict[str, Session], after: str) -> int:
-    cursor = _CURSOR.fullmatch(after)
-    if cursor is not None:
-        return int(cursor[1])
-    if after not in owned:
-        raise InvalidRequest("neither a cursor nor the id of an open session", param="after")
-    return owned[after].life.order
+def _cursor_of(order: int) -> str:
+    """Return the cursor of the sessions behind a place in the order. It stays valid when the
+    session there closes."""
+    return f"~{order}"

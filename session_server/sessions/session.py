@@ -22,7 +22,7 @@ from session_server.sessions.items import message_of, message_of_answer
 from session_server.sessions.journal import Journal
 from session_server.sessions.transcript import Transcript
 from session_server.sessions.turn import CancelAccepted, SessionTurn, TurnPhase
-from session_server.sessions.views import SessionView, TurnView
+from session_server.sessions.views import HistoryMode, SessionView, TurnView
 
 
 @dataclass(slots=True)
@@ -30,6 +30,7 @@ class SessionConfig:
     """Hold the options that a client chose. `created_s` is wall-clock time.
 
     `request_digest` identifies the request that an idempotency key came with; empty without a key.
+    `asked_history`: the `history` that was asked for.
     """
 
     ttl_s: float
@@ -38,6 +39,7 @@ class SessionConfig:
     is_single_turn: bool
     created_s: float
     request_digest: bytes = b""
+    asked_history: HistoryMode | None = None
 
     def updated(self) -> SessionUpdated:
         """Return the journal entry for settings that hold now."""
@@ -71,18 +73,32 @@ class EngineCopy:
 
 
 @dataclass(slots=True)
+class LogPlace:
+    """Say what the store has of a session: so many entries, of so many bytes.
+
+    `is_behind`: something is not there, because a write has failed.
+    """
+
+    num_entries: int = 0
+    num_bytes: int = 0
+    is_behind: bool = False
+
+
+@dataclass(slots=True)
 class SessionLife:
     """Hold when a session was last used, and the second under which `Deadlines` files it; both
     monotonic.
 
     `order` counts up in the order in which sessions were opened (`SessionRegistry.add`);
-    `num_uses` with every call that changes the session or runs a turn in it.
+    `num_uses` with every call that changes the session or runs a turn in it. `log`: None where the
+    session lives as long as the process.
     """
 
     last_active_s: float
     deadline_s: float = math.inf
     order: int = 0
     num_uses: int = 0
+    log: LogPlace | None = None
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -163,7 +179,8 @@ class Session:
 
     def turn_view(self, turn: SessionTurn) -> TurnView:
         """Return the present state of an unfinished turn of this session."""
-        is_running = turn.phase in (TurnPhase.RUNNING, TurnPhase.ENDING)
+        # One that has ended is on its way to disk: its end comes with the next entry.
+        is_running = turn.phase in (TurnPhase.RUNNING, TurnPhase.ENDING, TurnPhase.ENDED)
         nothing = Message("assistant", "")
         return TurnView(
             turn_id=turn.request.turn_id,
@@ -202,10 +219,14 @@ class Session:
             if turn is None and self.ended.find(turn_id) is None:
                 raise TurnNotFound("no such turn in this session")
         # A stop string has decided the end: too late to cancel. A second cancel is no error.
-        is_over = turn is None or (
-            turn.phase is TurnPhase.ENDING
-            and turn.submitted is not None
-            and not isinstance(turn.submitted.verdict, CancelAccepted)
+        is_over = (
+            turn is None
+            or turn.phase is TurnPhase.ENDED
+            or (
+                turn.phase is TurnPhase.ENDING
+                and turn.submitted is not None
+                and not isinstance(turn.submitted.verdict, CancelAccepted)
+            )
         )
         if turn is None or is_over:
             raise TurnNotActive("the turn has ended")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 
 import numpy as np
@@ -23,9 +24,20 @@ from session_server.core.session_events import (
 from session_server.sessions.agreement import agrees
 from session_server.sessions.answer_ends import Answers
 from session_server.sessions.footprint import item_bytes, text_bytes
+from session_server.sessions.history_change import HistoryChange
 from session_server.sessions.items import Items, message_of
 from session_server.sessions.prompt import NUM_TAIL, Continued, Prompt, PromptState
 from session_server.sessions.views import HistoryMode, HistoryModes
+
+
+@dataclass(slots=True)
+class _Taken:
+    """Say what of a conversation is as it was when its last change was taken: the first `num_kept`
+    tokens, and `tools` if they are equal. `is_wanted`: changes are taken at all."""
+
+    num_kept: int = 0
+    tools: tuple[str, ...] = ()
+    is_wanted: bool = False
 
 
 class Transcript:
@@ -43,6 +55,7 @@ class Transcript:
         self._open = messages
         self._items = Items()
         self._answers = Answers()
+        self._taken = _Taken()
         self.attached_bytes = 0
         """Host memory of what a surface keeps with this conversation."""
         for message in messages:
@@ -228,6 +241,9 @@ class Transcript:
         if prompt.num_items is not None:
             self.cut(prompt.num_items)
         self._note_replaced_end(prompt)
+        # Nobody compares a history that was rendered anew where nobody takes changes.
+        same_len = self.common_len(prompt) if self._taken.is_wanted else prompt.keep_len
+        self._taken.num_kept = min(self._taken.num_kept, same_len)
         del self._tokens[prompt.keep_len :]
         self._tokens.extend(prompt.tokens)
         self._tools = prompt.tools
@@ -267,6 +283,7 @@ class Transcript:
             # Every turn renders all of it, and none of it is where it was.
             self._answer_len, first_open = 0, 0
         self._open = self._items.messages(first_open)
+        self._taken.num_kept = min(self._taken.num_kept, self._answer_len)
         del self._tokens[self._answer_len :]
 
     def add_open(self, message: Message, *, item_id: str | None = None) -> None:
@@ -285,6 +302,51 @@ class Transcript:
         if num_items < len(self._items):
             copy.cut(num_items)
         return copy
+
+    def forget_taken(self) -> None:
+        """Have the next `take_change` return all there is."""
+        self._taken = _Taken()
+        self._items.forget_taken()
+        self._answers.forget_taken()
+
+    def take_change(self) -> HistoryChange:
+        """Return what has changed since the last call, or since there was nothing.
+
+        O(what has changed). A history that was rendered anew has changed from where it differs.
+        """
+        num_kept, taken_tools = self._taken.num_kept, self._taken.tools
+        self._taken = _Taken(len(self._tokens), self._tools, is_wanted=True)
+        return HistoryChange(
+            num_kept,
+            np.asarray(self._tokens[num_kept:], "<i4").tobytes(),
+            self._items.take_change(),
+            self._answers.take_change(),
+            None if self._tools == taken_tools else self._tools,
+            self._answer_len,
+            self._is_end_replaced,
+            len(self._open),
+        )
+
+    def apply(self, change: HistoryChange) -> None:
+        """Change as another conversation has that was equal.
+
+        Raises:
+            ValueError: it was another one, which had more than this one has.
+        """
+        if change.num_kept > len(self._tokens):
+            raise ValueError(f"{change.num_kept} tokens stay of {len(self._tokens)}")
+        del self._tokens[change.num_kept :]
+        self._tokens.extend(np.frombuffer(change.tokens, "<i4").tolist())
+        self._items.apply(change.items)
+        self._answers.apply(change.answers)
+        if change.tools is not None:
+            self._tools = change.tools
+        self._answer_len, self._is_end_replaced = change.answer_len, change.is_end_replaced
+        num_items = len(self._items)
+        if change.num_open > num_items or change.answer_len > len(self._tokens):
+            raise ValueError(f"{change.num_open} items wait, {change.answer_len} tokens are said")
+        self._open = self._items.messages(num_items - change.num_open)
+        self._taken = _Taken(len(self._tokens), self._tools, is_wanted=True)
 
     def _note_replaced_end(self, prompt: Prompt) -> None:
         """Note that the prompt replaces the token which ended the last answer or raw input, if it

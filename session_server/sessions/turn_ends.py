@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from msgspec import structs
+
 from session_server.core.errors import (
     WIRE_ERRORS,
     QuotaExceeded,
@@ -82,6 +84,11 @@ def report_of(session_id: str, turn: SessionTurn, end: TurnEnd, *, ended_s: floa
         first_token_s=course.first_token_s,
         ended_s=ended_s,
     )
+
+
+def with_durability(end: TurnEnd, *, is_durable: bool) -> TurnEnd:
+    """Return an end that says whether it is on disk."""
+    return structs.replace(end, outcome=structs.replace(end.outcome, is_durable=is_durable))
 
 
 def is_kept(end: TurnEnd) -> bool:

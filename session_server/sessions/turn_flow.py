@@ -60,13 +60,13 @@ from session_server.sessions.turn import (
     TurnCounts,
     TurnPhase,
 )
+from session_server.sessions.turn_conclusion import TurnConclusion
 from session_server.sessions.turn_ends import (
     cancelled,
     completed,
     failed,
     is_kept,
     refused,
-    report_of,
 )
 from session_server.sessions.turn_names import TurnName
 from session_server.text.model_text import ModelText
@@ -110,11 +110,16 @@ class TurnFlow:
         self.prompt_builder = PromptBuilder(text, limits)
         self.copies = EngineCopies(link, salts)
         self.on_idle: Callable[[Session], None] = lambda _session: None
-        self.counts = TurnCounts()
+        self.conclusion = TurnConclusion(quotas, self.prompt_builder, clock=clock)
         self.backlog = Backlog()
         self.residents = Residents(quotas)
         self._waiting: dict[Session, None] = {}
         """Sessions whose next turn waits for an engine that takes it, in order."""
+
+    @property
+    def counts(self) -> TurnCounts:
+        """Return the turns that are live, wait and have ended."""
+        return self.conclusion.counts
 
     def enqueue(self, session: Session, turn: SessionTurn) -> None:
         """Append a turn to its session's queue, and start it if it is also first and needs no
@@ -298,7 +303,7 @@ class TurnFlow:
             return
         turn.phase = TurnPhase.ENDED
         turn.accepted.set_result(error)
-        self._remove_turn(session, turn)
+        self.conclusion.remove(session, turn)
         self._quotas.release_turn(session.owner, turn)
 
     def _prepare(self, session: Session, turn: SessionTurn) -> None:
@@ -492,32 +497,10 @@ class TurnFlow:
         """End an accepted turn; the only way in which one ends."""
         assert turn.phase is not TurnPhase.ENDED, "a turn ended twice"
         turn.phase = TurnPhase.ENDED
-        self.counts.ended[end.status] += 1
         self._sent.pop(turn.engine_id, None)
         if turn.submitted is not None:
             self._commit(session, turn, turn.submitted, kept=is_kept(end))
-        self._remove_turn(session, turn)
-        session.life.last_active_s = now_s = self._clock()
-        end_seq = session.journal.append(end)
-        session.ended.add(turn, end, end_seq=end_seq, num_items=session.transcript.num_items)
-        if not self.prompt_builder.cancel(turn):
-            self._quotas.release_turn(session.owner, turn)
-        if turn.submitted is not None:
-            num_outputs = len(turn.submitted.answer.token_ids)
-            self._quotas.output_rate.add(session.owner, num_outputs, now_s=now_s)
-            self._quotas.rest_kv(session)
-        self._quotas.recount(session)
-        if self.counts.on_ended is not None:
-            self.counts.on_ended(report_of(session.session_id, turn, end, ended_s=now_s))
-        if turn.course.on_end is not None:
-            turn.course.on_end(end)
-
-    def _remove_turn(self, session: Session, turn: SessionTurn) -> None:
-        if session.live is turn:
-            self.counts.live -= 1
-        else:
-            self.counts.queued -= 1
-        session.remove_turn(turn)
+        self.conclusion.end(session, turn, end, on_late=partial(self.start_next, session))
 
     def _commit(
         self, session: Session, turn: SessionTurn, submitted: SubmittedTurn, *, kept: bool

@@ -44,7 +44,8 @@ class OpenRequest:
     "template" (the whole history is rendered again each turn and the longest common token prefix
     is kept). `single_turn`: the session closes itself when its first turn has ended, which is how
     a stateless completion runs. `idempotency_key`: replaces `session_id`; `SessionManager.create`
-    gives the same session for the same key and request.
+    gives the same session for the same key and request. `is_stored`: it outlives the process, if
+    the server has a store.
     """
 
     session_id: str | None = None
@@ -55,6 +56,7 @@ class OpenRequest:
     history: HistoryMode | None = None
     single_turn: bool = False
     idempotency_key: str | None = None
+    is_stored: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,7 +145,7 @@ async def _submit_named(call: Call, chat: ChatCall, session_id: str) -> ChoiceTu
     try:
         call.sessions.get(call.owner, session_id)
     except SessionNotFound:
-        call.sessions.open(call.owner, OpenRequest(session_id=session_id))
+        call.sessions.open(call.owner, OpenRequest(session_id=session_id, is_stored=True))
         is_new = True
     try:
         return await submit_to(

@@ -87,6 +87,7 @@ def _open_request(body: OpenBody, key: str | None) -> OpenRequest:
         pinned=body.pinned,
         history=body.history,
         idempotency_key=key,
+        is_stored=True,
     )
 
 

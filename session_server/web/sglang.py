@@ -81,7 +81,7 @@ async def open_session(request: Request, caller: Caller) -> Response:
     ttl_s = None if body.timeout is None else max(body.timeout, MIN_TTL_S)
     try:
         view = caller.sessions.open(
-            caller.owner, OpenRequest(session_id=body.session_id, ttl_s=ttl_s)
+            caller.owner, OpenRequest(session_id=body.session_id, ttl_s=ttl_s, is_stored=True)
         )
     except SessionExists:
         raise InvalidRequest(

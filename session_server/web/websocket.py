@@ -171,7 +171,7 @@ class SessionSocket:
         self._sockets.supersede(call.owner, session_id)
         call.connect(ReaderKind.WEBSOCKET)
         if session_id == NEW_SESSION:
-            view = call.sessions.open(call.owner, OpenRequest())
+            view = call.sessions.open(call.owner, OpenRequest(is_stored=True))
         else:
             view = call.sessions.get(call.owner, session_id)
         # The journal stays readable to its end even if the session closes now.

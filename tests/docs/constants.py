@@ -525,7 +525,7 @@ SESSIONS = (
         "`engine_unavailable`",
     ),
     _constant(
-        "sessions.manager:_CANCEL_GRACE_S",
+        "sessions.drain:_CANCEL_GRACE_S",
         "time for the engine to confirm the last cancels of a drain",
         "s",
         "the turns end without it",

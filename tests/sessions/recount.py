@@ -58,4 +58,4 @@ def recount(manager: SessionManager) -> None:
     assert (counts.live, counts.queued) == (live, queued)
     # Journals of closed sessions live on with their readers.
     open_bytes = sum(session.journal.num_bytes for session in manager._sessions)
-    assert open_bytes <= manager._replay.num_bytes
+    assert open_bytes <= manager._maker.replay.num_bytes

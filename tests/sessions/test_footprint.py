@@ -191,7 +191,7 @@ def test_what_an_answer_is_held_to_is_counted() -> None:
 
 def test_a_session_counts_about_what_it_keeps(world: World) -> None:
     shared = [OWNER, world.manager, world.text, world.manager._limits.journal, world.loop]
-    shared += [world.manager._clock, world.manager._replay]
+    shared += [world.manager._clock, world.manager._maker.replay]
     for num_turns in (0, 20):
         name = world.open(metadata={f"key {i}": "value " * 20 for i in range(4)})
         session = world.manager._sessions.get(OWNER, name)

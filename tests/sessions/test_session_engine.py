@@ -382,7 +382,7 @@ class TestEngine:
     def test_draining_with_an_engine_that_hangs_still_ends(
         self, world: World, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("session_server.sessions.manager._CANCEL_GRACE_S", 0.01)
+        monkeypatch.setattr("session_server.sessions.drain._CANCEL_GRACE_S", 0.01)
         session = world.open()
         journal = world.manager.journal(OWNER, session)
         world.submit(session, turn("1", max_tokens=3))

@@ -1,0 +1,1 @@
+"""Keep sessions on disk, so that what was acknowledged outlives the process."""

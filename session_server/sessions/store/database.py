@@ -1,0 +1,250 @@
+"""The SQLite file of a store: its schema, who may open it, and every statement.
+
+SQLite in WAL mode commits by appending to one file, and readers see the last commit meanwhile. The
+database of a store has one server: a lock on a file beside it says whose it is.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from session_server.sessions.store.records import SessionRow, decode_settings, encode_settings
+
+Durability = Literal["turn", "relaxed"]
+
+APPLICATION_ID: Final = 0x53535253
+SCHEMA_VERSION: Final = 1
+
+_SECRET_BYTES: Final = 32
+_SCHEMA: Final = """
+CREATE TABLE facts (name TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT, WITHOUT ROWID;
+CREATE TABLE sessions (
+    number INTEGER PRIMARY KEY,
+    owner TEXT NOT NULL,
+    id TEXT NOT NULL,
+    model BLOB NOT NULL,
+    expires REAL NOT NULL,
+    settings BLOB NOT NULL,
+    num_tokens INTEGER NOT NULL,
+    num_turns INTEGER NOT NULL,
+    num_uses INTEGER NOT NULL,
+    num_entries INTEGER NOT NULL,
+    UNIQUE (owner, id)
+) STRICT;
+CREATE INDEX sessions_of_owner ON sessions (owner, number);
+CREATE INDEX sessions_by_expiry ON sessions (expires);
+CREATE TABLE entries (
+    session INTEGER NOT NULL REFERENCES sessions (number) ON DELETE CASCADE,
+    position INTEGER NOT NULL,
+    entry BLOB NOT NULL,
+    PRIMARY KEY (session, position)
+) STRICT, WITHOUT ROWID;
+"""
+_COLUMNS: Final = (
+    "number, owner, id, model, expires, settings, num_tokens, num_turns, num_uses, num_entries"
+)
+
+
+class StoreUnusable(Exception):
+    """Report a store that this server cannot open; the message says what to do."""
+
+
+class Behind(Exception):
+    """Report an entry that does not follow the last one that is there."""
+
+
+class Database:
+    """Open a store's directory, which is made if there is none. Two threads use it: one calls the
+    verbs inside `transaction`, another those that read.
+
+    `secret`: random bytes that live as long as the store.
+    """
+
+    def __init__(self, directory: Path, *, durability: Durability = "turn") -> None:
+        """Open the database, and bring its schema to this version.
+
+        Raises:
+            StoreUnusable: the directory cannot be used, another server has it open, or what is in
+                it was written by a later version or is no store.
+        """
+        self.path = directory / "sessions.sqlite3"
+        self._lock_fd = _lock(directory)
+        try:
+            # SQLite would make its files with the permissions that the umask leaves.
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
+            self._writer = _connect(self.path)
+            self._writer.execute("PRAGMA journal_mode = WAL")
+            # FULL waits for the disk in every commit, NORMAL leaves that to the system: a commit
+            # then outlives the process, and not always the machine.
+            level = "FULL" if durability == "turn" else "NORMAL"
+            self._writer.execute(f"PRAGMA synchronous = {level}")
+            self._writer.execute("PRAGMA foreign_keys = ON")
+            self.secret = self._migrate()
+            self._reader = _connect(self.path)
+            self._reader.execute("PRAGMA query_only = ON")
+        except (OSError, sqlite3.Error) as error:
+            os.close(self._lock_fd)
+            raise StoreUnusable(f"--store {directory}: {error}") from error
+        except StoreUnusable:
+            os.close(self._lock_fd)
+            raise
+
+    def close(self) -> None:
+        """Close the database; another server may open it then."""
+        self._reader.close()
+        self._writer.close()
+        os.close(self._lock_fd)
+
+    # -- verbs, inside a transaction
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Commit what happens in the block, all or nothing. Raises sqlite3.Error, Behind."""
+        self._writer.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._writer.execute("COMMIT")
+        except BaseException:
+            if self._writer.in_transaction:
+                self._writer.execute("ROLLBACK")
+            raise
+
+    def put(self, row: SessionRow, entry: bytes) -> None:
+        """Write a session with one entry, in place of all that was there of it."""
+        execute = self._writer.execute
+        # An earlier session of this name may still be there: to delete it may have failed.
+        names = (row.number, row.owner_id, row.session_id)
+        execute("DELETE FROM sessions WHERE number = ? OR (owner = ? AND id = ?)", names)
+        values = (
+            *(row.number, row.owner_id, row.session_id, row.model, row.expires_s),
+            *(encode_settings(row.settings), row.num_tokens, row.num_turns, row.num_uses, 1),
+        )
+        execute(f"INSERT INTO sessions ({_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?)", values)  # noqa: S608
+        execute("INSERT INTO entries VALUES (?, 0, ?)", (row.number, entry))
+
+    def append(self, row: SessionRow, entry: bytes) -> None:
+        """Write an entry behind `row.num_entries` others. Raises Behind if there are not as many,
+        or no such session."""
+        self._update(row, row.num_entries + 1)
+        values = (row.number, row.num_entries, entry)
+        self._writer.execute("INSERT INTO entries VALUES (?, ?, ?)", values)
+
+    def touch(self, row: SessionRow) -> None:
+        """Write what the row says, but no entry. Raises Behind as `append` does."""
+        self._update(row, row.num_entries)
+
+    def delete(self, number: int) -> None:
+        """Delete a session and its entries, if it is there."""
+        self._writer.execute("DELETE FROM sessions WHERE number = ?", (number,))
+
+    def _update(self, row: SessionRow, num_entries: int) -> None:
+        values = (
+            *(row.expires_s, encode_settings(row.settings), row.num_tokens, row.num_turns),
+            *(row.num_uses, num_entries, row.number, row.num_entries),
+        )
+        found = self._writer.execute(
+            "UPDATE sessions SET expires = ?, settings = ?, num_tokens = ?, num_turns = ?,"
+            " num_uses = ?, num_entries = ? WHERE number = ? AND num_entries = ?",
+            values,
+        )
+        if found.rowcount != 1:
+            raise Behind(f"session {row.number} has not {row.num_entries} entries")
+
+    # -- reading
+
+    def find(self, owner_id: str, session_id: str) -> SessionRow | None:
+        """Return a session as of the last commit."""
+        rows = self._rows("owner = ? AND id = ?", (owner_id, session_id))
+        return next(iter(rows), None)
+
+    def page(self, owner_id: str, *, after: int, limit: int) -> list[SessionRow]:
+        """Return up to `limit` sessions of an owner with a higher number, in order."""
+        return self._rows(
+            "owner = ? AND number > ? ORDER BY number LIMIT ?", (owner_id, after, limit)
+        )
+
+    def expired(self, now_s: float, *, limit: int) -> list[SessionRow]:
+        """Return up to `limit` sessions that have expired."""
+        return self._rows("expires < ? ORDER BY expires LIMIT ?", (now_s, limit))
+
+    def entries(self, number: int) -> list[bytes]:
+        """Return the entries of a session, in order."""
+        rows = self._reader.execute(
+            "SELECT entry FROM entries WHERE session = ? ORDER BY position", (number,)
+        )
+        return [entry for (entry,) in rows]
+
+    def count(self) -> tuple[int, int]:
+        """Return how many sessions there are, and the highest number."""
+        query = "SELECT count(*), coalesce(max(number), 0) FROM sessions"
+        num_sessions, last = self._reader.execute(query).fetchone()
+        return int(num_sessions), int(last)
+
+    def _rows(self, condition: str, values: Sequence[Any]) -> list[SessionRow]:
+        query = f"SELECT {_COLUMNS} FROM sessions WHERE {condition}"  # noqa: S608 - our own words
+        return [_row_of(columns) for columns in self._reader.execute(query, values)]
+
+    def _migrate(self) -> bytes:
+        """Make the tables of a new store, and return its secret. Raises StoreUnusable."""
+        (version,) = self._writer.execute("PRAGMA user_version").fetchone()
+        (application,) = self._writer.execute("PRAGMA application_id").fetchone()
+        if version > SCHEMA_VERSION:
+            raise StoreUnusable(
+                f"{self.path} is of version {version}, and this server knows {SCHEMA_VERSION}: "
+                "start the version that wrote it, or pass another --store"
+            )
+        if version == 0:
+            (num_tables,) = self._writer.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+            if num_tables:
+                raise StoreUnusable(f"{self.path} is no store of this server: pass another --store")
+            with self.transaction():
+                for statement in _SCHEMA.split(";\n"):
+                    self._writer.execute(statement)
+                secret = secrets.token_bytes(_SECRET_BYTES)
+                self._writer.execute("INSERT INTO facts VALUES ('secret', ?)", (secret,))
+                self._writer.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+                self._writer.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        elif application != APPLICATION_ID:
+            raise StoreUnusable(f"{self.path} is no store of this server: pass another --store")
+        query = "SELECT value FROM facts WHERE name = 'secret'"
+        (secret,) = self._writer.execute(query).fetchone()
+        return bytes(secret)
+
+
+def _row_of(columns: Sequence[Any]) -> SessionRow:
+    named = dict(zip(SessionRow.__struct_fields__, columns, strict=True))
+    named["settings"] = decode_settings(named["settings"])
+    return SessionRow(**named)
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    # Whoever opens it uses it on another thread; each connection is used by one at a time.
+    return sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+
+
+def _lock(directory: Path) -> int:
+    """Make the directory and lock it for this process; return the descriptor that holds the lock.
+    Raises StoreUnusable."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(
+            directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+        )
+    except OSError as error:
+        raise StoreUnusable(f"--store {directory}: {error}") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        raise StoreUnusable(
+            f"--store {directory}: another server has it open; pass another directory, or stop "
+            "that server"
+        ) from error
+    return fd

@@ -1,0 +1,79 @@
+"""`TurnConclusion`: write a turn that has ended to the store, then tell of it and give back what it
+held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from session_server.core.session_events import TurnEnd
+from session_server.sessions.ended_turns import record_of
+from session_server.sessions.quotas import Quotas
+from session_server.sessions.session import Session
+from session_server.sessions.session_logs import SessionLogs
+from session_server.sessions.tokenizing import PromptBuilder
+from session_server.sessions.turn import SessionTurn, TurnCounts
+from session_server.sessions.turn_ends import report_of, with_durability
+
+
+class TurnConclusion:
+    """Conclude turns whose end is decided and whose session has what they leave.
+
+    `logs` keep sessions on disk. Where they do, a turn that was computed holds its place until it
+    is there: nobody is told of a turn that a crash could undo.
+    """
+
+    def __init__(
+        self, quotas: Quotas, prompt_builder: PromptBuilder, *, clock: Callable[[], float]
+    ) -> None:
+        self._quotas = quotas
+        self._prompt_builder = prompt_builder
+        self._clock = clock
+        self.counts = TurnCounts()
+        self.logs = SessionLogs(clock=clock)
+
+    def end(
+        self, session: Session, turn: SessionTurn, end: TurnEnd, *, on_late: Callable[[], None]
+    ) -> None:
+        """Conclude a turn now, or once it is on disk; `on_late` is called after the latter."""
+        session.life.last_active_s = self._clock()
+        if session.life.log is None:
+            self._conclude(session, turn, end)
+            return
+
+        def on_written(error: Exception | None) -> None:
+            self._conclude(session, turn, with_durability(end, is_durable=error is None))
+            on_late()
+
+        record = record_of(turn, end, num_items=session.transcript.num_items)
+        if turn.submitted is None:
+            # It leaves nothing but its id, for which nobody waits.
+            self.logs.record(session, record)
+        elif self.logs.record_turn(session, record, on_written):
+            return
+        self._conclude(session, turn, with_durability(end, is_durable=False))
+
+    def remove(self, session: Session, turn: SessionTurn) -> None:
+        """Remove a turn that has ended or was rejected from its session."""
+        if session.live is turn:
+            self.counts.live -= 1
+        else:
+            self.counts.queued -= 1
+        session.remove_turn(turn)
+
+    def _conclude(self, session: Session, turn: SessionTurn, end: TurnEnd) -> None:
+        self.counts.ended[end.status] += 1
+        self.remove(session, turn)
+        session.life.last_active_s = now_s = self._clock()
+        end_seq = session.journal.append(end)
+        session.ended.add(turn, end, end_seq=end_seq, num_items=session.transcript.num_items)
+        if not self._prompt_builder.cancel(turn):
+            self._quotas.release_turn(session.owner, turn)
+        if turn.submitted is not None:
+            num_outputs = len(turn.submitted.answer.token_ids)
+            self._quotas.output_rate.add(session.owner, num_outputs, now_s=now_s)
+            self._quotas.rest_kv(session)
+        self._quotas.recount(session)
+        if self.counts.on_ended is not None:
+            self.counts.on_ended(report_of(session.session_id, turn, end, ended_s=now_s))
+        if turn.course.on_end is not None:
+            turn.course.on_end(end)
