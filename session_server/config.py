@@ -65,6 +65,10 @@ def _url(given: SecretStr | None) -> SecretStr | None:
     return given
 
 
+def _none(given: Any) -> Any:
+    return None if given == "none" else given
+
+
 _Words = Annotated[tuple[str, ...], BeforeValidator(_words)]
 
 
@@ -207,6 +211,14 @@ class SessionOptions(_Section):
     )
     replay_ttl_s: Annotated[float, Bound("seconds", _JOURNAL_IS_SHORT)] = _setting(
         300.0, "maximum age of journal entries, seconds", gt=0, le=86400
+    )
+    store: Annotated[Path | None, BeforeValidator(_none)] = _setting(
+        None, "directory that keeps sessions when the server ends; none: they end with it"
+    )
+    durability: Literal["turn", "relaxed"] = _setting(
+        "turn",
+        "when a turn of a session in --store is told to have ended: once it is on disk (turn), or "
+        "at once (relaxed)",
     )
 
 

@@ -74,6 +74,8 @@ FLAGS: Final = (
     Flag(("--max-queued-turns",), "sessions", "max_queued_turns"),
     Flag(("--replay-bytes",), "sessions", "replay_bytes"),
     Flag(("--replay-ttl",), "sessions", "replay_ttl_s"),
+    Flag(("--store",), "sessions", "store"),
+    Flag(("--durability",), "sessions", "durability"),
     Flag(("--host",), "http", "host"),
     Flag(("--port",), "http", "port"),
     Flag(("--admin-host",), "http", "admin_host"),

@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from errno import EADDRINUSE
 from functools import partial
@@ -51,6 +51,8 @@ from session_server.sessions.journal import JournalLimits
 from session_server.sessions.manager import SessionManager
 from session_server.sessions.quotas import QuotaLimits, SessionLimits
 from session_server.sessions.salts import TenantSalts
+from session_server.sessions.store.database import StoreUnusable
+from session_server.sessions.store.session_store import SessionStore
 from session_server.text.model_text import ModelText
 from session_server.web import app as web_app
 from session_server.web import server as web_server
@@ -214,14 +216,17 @@ async def _serve(settings: Settings, entrance: Entrance, logger: logging.Logger)
                 open_listeners.enter_context(contextlib.closing(_bind(*address)))
                 for address in _addresses(settings.http)
             ]
-            return await _serve_on(
-                listeners,
-                settings,
-                entrance=entrance,
-                directory=directory,
-                text=text,
-                logger=logger,
-            )
+            async with opened_store(settings, text) as store:
+                return await _serve_on(
+                    listeners,
+                    settings,
+                    entrance=entrance,
+                    directory=directory,
+                    text=text,
+                    store=store,
+                )
+    except StoreUnusable as error:
+        raise _Unusable(str(error)) from error
     finally:
         await text.close()
 
@@ -267,11 +272,12 @@ async def _serve_on(
     entrance: Entrance,
     directory: Path,
     text: ModelText,
-    logger: logging.Logger,
+    store: SessionStore | None,
 ) -> int:
+    logger = logging.getLogger(LOGGER_NAME)
     metrics = ServerMetrics(now_s=time.monotonic)
     engine = make_engine(settings)
-    manager = make_manager(settings, engine, text)
+    manager = make_manager(settings, engine, text, store)
     logger.info("starting the engine model=%s", directory.name)
     tracing = make_tracing(settings, model=_name_of(settings, directory))
     watchers = (metrics, TurnLog(logger), *([tracing] if tracing else ()))
@@ -361,13 +367,38 @@ def make_engine(settings: Settings) -> EngineProcess | InlineEngine:
     )
 
 
-def make_manager(settings: Settings, engine: EngineClient, text: ModelText) -> SessionManager:
-    """Return the session manager. Its salt secret lives as long as the process and the cache."""
+@contextlib.asynccontextmanager
+async def opened_store(settings: Settings, text: ModelText) -> AsyncIterator[SessionStore | None]:
+    """Open the store for sessions of this model, and close it after the block; None without one.
+
+    Raises:
+        StoreUnusable: the directory cannot be used, or another server has it open.
+    """
+    directory = settings.sessions.store
+    if directory is None:
+        yield None
+        return
+    model, durability = text.tokenizer.fingerprint, settings.sessions.durability
+    store = SessionStore(directory.expanduser(), model=model, durability=durability)
+    _logger.info("sessions are kept in %s, where there are %d", directory, store.num_sessions)
+    store.start(asyncio.get_running_loop())
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+def make_manager(
+    settings: Settings, engine: EngineClient, text: ModelText, store: SessionStore | None = None
+) -> SessionManager:
+    """Return the session manager. Its salt secret lives as long as the store, or as the process
+    and the cache."""
     sessions = settings.sessions
-    return SessionManager(
+    secret = secrets.token_bytes(32) if store is None else store.secret
+    manager = SessionManager(
         engine,
         text,
-        salts=TenantSalts(secrets.token_bytes(32), share_prefixes=settings.cache.share_prefixes),
+        salts=TenantSalts(secret, share_prefixes=settings.cache.share_prefixes),
         limits=SessionLimits(
             default_ttl_s=sessions.ttl_s,
             max_queued_turns=sessions.max_queued_turns,
@@ -384,6 +415,9 @@ def make_manager(settings: Settings, engine: EngineClient, text: ModelText) -> S
             owner_turns=None,
         ),
     )
+    if store is not None:
+        manager.store_in(store)
+    return manager
 
 
 def make_services(

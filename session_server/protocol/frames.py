@@ -177,6 +177,8 @@ class CompletedFrame(ServerFrame, frozen=True, kw_only=True, tag="turn.completed
     item: ItemBody
     usage: UsageBody
     timings: TurnTimings | None
+    durable: bool | None = None
+    """Whether the turn is on disk; left out by a server that keeps no session there."""
 
 
 class CancelledFrame(ServerFrame, frozen=True, kw_only=True, tag="turn.cancelled"):
@@ -189,6 +191,7 @@ class CancelledFrame(ServerFrame, frozen=True, kw_only=True, tag="turn.cancelled
     item: ItemBody
     usage: UsageBody
     timings: TurnTimings | None
+    durable: bool | None = None
 
 
 class FailedFrame(ServerFrame, frozen=True, kw_only=True, tag="turn.failed"):
@@ -200,6 +203,7 @@ class FailedFrame(ServerFrame, frozen=True, kw_only=True, tag="turn.failed"):
     retryable: bool
     usage: UsageBody
     timings: TurnTimings | None
+    durable: bool | None = None
 
 
 class StateFrame(ServerFrame, frozen=True, kw_only=True, tag="session.state"):
@@ -441,6 +445,7 @@ def end_frame(seq: int | None, entry: TurnEnd, *, scores: EncodedScores | None =
         "turn_id": entry.turn_id,
         "usage": usage_body(outcome.usage),
         "timings": outcome.timings,
+        "durable": outcome.is_durable,
     }
     match entry:
         case TurnCompleted():

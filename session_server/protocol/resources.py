@@ -93,7 +93,8 @@ class SessionList(msgspec.Struct, frozen=True, kw_only=True):
 
 class TurnResultBody(msgspec.Struct, frozen=True, kw_only=True):
     """One turn. Until it ends, `item`, `usage` and `timings` are null and `text` is the text so
-    far. `kept_partial`, of a cancelled turn: whether its input and partial answer stay."""
+    far. `kept_partial`, of a cancelled turn: whether its input and partial answer stay. `durable`:
+    whether it is on disk; null by a server that keeps no session there."""
 
     id: str
     object: Literal["turn"]
@@ -107,6 +108,7 @@ class TurnResultBody(msgspec.Struct, frozen=True, kw_only=True):
     usage: UsageBody | None = None
     timings: TurnTimings | None = None
     error: ErrorBody | None = None
+    durable: bool | None = None
 
 
 class DraftResultBody(msgspec.Struct, frozen=True, kw_only=True):

@@ -83,6 +83,7 @@ class EndedTurn:
             None,
             reasoning=said.reasoning,
             tool_calls=said.tool_calls,
+            is_durable=self.end_seq == 0 or None,  # what another process wrote came from disk
         )
         match self.kind:
             case "stop" | "length" as reason:

@@ -50,7 +50,7 @@ from session_server.sessions.journal import Journal
 from session_server.sessions.opening import SessionMaker, check_repeated
 from session_server.sessions.parts import SessionParts
 from session_server.sessions.prompt import check_num_ids
-from session_server.sessions.quotas import MakeRoom, QuotaLimits, Quotas, SessionLimits
+from session_server.sessions.quotas import QuotaLimits, Quotas, SessionLimits
 from session_server.sessions.registry import SessionRegistry
 from session_server.sessions.replay import Replay
 from session_server.sessions.salts import TenantSalts
@@ -278,14 +278,6 @@ class SessionManager:
         with self._quotas.turn_bytes.held(owner, input_bytes(raw)):
             return await encode(owner, raw, add_bos=add_bos, max_len=max_len)
 
-    def check_room(self, owner: Owner, num_bytes: int) -> None:
-        """Reject bytes that conversations have no room for. Raises QuotaExceeded, ServerBusy."""
-        self._quotas.check_growth(owner, num_bytes)
-
-    def on_no_room(self, make_room: MakeRoom) -> None:
-        """Add to those that are asked before an owner is refused for want of room."""
-        self._quotas.room_makers.append(make_room)
-
     def set_attached_bytes(self, owner: Owner, session_id: str, num_bytes: int) -> None:
         """Set the bytes that another surface keeps with a session. Raises SessionNotFound."""
         session = self._sessions.get(owner, session_id)
@@ -380,6 +372,12 @@ class SessionManager:
             running=session.turn_view(live) if live is not None and live.is_accepted else None,
             queued=tuple(session.turn_view(turn) for turn in session.queue if turn.is_accepted),
         )
+
+    async def settled_snapshot(self, owner: Owner, session_id: str) -> SessionSnapshot:
+        """Return a snapshot once no end is on its way to disk. Raises SessionNotFound."""
+        while self._sessions.get(owner, session_id).is_concluding:
+            await self.stored()
+        return self.snapshot(owner, session_id)
 
     def history(self, owner: Owner, session_id: str) -> tuple[int, ...]:
         """Return the token ids of the session as of its last ended turn. Raises SessionNotFound."""

@@ -173,7 +173,7 @@ class RequestTrees:
         """Run a request as the only turn of a session of its own."""
         owner = tree.owner
         whole = replace(request, input=TokenInput(node.prefix(node.context_len)))
-        self._manager.check_room(owner, node.num_bytes)
+        self._manager.edits.parts.quotas.check_growth(owner, node.num_bytes)
         node.session_id = self._manager.open(owner, OpenRequest(single_turn=True)).session_id
         journal = self._manager.journal(owner, node.session_id)
         tree.nodes[node.rid] = node

@@ -46,6 +46,7 @@ class SessionRetention:
         if session.settings.is_pinned != pinned:
             session.settings.is_pinned = pinned
             self._cool(session)
+            self.parts.logs.touch(session)
         return session.view()
 
     def _cool(self, session: Session) -> None:

@@ -127,6 +127,12 @@ class Session:
         return self.live is None and not self.queue
 
     @property
+    def is_concluding(self) -> bool:
+        """Return whether a turn has ended and its end is on its way to disk: the conversation has
+        already what readers are not told of."""
+        return self.live is not None and self.live.phase is TurnPhase.ENDED
+
+    @property
     def expires_s(self) -> float:
         """Return when the session expires if it stays idle, in monotonic seconds."""
         return self.life.last_active_s + self.settings.ttl_s

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from datetime import datetime
 from functools import partial
 from itertools import islice
 from typing import Final
@@ -85,7 +86,7 @@ class SessionLogs:
             return
         turns = () if turn is None else (turn,)
         data = encode_entry(LogEntry(session.transcript.take_change(), turns))
-        row = self._row(session, place, self.store)
+        row = self._row(session, place, self.store, num_new=len(turns))
         place.num_entries += 1
         place.num_bytes += len(data)
         self.store.append(row, data, partial(self._on_written, session, told))
@@ -129,6 +130,7 @@ class SessionLogs:
         assert self.store is not None, "a row of no store"
         if row.model != self.store.model:
             raise UnknownModel("this session was held with a model that has another tokenizer")
+        session.transcript.now = datetime.fromtimestamp(row.settings.now_s).astimezone()
         try:
             entries, num_bytes = self.store.entries(row)
             for entry in entries:
@@ -144,10 +146,10 @@ class SessionLogs:
         self, session: Session, place: LogPlace, told: Told, turn: TurnRecord | None = None
     ) -> None:
         session.transcript.forget_taken()
-        turns = session.ended.records()
-        entry = LogEntry(session.transcript.take_change(), (*turns, *([turn] if turn else ())))
+        turns = () if turn is None else (turn,)
+        entry = LogEntry(session.transcript.take_change(), (*session.ended.records(), *turns))
         assert self.store is not None, "a log without a store"
-        data, row = encode_entry(entry), self._row(session, place, self.store)
+        data, row = encode_entry(entry), self._row(session, place, self.store, num_new=len(turns))
         place.num_entries, place.num_bytes, place.is_behind = 1, len(data), False
         self._behind.pop(session, None)
         self.store.put(row, data, partial(self._on_written, session, told))
@@ -158,7 +160,10 @@ class SessionLogs:
             self._behind[session] = None
         told(error)
 
-    def _row(self, session: Session, place: LogPlace, store: SessionStore) -> SessionRow:
+    def _row(
+        self, session: Session, place: LogPlace, store: SessionStore, *, num_new: int = 0
+    ) -> SessionRow:
+        """Return what a list says of a session; `num_new` turns are about to be recorded."""
         ttl_s = session.settings.ttl_s
         left_s = session.expires_s - self._clock() if session.is_idle else ttl_s
         return SessionRow(
@@ -167,9 +172,9 @@ class SessionLogs:
             session_id=session.session_id,
             model=store.model,
             expires_s=store.wall_clock() + left_s,
-            settings=_stored(session.settings),
+            settings=_stored(session),
             num_tokens=len(session.transcript),
-            num_turns=len(session.ended),
+            num_turns=len(session.ended) + num_new,
             num_uses=session.life.num_uses,
             num_entries=place.num_entries,
         )
@@ -189,7 +194,8 @@ def settings_of(row: SessionRow) -> SessionConfig:
     )
 
 
-def _stored(settings: SessionConfig) -> StoredSettings:
+def _stored(session: Session) -> StoredSettings:
+    settings = session.settings
     return StoredSettings(
         settings.ttl_s,
         settings.metadata,
@@ -197,4 +203,5 @@ def _stored(settings: SessionConfig) -> StoredSettings:
         settings.created_s,
         settings.request_digest,
         settings.asked_history,
+        session.transcript.now.timestamp(),
     )

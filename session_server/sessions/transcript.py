@@ -47,7 +47,9 @@ class Transcript:
         self, modes: HistoryModes, messages: tuple[Message, ...], *, now: datetime
     ) -> None:
         self._modes = modes
-        self._now = now
+        self.now = now
+        """The time that templates are told, the same in all turns."""
+
         self._tokens = array("i")
         self._tools: tuple[str, ...] = ()
         self._answer_len = 0
@@ -153,7 +155,7 @@ class Transcript:
             last_id=-1 if is_cut else self._tokens[answer_len - 1],
             open_messages=self._open,
             messages=self._items.messages() if has_messages else None,
-            now=self._now,
+            now=self.now,
             tools=tools,
             last=self._last_answer() if isinstance(turn_input, ContinueInput) else None,
         )
@@ -210,7 +212,7 @@ class Transcript:
             last_id=last_id,
             open_messages=(),
             messages=self._items.messages(0, num_agreed) if is_template else None,
-            now=self._now,
+            now=self.now,
             tools=chat.tools,
             num_agreed=num_agreed,
             num_kept=num_kept,
@@ -293,7 +295,7 @@ class Transcript:
 
     def fork(self, num_items: int) -> Transcript:
         """Return a conversation of its own with the first items of this one."""
-        copy = Transcript(self._modes, (), now=self._now)
+        copy = Transcript(self._modes, (), now=self.now)
         copy._tokens, copy._tools = self._tokens[:], self._tools
         copy._answer_len, copy._is_end_replaced = self._answer_len, self._is_end_replaced
         copy._open = self._open

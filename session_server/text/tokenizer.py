@@ -7,6 +7,7 @@ is a switch of the whole tokenizer object, so there are two objects.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Collection, Sequence
@@ -66,6 +67,12 @@ class Tokenizer:
     def vocabulary(self) -> dict[str, int]:
         """Return a copy of every token and its id, control tokens included."""
         return self._control.get_vocab(with_added_tokens=True)
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Return bytes that are equal for tokenizers that give and take the same token ids."""
+        serialized = self._control.to_str().encode()
+        return hashlib.blake2b(serialized, digest_size=16).digest()
 
     def token_to_id(self, text: str) -> int | None:
         """Return the id of the token with exactly this text, or None."""

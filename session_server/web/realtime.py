@@ -196,7 +196,7 @@ class RealtimeSocket:
                 RealtimeNames(view.session_id),
                 model=RealtimeModel(card.name, card.defaults, takes_tools=card.takes_tools),
                 max_message_bytes=self._services.settings.max_message_bytes,
-                check_room=lambda num_bytes: call.sessions.check_room(call.owner, num_bytes),
+                check_room=partial(call.sessions.edits.parts.quotas.check_growth, call.owner),
                 read_rates=partial(_rates_of, call),
             )
             protocol.outbox.on_refusal = self._services.metrics.count_refusal

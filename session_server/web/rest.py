@@ -128,6 +128,7 @@ async def update_session(session_id: str, request: Request, caller: Caller) -> R
     view = caller.sessions.update(
         caller.owner, session_id, ttl_s=body.ttl_s, metadata=body.metadata
     )
+    await caller.sessions.stored()
     return JsonResponse(session_body(view, caller.services.model))
 
 
@@ -135,13 +136,14 @@ async def update_session(session_id: str, request: Request, caller: Caller) -> R
 async def close_session(session_id: str, caller: Caller) -> Response:
     """Close a session; a running turn is canceled first."""
     view = caller.sessions.close(caller.owner, session_id)
+    await caller.sessions.stored()
     return JsonResponse(session_body(view, caller.services.model))
 
 
 @router.get("/{session_id}/items", responses=answers(ItemList, "The conversation so far."))
 async def list_items(session_id: str, caller: Caller) -> Response:
     """List a session's items."""
-    snapshot = caller.sessions.snapshot(caller.owner, session_id)
+    snapshot = await caller.sessions.settled_snapshot(caller.owner, session_id)
     data = await encode_list(snapshot.items)
     return JsonResponse(ItemList(object="list", data=data))
 
@@ -155,6 +157,7 @@ async def edit_item(session_id: str, item_id: str, request: Request, caller: Cal
     """Give an item another text. The items behind it go; the next turn goes on from it."""
     body = await read_body(request, EditBody)
     view = caller.sessions.edits.edit_item(caller.owner, session_id, item_id, body.content)
+    await caller.sessions.stored()
     return JsonResponse(session_body(view, caller.services.model))
 
 
@@ -167,6 +170,7 @@ async def rewind_session(session_id: str, request: Request, caller: Caller) -> R
     """Go back to an item."""
     body = await read_body(request, RewindBody)
     view = caller.sessions.edits.rewind(caller.owner, session_id, body.to_item)
+    await caller.sessions.stored()
     return JsonResponse(session_body(view, caller.services.model))
 
 
@@ -189,6 +193,7 @@ async def fork_session(session_id: str, request: Request, caller: Caller) -> Res
     view = caller.sessions.edits.fork(
         caller.owner, session_id, at_item=body.at_item, new_id=body.id
     )
+    await caller.sessions.stored()
     location = {"location": f"/v1/sessions/{view.session_id}"}
     return JsonResponse(session_body(view, caller.services.model), 201, location)
 

@@ -218,7 +218,8 @@ async def session_events(call: Call, session_id: str, *, after: int) -> AsyncGen
             call.services.metrics.count_resume("offset_lost")
             yield event_chunk(ResumeFailedFrame(reason="offset_lost"), seq=None)
             try:
-                snapshot = await snapshot_frame(call.sessions.snapshot(call.owner, session_id))
+                settled = await call.sessions.settled_snapshot(call.owner, session_id)
+                snapshot = await snapshot_frame(settled)
             except SessionNotFound:
                 position = lost.last_seq - 1  # only the end is left to send
                 continue

@@ -78,6 +78,7 @@ async def turn_result(session_id: str, end: TurnEnd) -> TurnResultBody:
         usage=usage_body(end.outcome.usage),
         timings=end.outcome.timings,
         error=failure_body(end) if isinstance(end, TurnFailedEntry) else None,
+        durable=end.outcome.is_durable,
     )
 
 

@@ -228,7 +228,8 @@ class SessionSocket:
 
     async def _queue_snapshot(self, call: Call, session_id: str, lost: ResumeFailedFrame) -> None:
         try:
-            snapshot = await snapshot_frame(call.sessions.snapshot(call.owner, session_id))
+            settled = await call.sessions.settled_snapshot(call.owner, session_id)
+            snapshot = await snapshot_frame(settled)
         except SessionNotFound:
             self._protocol.on_resume_failed(lost, None)
             self._position = self._journal.last_seq - 1  # only the end is left to send

@@ -211,7 +211,10 @@ def test_a_request_that_ended_leaves_its_tokens_and_nothing_of_its_turn(
     journal = ref(branch.journal)
     del branch
     assert journal() is None
-    assert world.manager._maker.replay.num_bytes == world.manager.journal(OWNER, tree.session).num_bytes
+    assert (
+        world.manager._maker.replay.num_bytes
+        == world.manager.journal(OWNER, tree.session).num_bytes
+    )
 
 
 def test_a_text_that_waits_to_be_tokenized_counts_as_bytes_of_turns(

@@ -29,6 +29,7 @@ from session_server.core.session_events import (
 from session_server.sessions.manager import SessionManager
 from session_server.sessions.quotas import QuotaLimits, SessionLimits
 from session_server.sessions.salts import TenantSalts
+from session_server.sessions.store.session_store import SessionStore
 from session_server.sessions.views import OpenRequest, TurnView
 from session_server.text.model_text import ModelText
 from tests.sessions.paper_engine import PaperEngine
@@ -66,6 +67,7 @@ class HeldManager(Generic[EngineT]):
         limits: SessionLimits | None = None,
         quotas: QuotaLimits | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
+        store: SessionStore | None = None,
     ) -> None:
         self.engine = engine
         self.text = text
@@ -74,6 +76,8 @@ class HeldManager(Generic[EngineT]):
         self.manager = SessionManager(
             engine, text, salts=salts, limits=limits, quotas=quotas, clock=lambda: self.now_s
         )
+        if store is not None:
+            self.manager.store_in(store)
         self.do(self.manager.start())
 
     def finish(self) -> None:
@@ -128,6 +132,7 @@ class World(HeldManager[PaperEngine]):
         quotas: QuotaLimits | None = None,
         max_turn_len: int = 4096,
         share_prefixes: bool = True,
+        store: SessionStore | None = None,
     ) -> None:
         text = model_text(kind)
         alphabet = letters(text)
@@ -145,7 +150,7 @@ class World(HeldManager[PaperEngine]):
             next_token=next_token,
         )
         salts = TenantSalts(b"0123456789abcdef", share_prefixes=share_prefixes)
-        super().__init__(engine, text, salts=salts, limits=limits, quotas=quotas)
+        super().__init__(engine, text, salts=salts, limits=limits, quotas=quotas, store=store)
 
     def run(self, session_id: str, request: TurnRequest) -> TurnEnd:
         """Submit a turn and play it to its end."""

@@ -22,7 +22,8 @@ class Damaged(Exception):
 
 
 class StoredSettings(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """Hold what a client chose; see `SessionConfig`. `history`: what it asked for, if anything."""
+    """Hold what a client chose; see `SessionConfig`. `history`: what it asked for, if anything.
+    `now_s`: the time that its templates are told, wall-clock."""
 
     ttl_s: float
     metadata: dict[str, str]
@@ -30,6 +31,7 @@ class StoredSettings(msgspec.Struct, frozen=True, gc=False, array_like=True):
     created_s: float
     request_digest: bytes
     history: Literal["append", "template"] | None
+    now_s: float
 
 
 class SessionRow(msgspec.Struct, frozen=True, gc=False):

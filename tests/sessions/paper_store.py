@@ -1,0 +1,61 @@
+"""A store on a real database without a thread: it writes when asked, or when told to."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from session_server.sessions.store.session_store import SessionStore
+from session_server.sessions.store.writer import Told, Write
+
+
+class PaperStore(SessionStore):
+    """`is_slow`: `tell` writes, and tells. `fails`: the disk is full. What was not told of when the
+    process ends has not been written."""
+
+    def __init__(
+        self, directory: Path, wall_clock: Callable[[], float], *, model: bytes = b"tokenizer"
+    ) -> None:
+        super().__init__(directory, model=model, durability="relaxed", wall_clock=wall_clock)
+        self.durability = "turn"
+        self.is_slow = self.fails = False
+        self._untold: deque[Callable[[], None]] = deque()
+
+    @property
+    def num_untold(self) -> int:
+        """Writes that are still to come."""
+        return len(self._untold)
+
+    def tell(self, limit: int | None = None) -> None:
+        """Write, and tell of it."""
+        num_left = -1 if limit is None else limit
+        while self._untold and num_left:  # whoever is told may write again
+            num_left -= 1
+            self._untold.popleft()()
+
+    def finish(self) -> None:
+        """Close it, as the end of a process does."""
+        self._database.close()
+
+    async def flush(self) -> None:
+        """Write all there is."""
+        self.tell()
+
+    def _ask(self, write: Write, told: Told) -> None:
+        self._untold.append(partial(self._write, write, told))
+        if not self.is_slow:
+            self.tell()
+
+    def _write(self, write: Write, told: Told) -> None:
+        error: Exception | None = None
+        try:
+            with self._database.transaction():
+                if self.fails:
+                    raise sqlite3.OperationalError("database or disk is full")
+                write(self._database)
+        except Exception as caught:  # noqa: BLE001 - as `GroupCommits` does
+            error = caught
+        self._note(told, error)

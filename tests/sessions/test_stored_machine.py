@@ -1,0 +1,185 @@
+"""Sessions in a store under everything at once, crashes and failing disks among it.
+
+What clients were told is there in the next process, token for token; what was on its way when the
+process ended is as if it had never been.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import ClassVar
+
+import hypothesis.strategies as st
+from hypothesis.stateful import precondition, rule
+
+from session_server.core.errors import SessionNotFound
+from session_server.core.session_events import (
+    TurnCancelled,
+    TurnCompleted,
+    TurnFailedEntry,
+)
+from session_server.sessions.quotas import SessionLimits
+from tests.depth import at_depth
+from tests.sessions.paper_store import PaperStore
+from tests.sessions.test_session_machine import MAX_LEN, SessionMachine, Shadow, run_machine
+from tests.sessions.world import OWNER, World
+
+ALSO_WANTED = (
+    "crash",
+    "crash under a turn",
+    "crash before an end was on disk",
+    "crash before a session was on disk",
+    "expired on disk",
+    "duplicate id after a crash",
+    "told that it is on disk",
+    "told that it is not",
+    "written again",
+)
+
+
+class StoredMachine(SessionMachine):
+    """The same sessions, on a disk that may be slow or full, in processes that may end."""
+
+    reached: ClassVar[Counter[str]] = Counter()
+    is_stored = True
+
+    def make_world(self) -> World:
+        if not hasattr(self, "directory"):
+            self.directory = Path(tempfile.mkdtemp())
+            self.behind_s = 1_000_000.0
+            self.earlier: dict[str, str] = {}
+            self.durable: set[tuple[str, str]] = set()
+        self.store = PaperStore(self.directory, lambda: self.behind_s + self.world.now_s)
+        limits = SessionLimits(max_queued_turns=2)
+        return World(max_turn_len=MAX_LEN, limits=limits, store=self.store)
+
+    def teardown(self) -> None:
+        try:
+            if hasattr(self, "world"):
+                self.store.fails = self.store.is_slow = False
+                self.store.tell()
+            super().teardown()
+        finally:
+            self.store.finish()
+            shutil.rmtree(self.directory)
+
+    @rule(is_slow=st.sampled_from([True, True, False]))
+    def pace(self, is_slow: bool) -> None:
+        self.store.is_slow = is_slow
+        if not is_slow:
+            self.store.tell()
+
+    @rule(limit=st.sampled_from([1, 2, None]))
+    def tell(self, limit: int | None) -> None:
+        self.store.tell(limit)
+
+    @rule(chance=st.integers(0, 3))
+    def fill_up(self, chance: int) -> None:
+        self.store.fails = chance == 0
+
+    @rule(chance=st.integers(0, 3))
+    def crash(self, chance: int) -> None:
+        """The process ends, and another one opens the store."""
+        if chance:
+            return
+        self._write_what_failed()
+        self.read_all()
+        running = self.world.engine.is_busy
+        untold = [shadow for shadow in self.shadows.values() if self.is_ahead(shadow)]
+        self.reached["crash"] += 1
+        self.reached["crash under a turn"] += running
+        self.reached["crash before an end was on disk"] += bool(untold)
+        self.store.finish()
+        self.behind_s += self.world.now_s - 100.0
+        old, self.world = self.world, self.make_world()
+        old.finish()
+        for shadow in list(self.shadows.values()):
+            if shadow.is_over:
+                del self.shadows[shadow.name]
+            else:
+                self._come_back(shadow)
+
+    def _write_what_failed(self) -> None:
+        """What clients were told is not on disk may be lost; here it is not, so that they need not
+        ask."""
+        logs = self.world.manager._flow.conclusion.logs
+        self.store.fails = False
+        while logs.num_behind:
+            self.reached["written again"] += 1
+            num_slow, self.store.is_slow = self.store.is_slow, False
+            self.store.tell()
+            self.world.manager.tick()
+            self.store.is_slow = num_slow
+
+    def _come_back(self, shadow: Shadow) -> None:
+        """Go on with what was told to be on disk; any other turn may be there or not."""
+        shadow.order = [each for each in shadow.order if (shadow.name, each) in self.durable]
+        shadow.ended = set(shadow.order)
+        try:
+            shadow.journal = self.world.manager.journal(OWNER, shadow.name)
+        except SessionNotFound:
+            is_on_disk = self.store._database.find(OWNER.owner_id, shadow.name) is not None
+            assert is_on_disk or not shadow.order, "a session that was told of is gone"
+            why = "expired on disk" if is_on_disk else "crash before a session was on disk"
+            self.reached[why] += 1
+            del self.shadows[shadow.name]
+            return
+        shadow.seq = 0
+        if shadow.order:
+            self.earlier[shadow.name] = shadow.order[0]
+
+    @precondition(lambda self: len(self.names) < 3)
+    @rule(chance=st.integers(0, 5))
+    def open_and_crash(self, chance: int) -> None:
+        """The process ends before a session is on disk that a socket has opened."""
+        if chance:
+            return
+        self.store.is_slow = True
+        self.open(20.0)
+        self.crash(0)
+
+    @rule(chance=st.integers(0, 5))
+    def rest_and_crash(self, chance: int) -> None:
+        """The process ends while sessions rest, and some have expired when the next one comes."""
+        if chance:
+            return
+        self.store.tell()
+        self.world.now_s += 21.0
+        self.crash(0)
+
+    @precondition(lambda self: self.names)
+    @rule(index=st.integers(0, 2))
+    def ask_again(self, index: int) -> None:
+        """A turn that has ended in an earlier process is asked for again."""
+        shadow = self.shadows[self.name(index)]
+        if shadow.name not in self.earlier:
+            return
+        before = shadow.journal.last_seq
+        view = self.world.submit(shadow.name, shadow.requests[self.earlier[shadow.name]])
+        assert view.end is not None
+        assert shadow.journal.last_seq == before
+        self.reached["duplicate id after a crash"] += 1
+
+    def await_disk(self) -> None:
+        self.store.tell()
+
+    def is_ahead(self, shadow: Shadow) -> bool:
+        session = self.world.manager._sessions.find(OWNER, shadow.name)
+        return session is not None and session.is_concluding
+
+    def _read_end(
+        self, shadow: Shadow, end: TurnCompleted | TurnCancelled | TurnFailedEntry
+    ) -> None:
+        super()._read_end(shadow, end)
+        self.reached["told that it is on disk"] += end.outcome.is_durable is True
+        self.reached["told that it is not"] += end.outcome.is_durable is False
+        assert end.outcome.is_durable is not None
+        if end.outcome.is_durable:
+            self.durable.add((shadow.name, end.turn_id))
+
+
+def test_sessions_in_a_store_keep_their_promises_across_crashes() -> None:
+    run_machine(StoredMachine, *ALSO_WANTED, max_examples=at_depth(600, proof=4000))
