@@ -479,6 +479,7 @@ class SessionClient:
                 error=None if failure is None else msgspec.convert(failure, WireFailure),
                 reasoning=reasoning,
                 tool_calls=calls,
+                is_durable=frame.get("durable"),
             )
         )
 

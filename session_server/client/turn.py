@@ -85,7 +85,8 @@ class WireFailure(msgspec.Struct, frozen=True):
 @dataclass(frozen=True, slots=True)
 class TurnResult:
     """Describe how a turn ended. `text`, `reasoning` and `tool_calls` are what stays in the
-    session's history."""
+    session's history. `is_durable`: whether the turn is on disk; None by a server that keeps no
+    session there."""
 
     turn_id: str
     status: Literal["completed", "cancelled", "failed"]
@@ -96,6 +97,7 @@ class TurnResult:
     error: WireFailure | None = None
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
+    is_durable: bool | None = None
 
 
 class TurnHandle:

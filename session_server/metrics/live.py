@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, get_args
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from session_server.core.session_events import CheckOutcome, CloseReason, StateReason
@@ -16,9 +21,21 @@ _CLOSES: Final = get_args(CloseReason)
 
 
 @dataclass(frozen=True, slots=True)
+class StoreState:
+    """Hold what a scrape reads of a store. `commits`: the upper bound of each class, in seconds, as
+    Prometheus writes it, and how many commits took no longer."""
+
+    commits: Sequence[tuple[str, float]]
+    commit_s: float
+    writes: Mapping[str, int]
+    num_behind: int
+    is_failing: bool
+
+
+@dataclass(frozen=True, slots=True)
 class LiveState:
     """Hold what a scrape reads. `budgets` maps a name to what is held and what may be; `stalled_s`
-    is 0 for an engine that works."""
+    is 0 for an engine that works; `store` is None where no session is stored."""
 
     sessions: int
     resident_sessions: int
@@ -31,6 +48,7 @@ class LiveState:
     tasks: int
     is_engine_up: bool
     stalled_s: float
+    store: StoreState | None = None
 
 
 class LiveCollector(Collector):
@@ -45,6 +63,7 @@ class LiveCollector(Collector):
         state = None if self.read is None else self.read()
         yield from self._of_sessions(state)
         yield from self._of_server(state)
+        yield from self._of_store(None if state is None else state.store)
 
     def _of_sessions(self, state: LiveState | None) -> Iterator[Metric]:
         sessions = self._gauge("sessions", "Open sessions.")
@@ -89,6 +108,23 @@ class LiveCollector(Collector):
             is_up.add_metric((), state.is_engine_up)
             stalled.add_metric((), state.stalled_s)
         yield from (checks, held, limit, tasks, is_up, stalled)
+
+    def _of_store(self, store: StoreState | None) -> Iterator[Metric]:
+        commits = HistogramMetricFamily(
+            f"{self._namespace}_store_commit_seconds", "Time of commits of the store."
+        )
+        writes = self._counter("store_writes", "Writes to the store, by outcome.", "outcome")
+        behind = self._gauge(
+            "store_sessions_behind",
+            "Sessions of which something could not be written to the store.",
+        )
+        failing = self._gauge("store_failing", "1 while the store cannot be written to, else 0.")
+        if store is not None:
+            commits.add_metric((), buckets=store.commits, sum_value=store.commit_s)
+            _fill(writes, store.writes)
+            behind.add_metric((), store.num_behind)
+            failing.add_metric((), store.is_failing)
+        yield from (commits, writes, behind, failing)
 
     def _gauge(self, name: str, text: str, *labels: str) -> GaugeMetricFamily:
         return GaugeMetricFamily(f"{self._namespace}_{name}", text, labels=labels)

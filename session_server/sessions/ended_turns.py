@@ -26,7 +26,7 @@ from session_server.core.session_events import (
     TurnEnd,
     TurnFailedEntry,
 )
-from session_server.sessions.store.records import TurnRecord
+from session_server.sessions.store.records import EndRecord
 from session_server.sessions.turn import SessionTurn
 
 RECORD_BYTES: Final = 208
@@ -118,11 +118,11 @@ class EndedTurns:
         place = end_seq, end_seq - turn.created_seq
         self._records[_key(turn.request.turn_id)] = _packed(turn, end, place, num_items)
 
-    def records(self) -> tuple[TurnRecord, ...]:
+    def records(self) -> tuple[EndRecord, ...]:
         """Return all of them for another process, whose journals have none of these entries."""
-        return tuple(TurnRecord(key, _unplaced(each)) for key, each in self._records.items())
+        return tuple(EndRecord(key, _unplaced(each)) for key, each in self._records.items())
 
-    def restore(self, turn: TurnRecord) -> None:
+    def restore(self, turn: EndRecord) -> None:
         """Record a turn that has ended in another process."""
         self._records[turn.key] = turn.record
 
@@ -159,9 +159,9 @@ class EndedTurns:
         )
 
 
-def record_of(turn: SessionTurn, end: TurnEnd, *, num_items: int) -> TurnRecord:
+def record_of(turn: SessionTurn, end: TurnEnd, *, num_items: int) -> EndRecord:
     """Return the record of a turn for another process; `num_items` as in `EndedTurns.add`."""
-    return TurnRecord(_key(turn.request.turn_id), _packed(turn, end, (0, 0), num_items))
+    return EndRecord(_key(turn.request.turn_id), _packed(turn, end, (0, 0), num_items))
 
 
 def _packed(turn: SessionTurn, end: TurnEnd, place: tuple[int, int], num_items: int) -> bytes:

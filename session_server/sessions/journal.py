@@ -163,6 +163,11 @@ class Journal:
         self._notify_listeners()
         return self._last_seq
 
+    def suspend(self) -> None:
+        """End the log of a session that goes on in another process: nobody is told of an end."""
+        self._is_closed = True
+        self._notify_listeners()
+
     def read(
         self, after_seq: int, *, max_entries: int = 1024, max_bytes: int = READ_BYTES
     ) -> Sequence[JournalEntry]:

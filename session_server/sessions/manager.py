@@ -517,9 +517,8 @@ class SessionManager:
         self._sessions.deadlines.remove(session)
         self._flow.residents.drop(session)
         self._quotas.release_session(session)
-        # Whoever comes back after a restart finds it.
-        self._flow.conclusion.logs.close(session, is_kept=session.closing == "draining")
-        session.journal.append(SessionClosed(session.closing))
+        if not self._flow.conclusion.logs.close(session):
+            session.journal.append(SessionClosed(session.closing))
 
     # -- turns
 

@@ -18,14 +18,15 @@ from session_server.sessions.backlog import SLICE
 from session_server.sessions.session import LogPlace, Session, SessionConfig
 from session_server.sessions.store.records import (
     Damaged,
+    EndRecord,
     LogEntry,
     SessionRow,
     StoredSettings,
-    TurnRecord,
     encode_entry,
 )
 from session_server.sessions.store.session_store import SessionStore
 from session_server.sessions.store.writer import Told
+from session_server.sessions.views import StoreUse
 
 _logger: Final = logging.getLogger("session_server.store")
 
@@ -48,10 +49,19 @@ class SessionLogs:
         self._clock = clock
         self._behind: dict[Session, None] = {}
 
-    @property
-    def num_behind(self) -> int:
-        """Return the sessions of which something is not on disk, because a write has failed."""
-        return len(self._behind)
+    def use(self) -> StoreUse | None:
+        """Return what the store has done; None without one."""
+        if self.store is None:
+            return None
+        counts = self.store.counts
+        return StoreUse(
+            num_commits=tuple(counts.num_commits),
+            num_writes=counts.num_writes,
+            num_failed=counts.num_failed,
+            commit_s=counts.commit_s,
+            num_behind=len(self._behind),
+            is_failing=self.store.failure is not None,
+        )
 
     async def flush(self) -> None:
         """Wait until all that has changed so far is on disk, or could not be written."""
@@ -64,16 +74,14 @@ class SessionLogs:
             session.life.log = LogPlace()
             self._write_whole(session, session.life.log, _ignore)
 
-    def record_turn(self, session: Session, turn: TurnRecord, told: Told) -> bool:
+    def record_turn(self, session: Session, turn: EndRecord, told: Told) -> bool:
         """Write a turn that was computed, and what it has changed; return whether its end shall
         wait until `told` is called, which is when it is on disk, or cannot be."""
         is_awaited = self.store is not None and self.store.durability == "turn"
         self.record(session, turn, told if is_awaited else _ignore)
         return is_awaited
 
-    def record(
-        self, session: Session, turn: TurnRecord | None = None, told: Told = _ignore
-    ) -> None:
+    def record(self, session: Session, turn: EndRecord | None = None, told: Told = _ignore) -> None:
         """Write what has changed in a session, and a turn that has ended. `told` is called when it
         is on disk, or cannot be. Does nothing for a session that is not stored."""
         place = session.life.log
@@ -102,13 +110,18 @@ class SessionLogs:
             told = partial(self._on_written, session, _ignore)
             self.store.touch(self._row(session, place, self.store), told)
 
-    def close(self, session: Session, *, is_kept: bool) -> None:
-        """End the log of a session. It is deleted unless it `is_kept` for another process."""
+    def close(self, session: Session) -> bool:
+        """End the log of a session that closes, and delete it from the store; return whether it
+        goes on in another process instead: then its readers are told of no end."""
         place, session.life.log = session.life.log, None
         self._behind.pop(session, None)
-        if place is not None and self.store is not None and not is_kept:
-            owner_id, number = session.owner.owner_id, session.life.order
-            self.store.delete(owner_id, session.session_id, number)
+        if place is None or self.store is None:
+            return False
+        if session.closing == "draining":
+            session.journal.suspend()
+            return True
+        self.store.delete(session.owner.owner_id, session.session_id, session.life.order)
+        return False
 
     def retry(self) -> None:
         """Write sessions whose last write has failed: one, and more once that succeeds."""
@@ -143,7 +156,7 @@ class SessionLogs:
         session.life.log = LogPlace(row.num_entries, num_bytes)
 
     def _write_whole(
-        self, session: Session, place: LogPlace, told: Told, turn: TurnRecord | None = None
+        self, session: Session, place: LogPlace, told: Told, turn: EndRecord | None = None
     ) -> None:
         session.transcript.forget_taken()
         turns = () if turn is None else (turn,)

@@ -32,6 +32,7 @@ def manager_stats(
         grammar_checks=dict(flow.counts.checks),
         budgets={name: BudgetUse(each.total, each.limit) for name, each in budgets.items()}
         | {"replay_bytes": BudgetUse(replay.num_bytes, replay.max_bytes)},
+        store=flow.conclusion.logs.use(),
         engine=link.stats,
         ready=link.ready if link.is_up else None,
     )

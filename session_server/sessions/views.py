@@ -159,9 +159,25 @@ class BudgetUse(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class StoreUse:
+    """Hold what a store has done since the start, and whether it can be written to.
+
+    `num_commits` by how long they took, in the classes of `COMMIT_BOUNDS_S`. `num_behind`: sessions
+    of which something is not on disk, because a write has failed.
+    """
+
+    num_commits: Sequence[int]
+    num_writes: int
+    num_failed: int
+    commit_s: float
+    num_behind: int
+    is_failing: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ManagerStats:
     """Hold what the manager counts now, what it has counted by reason or outcome since it was made,
-    and the engine's last statistics."""
+    and the engine's last statistics. `store`: None where no session is stored."""
 
     sessions: int
     resident_sessions: int
@@ -173,5 +189,6 @@ class ManagerStats:
     ended_turns: Mapping[str, int]
     grammar_checks: Mapping[CheckOutcome, int]
     budgets: Mapping[str, BudgetUse]
+    store: StoreUse | None
     engine: EngineStats | None
     ready: EngineReady | None

@@ -41,9 +41,14 @@ Switch = Annotated[int, Query(ge=0, le=1)]
     responses=answers(StatusBody, "The server works.") | {503: answer(StatusBody, "It does not.")},
 )
 async def health(request: Request) -> Response:
-    """Report liveness: 503 once a memory invariant has failed, until a restart."""
-    is_sound = is_healthy(services_of(request))
-    return _status("ok" if is_sound else "memory_invariant_failed", is_good=is_sound)
+    """Report liveness: 503 once a memory invariant has failed, until a restart. A store that cannot
+    be written to is told of; sessions go on without it."""
+    services = services_of(request)
+    if not is_healthy(services):
+        return _status("memory_invariant_failed", is_good=False)
+    store = services.sessions.stats().store
+    is_failing = store is not None and store.is_failing
+    return _status("store_failing" if is_failing else "ok", is_good=True)
 
 
 @router.get(

@@ -107,7 +107,7 @@ class StoredMachine(SessionMachine):
         ask."""
         logs = self.world.manager._flow.conclusion.logs
         self.store.fails = False
-        while logs.num_behind:
+        while len(logs._behind):
             self.reached["written again"] += 1
             num_slow, self.store.is_slow = self.store.is_slow, False
             self.store.tell()

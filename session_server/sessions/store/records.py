@@ -53,7 +53,7 @@ class SessionRow(msgspec.Struct, frozen=True, gc=False):
     num_entries: int = 0
 
 
-class TurnRecord(msgspec.Struct, frozen=True, gc=False, array_like=True):
+class EndRecord(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Hold how a turn ended; see `EndedTurns`."""
 
     key: int
@@ -64,7 +64,7 @@ class LogEntry(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Hold one change of a conversation, and the turns that ended with it."""
 
     change: HistoryChange
-    turns: tuple[TurnRecord, ...] = ()
+    turns: tuple[EndRecord, ...] = ()
 
 
 _encoder: Final = msgspec.msgpack.Encoder()

@@ -9,8 +9,9 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -31,15 +32,27 @@ class _Asked(NamedTuple):
     told: Told
 
 
+COMMIT_BOUNDS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
+"""Upper bounds of the classes that commits are counted in, by how long they took."""
+
+
 @dataclass(slots=True)
 class CommitCounts:
-    """Count commits, what they wrote, what failed, and the seconds that commits took."""
+    """Count commits by how long they took (the last class has no bound), their seconds in all, and
+    what they wrote and could not write."""
 
-    num_commits: int = 0
+    num_commits: list[int] = field(default_factory=lambda: [0] * (len(COMMIT_BOUNDS_S) + 1))
     num_writes: int = 0
     num_failed: int = 0
     commit_s: float = 0.0
-    last_commit_s: float = 0.0
+
+    def add(self, errors: Sequence[Exception | None], commit_s: float) -> None:
+        """Count a commit."""
+        num_failed = sum(error is not None for error in errors)
+        self.num_commits[bisect_left(COMMIT_BOUNDS_S, commit_s)] += 1
+        self.num_writes += len(errors) - num_failed
+        self.num_failed += num_failed
+        self.commit_s += commit_s
 
 
 class GroupCommits:
@@ -92,12 +105,7 @@ class GroupCommits:
         elif error is not None:
             # One of them may be at fault: none of the others shall fail with it.
             errors = [self._try([asked]) for asked in group]
-        counts = self.counts
-        counts.num_commits += 1
-        counts.num_writes += len(group)
-        counts.num_failed += sum(error is not None for error in errors)
-        counts.last_commit_s = time.perf_counter() - begun_s
-        counts.commit_s += counts.last_commit_s
+        self.counts.add(errors, time.perf_counter() - begun_s)
         return errors
 
     def _try(self, group: Sequence[_Asked]) -> Exception | None:

@@ -1,0 +1,61 @@
+"""Servers killed at random moments lose nothing that clients were told is on disk."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.crashes import Report, Town, crashes
+from tests.depth import at_depth
+from tests.rig.decisions import Decisions
+
+WANTED = (
+    "turn.completed",
+    "turn.failed",
+    "told that it is on disk",
+    "asked again",
+    "asked for twice",
+    "connection lost",
+    "rewound",
+    "server SIGKILL",
+    "engine killed",
+    "exit 0",
+)
+
+
+@pytest.mark.timeout(600)
+def test_what_was_told_to_be_on_disk_outlives_every_kill(tmp_path: Path) -> None:
+    town = Town(tmp_path / "store", Report(), Decisions(3))
+    report = asyncio.run(crashes(town, cycles=at_depth(6, proof=100)))
+    assert not report.problems, "\n".join(report.problems)
+    missing = [name for name in WANTED if not report.saw[name]]
+    assert not missing, f"never happened: {missing}; saw {dict(report.saw)}"
+
+
+def lose_a_turn(store: Path) -> None:
+    """What no crash may do."""
+    with sqlite3.connect(store / "sessions.sqlite3") as other:
+        other.execute("DELETE FROM entries WHERE position = (SELECT max(position) FROM entries)")
+        other.execute(
+            "UPDATE sessions SET num_entries ="
+            " (SELECT count(*) FROM entries WHERE session = sessions.number)"
+        )
+    other.close()
+
+
+@pytest.mark.timeout(300)
+def test_the_clients_notice_a_turn_that_is_lost(tmp_path: Path) -> None:
+    town = Town(tmp_path / "store", Report(), Decisions(4), between=lose_a_turn)
+    report = asyncio.run(crashes(town, cycles=2))
+    assert report.problems
+
+
+@pytest.mark.timeout(300)
+def test_the_clients_notice_an_end_that_is_told_too_early(tmp_path: Path) -> None:
+    flags = ("--durability", "relaxed")
+    town = Town(tmp_path / "store", Report(), Decisions(5), flags)
+    report = asyncio.run(crashes(town, cycles=1))
+    assert any("is not on disk" in problem for problem in report.problems)
