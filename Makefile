@@ -67,6 +67,14 @@ chaos: $(STAMPS)/dev ## five thousand bad connections to one server (CONNECTIONS
 	$(SAY) 'chaos: 1100 odd sockets and 1024 descriptors'
 	@$(TEST_ENV) $(BIN)/python -m tests.chaos.odd_sockets
 
+CYCLES ?= 1000
+
+.PHONY: crashes
+crashes: SEED ?= 1
+crashes: $(STAMPS)/dev ## a thousand servers killed with kill -9 under sixteen clients (CYCLES=, SEED=)
+	$(SAY) 'crashes: $(CYCLES) servers with one store, and clients that remember'
+	@$(TEST_ENV) $(BIN)/python -m tests.chaos.crashes --cycles $(CYCLES) --seed $(SEED)
+
 .PHONY: load
 load: $(STAMPS)/dev ## two thousand idle sockets, two hundred streams, then SIGTERM (wants a quiet machine)
 	$(SAY) 'load: 2000 idle sockets, 200 turns that stream, SIGTERM'
@@ -200,7 +208,7 @@ browser: $(STAMPS)/prove ## drive the page in Chromium (CHROMIUM=PATH; needs Nod
 	$(SAY) 'browser: the page and the dashboard in Chromium'
 	@CLIENTS=$(CLIENTS) $(TEST_ENV) $(BIN)/python -m pytest tests/browser $(if $(KEYS),-k '$(KEYS)')
 
-PROOFS ?= everything cpus sanitizers sglang fuzz schemathesis structured oracle agents observe clients browser chaos load seeded soak \
+PROOFS ?= everything cpus sanitizers sglang fuzz schemathesis structured oracle agents observe clients browser chaos crashes load seeded soak \
 	mutation
 
 .PHONY: prove

@@ -338,7 +338,7 @@ class Transcript:
         if change.num_kept > len(self._tokens):
             raise ValueError(f"{change.num_kept} tokens stay of {len(self._tokens)}")
         del self._tokens[change.num_kept :]
-        self._tokens.extend(np.frombuffer(change.tokens, "<i4").tolist())
+        self._tokens.frombytes(np.frombuffer(change.tokens, "<i4").astype(np.int32).tobytes())
         self._items.apply(change.items)
         self._answers.apply(change.answers)
         if change.tools is not None:

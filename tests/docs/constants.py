@@ -375,6 +375,12 @@ SESSIONS = (
         "it is dropped",
     ),
     _constant(
+        "sessions.session_logs:MAX_ENTRIES",
+        "entries of a session in the store",
+        "entries",
+        "the next one has all of it again",
+    ),
+    _constant(
         "sessions.resting:MAX_RESTING",
         "sessions of Responses, and as many of Chat Completions without a name, that one key "
         "keeps at rest",

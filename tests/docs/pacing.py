@@ -82,6 +82,9 @@ SLICES = (
         "fewer tokens wait for the next event",
     ),
     _constant("sessions.backlog:SLICE", "sessions that one change concerns", "items", _NEXT),
+    _constant(
+        "sessions.store.writer:MAX_GROUP", "writes to the store in one commit", "writes", _NEXT
+    ),
     _constant("sessions.turn_flow:RETRY_TOKENS", "history sent to a new engine", "tokens", _NEXT),
     _constant("sessions.replay:ENTRIES_PER_SLICE", "journal entries dropped", "entries", _NEXT),
     _constant("sessions.replay:SWEPT_PER_ENTRY", "places of dropped entries", "places", _NEXT),
@@ -239,6 +242,12 @@ BOUND_NOTHING = frozenset(
         "session_server.runner.packed_formats:WORD_BITS",
         # How much is converted at a time.
         "session_server.models.layers.block_weight:CHUNK_ELEMENTS",
+        # Of the store: what marks its file, and the bytes of a secret, a checksum and an epoch.
+        "session_server.sessions.store.database:APPLICATION_ID",
+        "session_server.sessions.store.database:SCHEMA_VERSION",
+        "session_server.sessions.store.database:_SECRET_BYTES",
+        "session_server.sessions.store.records:_CHECKSUM_BYTES",
+        "session_server.sessions.store.session_store:_EPOCH_BYTES",
         # How much of a digest is shown.
         "session_server.web.key_store:SHORT_DIGEST_CHARS",
         # How often something happens.
