@@ -58,6 +58,11 @@ COMMANDS: Final[Mapping[str, Subcommand]] = {
         "add, list and revoke the API keys of a file",
         "ACTION [NAME] [OPTION=VALUE ...] ",
     ),
+    "sessions": Subcommand(
+        "session_server.session_command",
+        "list, show, move and delete the sessions of a store",
+        "ACTION [ID ...] ",
+    ),
     "doctor": Subcommand("session_server.doctor", "check whether this machine can serve"),
 }
 

@@ -34,16 +34,22 @@ _RESERVED_IDS: Final = frozenset({"new", ".", ".."})
 
 def check_open(request: OpenRequest, limits: SessionLimits) -> None:
     """Reject a session whose options exceed the limits. Raises InvalidRequest."""
-    if request.session_id is not None and not _SESSION_ID.fullmatch(request.session_id):
-        raise InvalidRequest(
-            f"a session id has 1 to {MAX_ID_CHARS} characters of A-Z a-z 0-9 _ . : -", param="id"
-        )
-    if request.session_id in _RESERVED_IDS:
-        raise InvalidRequest("new, . and .. are no session ids", param="id")
+    if request.session_id is not None:
+        check_session_id(request.session_id)
     if request.ttl_s is not None:
         check_ttl(request.ttl_s, limits)
     check_metadata(request.metadata, limits)
     check_messages(request.messages, limits)
+
+
+def check_session_id(session_id: str) -> None:
+    """Reject what is no session id. Raises InvalidRequest."""
+    if not _SESSION_ID.fullmatch(session_id):
+        raise InvalidRequest(
+            f"a session id has 1 to {MAX_ID_CHARS} characters of A-Z a-z 0-9 _ . : -", param="id"
+        )
+    if session_id in _RESERVED_IDS:
+        raise InvalidRequest("new, . and .. are no session ids", param="id")
 
 
 def check_ttl(ttl_s: float, limits: SessionLimits) -> None:

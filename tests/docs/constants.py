@@ -375,6 +375,12 @@ SESSIONS = (
         "it is dropped",
     ),
     _constant(
+        "sessions.store.session_file:MAX_FILE_BYTES",
+        "file of one session that `sessions import` reads",
+        "bytes",
+        "it is refused",
+    ),
+    _constant(
         "sessions.session_logs:MAX_ENTRIES",
         "entries of a session in the store",
         "entries",

@@ -85,6 +85,9 @@ SLICES = (
     _constant(
         "sessions.store.writer:MAX_GROUP", "writes to the store in one commit", "writes", _NEXT
     ),
+    _constant(
+        "sessions.store.database:_PAGE_ROWS", "sessions read by `sessions list`", "sessions", _NEXT
+    ),
     _constant("sessions.turn_flow:RETRY_TOKENS", "history sent to a new engine", "tokens", _NEXT),
     _constant("sessions.replay:ENTRIES_PER_SLICE", "journal entries dropped", "entries", _NEXT),
     _constant("sessions.replay:SWEPT_PER_ENTRY", "places of dropped entries", "places", _NEXT),
@@ -242,6 +245,8 @@ BOUND_NOTHING = frozenset(
         "session_server.runner.packed_formats:WORD_BITS",
         # How much is converted at a time.
         "session_server.models.layers.block_weight:CHUNK_ELEMENTS",
+        "session_server.sessions.history_change:TOKEN_BYTES",
+        "session_server.session_command:_PIPED_COLUMNS",
         # Of the store: what marks its file, and the bytes of a secret, a checksum and an epoch.
         "session_server.sessions.store.database:APPLICATION_ID",
         "session_server.sessions.store.database:SCHEMA_VERSION",

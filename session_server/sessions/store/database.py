@@ -13,7 +13,7 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 from session_server.sessions.store.records import SessionRow, decode_settings, encode_settings
 
@@ -23,6 +23,7 @@ APPLICATION_ID: Final = 0x53535253
 SCHEMA_VERSION: Final = 1
 
 _SECRET_BYTES: Final = 32
+_PAGE_ROWS: Final = 256
 _SCHEMA: Final = """
 CREATE TABLE facts (name TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT, WITHOUT ROWID;
 CREATE TABLE sessions (
@@ -67,16 +68,24 @@ class Database:
     `secret`: random bytes that live as long as the store.
     """
 
-    def __init__(self, directory: Path, *, durability: Durability = "turn") -> None:
-        """Open the database, and bring its schema to this version.
+    FILE: ClassVar = "sessions.sqlite3"
+
+    def __init__(
+        self, directory: Path, *, durability: Durability = "turn", is_read_only: bool = False
+    ) -> None:
+        """Open the database, and bring its schema to this version. One that `is_read_only` is open
+        beside a server, and has no verbs.
 
         Raises:
             StoreUnusable: the directory cannot be used, another server has it open, or what is in
                 it was written by a later version or is no store.
         """
-        self.path = directory / "sessions.sqlite3"
-        self._lock_fd = _lock(directory)
+        self.path = directory / self.FILE
+        self._lock_fd = None if is_read_only else _lock(directory)
         try:
+            if is_read_only:
+                self._open_beside()
+                return
             # SQLite would make its files with the permissions that the umask leaves.
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
             self._writer = _connect(self.path)
@@ -90,17 +99,33 @@ class Database:
             self._reader = _connect(self.path)
             self._reader.execute("PRAGMA query_only = ON")
         except (OSError, sqlite3.Error) as error:
-            os.close(self._lock_fd)
+            self._unlock()
             raise StoreUnusable(f"--store {directory}: {error}") from error
         except StoreUnusable:
-            os.close(self._lock_fd)
+            self._unlock()
             raise
+
+    def _open_beside(self) -> None:
+        """Open the database to read it beside a server. Raises StoreUnusable, sqlite3.Error."""
+        self._writer = self._reader = _connect(self.path)
+        self._reader.execute("PRAGMA query_only = ON")
+        self._check_version()
+        self.secret = b""
+
+    def _unlock(self) -> None:
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
 
     def close(self) -> None:
         """Close the database; another server may open it then."""
         self._reader.close()
         self._writer.close()
-        os.close(self._lock_fd)
+        self._unlock()
+
+    def vacuum(self) -> None:
+        """Give the space of what was deleted back to the disk."""
+        self._writer.execute("VACUUM")
+        self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     # -- verbs, inside a transaction
 
@@ -181,6 +206,17 @@ class Database:
         )
         return [entry for (entry,) in rows]
 
+    def walk(self, owner_id: str | None) -> Iterator[SessionRow]:
+        """Yield all sessions of an owner, or of everybody, in order."""
+        after = 0
+        while True:
+            condition = "number > ? AND (? IS NULL OR owner = ?) ORDER BY number LIMIT ?"
+            rows = self._rows(condition, (after, owner_id, owner_id, _PAGE_ROWS))
+            yield from rows
+            if len(rows) < _PAGE_ROWS:
+                return
+            after = rows[-1].number
+
     def count(self) -> tuple[int, int]:
         """Return how many sessions there are, and the highest number."""
         query = "SELECT count(*), coalesce(max(number), 0) FROM sessions"
@@ -191,19 +227,23 @@ class Database:
         query = f"SELECT {_COLUMNS} FROM sessions WHERE {condition}"  # noqa: S608 - our own words
         return [_row_of(columns) for columns in self._reader.execute(query, values)]
 
-    def _migrate(self) -> bytes:
-        """Make the tables of a new store, and return its secret. Raises StoreUnusable."""
+    def _check_version(self) -> int:
+        """Return the version of the schema, 0 for a new file. Raises StoreUnusable."""
         (version,) = self._writer.execute("PRAGMA user_version").fetchone()
         (application,) = self._writer.execute("PRAGMA application_id").fetchone()
-        if version > SCHEMA_VERSION:
+        (num_tables,) = self._writer.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+        if version > SCHEMA_VERSION and application == APPLICATION_ID:
             raise StoreUnusable(
                 f"{self.path} is of version {version}, and this server knows {SCHEMA_VERSION}: "
                 "start the version that wrote it, or pass another --store"
             )
-        if version == 0:
-            (num_tables,) = self._writer.execute("SELECT count(*) FROM sqlite_schema").fetchone()
-            if num_tables:
-                raise StoreUnusable(f"{self.path} is no store of this server: pass another --store")
+        if (version or num_tables) and application != APPLICATION_ID:
+            raise StoreUnusable(f"{self.path} is no store of this server: pass another --store")
+        return int(version)
+
+    def _migrate(self) -> bytes:
+        """Make the tables of a new store, and return its secret. Raises StoreUnusable."""
+        if self._check_version() == 0:
             with self.transaction():
                 for statement in _SCHEMA.split(";\n"):
                     self._writer.execute(statement)
@@ -211,8 +251,6 @@ class Database:
                 self._writer.execute("INSERT INTO facts VALUES ('secret', ?)", (secret,))
                 self._writer.execute(f"PRAGMA application_id = {APPLICATION_ID}")
                 self._writer.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-        elif application != APPLICATION_ID:
-            raise StoreUnusable(f"{self.path} is no store of this server: pass another --store")
         query = "SELECT value FROM facts WHERE name = 'secret'"
         (secret,) = self._writer.execute(query).fetchone()
         return bytes(secret)

@@ -1,0 +1,213 @@
+"""List, show, move and delete the sessions that `serve --store DIR` keeps.
+
+  list                     show the sessions, oldest first
+  show ID                  print what was said in one
+  export ID [FILE]         write one to a file, or to stdout: it is JSON
+  import FILE              put one from a file into the store
+  delete ID [ID ...]       delete some
+  vacuum                   give the space of deleted sessions back to the disk
+
+`list`, `show` and `export` work beside a server; the others need the store
+for themselves, so stop the server first.
+
+examples:
+  session-server sessions list --store DIR
+  session-server sessions export s_4f1c --store DIR > talk.json
+  session-server sessions import talk.json --store OTHER
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from contextlib import closing
+from datetime import datetime
+from pathlib import Path
+from typing import Final
+
+from msgspec import structs
+from rich.console import Console
+
+from session_server.core.errors import InvalidRequest
+from session_server.core.owner import ANONYMOUS
+from session_server.sessions.store.database import Database, StoreUnusable
+from session_server.sessions.store.records import (
+    Damaged,
+    LogEntry,
+    SessionRow,
+    decode_entry,
+    encode_entry,
+)
+from session_server.sessions.store.session_file import (
+    UnusableFile,
+    entry_of,
+    file_of,
+    read_file,
+    write_file,
+)
+from session_server.sessions.validation import check_session_id
+from session_server.terminal import make_table
+
+_WORDS: Final = {
+    "list": (0, 0, "no id"),
+    "show": (1, 1, "ID"),
+    "export": (1, 2, "ID, and FILE perhaps"),
+    "import": (1, 1, "FILE"),
+    "delete": (1, sys.maxsize, "ID, one or more"),
+    "vacuum": (0, 0, "no id"),
+}
+_PIPED_COLUMNS: Final = 160
+_READS: Final = frozenset({"list", "show", "export"})
+
+
+class _Refused(Exception):
+    """Report what cannot be done, and what to do."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `sessions`."""
+    parser.add_argument("action", choices=_WORDS, metavar="ACTION", help=", ".join(_WORDS))
+    parser.add_argument("words", nargs="*", default=[], metavar="ID", help="see above")
+    group = parser.add_argument_group("sessions", "Choose the store, and whose sessions.")
+    group.add_argument("--store", type=Path, metavar="DIR", help="directory of the store")
+    group.add_argument(
+        "--owner",
+        help=f"name of the key whose sessions they are; {ANONYMOUS.owner_id} without keys. "
+        "By default everybody's, and for import that",
+    )
+    group.add_argument("--id", dest="new_id", metavar="ID", help="import it under another id")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what was asked. Return 0, 1 if it cannot be done, 2 for arguments that are wrong."""
+    least, most, needs = _WORDS[args.action]
+    misuse = None
+    if args.store is None:
+        misuse = "pass --store DIR"
+    elif not least <= len(args.words) <= most:
+        misuse = f"{args.action} takes {needs}"
+    if misuse is not None:
+        print(f"session-server sessions: {misuse}", file=sys.stderr)
+        return 2
+    try:
+        if not (args.store / Database.FILE).exists():
+            raise _Refused(f"{args.store} is no store: `serve --store {args.store}` makes one")
+        with closing(Database(args.store, is_read_only=args.action in _READS)) as database:
+            _ACTIONS[args.action](database, args)
+    except (StoreUnusable, UnusableFile, Damaged, _Refused, OSError, ValueError) as error:
+        print(f"session-server sessions: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _list(database: Database, args: argparse.Namespace) -> None:
+    now_s = time.time()
+    rows = (
+        (
+            row.session_id,
+            row.owner_id,
+            f"{row.num_turns:,}",
+            f"{row.num_tokens:,}",
+            datetime.fromtimestamp(row.settings.created_s).isoformat(" ", "minutes"),
+            f"{(row.expires_s - now_s) / 60:,.0f} min" if row.expires_s > now_s else "expired",
+        )
+        for row in database.walk(args.owner)
+    )
+    table = make_table(("id", "owner", "turns", "tokens", "opened", "expires in"), rows)
+    console = Console()
+    if not console.is_terminal:
+        console.width = _PIPED_COLUMNS
+    console.print(table)
+
+
+def _show(database: Database, args: argparse.Namespace) -> None:
+    row = _find(database, args.words[0], args.owner)
+    for item in file_of(row, _entries(database, row)).items:
+        print(f"{item.role}: {item.content}")
+
+
+def _export(database: Database, args: argparse.Namespace) -> None:
+    row = _find(database, args.words[0], args.owner)
+    data = write_file(file_of(row, _entries(database, row)))
+    if len(args.words) == 1:
+        sys.stdout.buffer.write(data)
+    else:
+        path = Path(args.words[1])
+        with path.open("xb") as file:
+            path.chmod(0o600)
+            file.write(data)
+
+
+def _import(database: Database, args: argparse.Namespace) -> None:
+    file = read_file(Path(args.words[0]))
+    session_id, owner_id = args.new_id or file.session_id, args.owner or ANONYMOUS.owner_id
+    try:
+        check_session_id(session_id)
+    except InvalidRequest as error:
+        raise _Refused(f"{session_id!r}: {error.message}") from error
+    if database.find(owner_id, session_id) is not None:
+        raise _Refused(f"{session_id} is there already: pass --id ID for another one")
+    entry, now_s = entry_of(file), time.time()
+    _, last_number = database.count()
+    row = SessionRow(
+        number=max(last_number + 1, int(now_s * 1e6)),
+        owner_id=owner_id,
+        session_id=session_id,
+        model=file.model,
+        expires_s=now_s + file.settings.ttl_s,
+        # A key of the client is one of the server that it was sent to.
+        settings=structs.replace(file.settings, request_digest=b""),
+        num_tokens=len(file.token_ids),
+        num_turns=len(file.ended_turns),
+        num_uses=0,
+    )
+    with database.transaction():
+        database.put(row, encode_entry(entry))
+    print(f"imported {session_id}, {row.num_turns:,} turns, {row.num_tokens:,} tokens")
+
+
+def _delete(database: Database, args: argparse.Namespace) -> None:
+    rows = [_find(database, name, args.owner) for name in args.words]
+    with database.transaction():
+        for row in rows:
+            database.delete(row.number)
+    for row in rows:
+        print(f"deleted {row.session_id}")
+
+
+def _vacuum(database: Database, _args: argparse.Namespace) -> None:
+    before = database.path.stat().st_size
+    database.vacuum()
+    print(f"{before:,} bytes before, {database.path.stat().st_size:,} now")
+
+
+_ACTIONS: Final = {
+    "list": _list,
+    "show": _show,
+    "export": _export,
+    "import": _import,
+    "delete": _delete,
+    "vacuum": _vacuum,
+}
+
+
+def _find(database: Database, session_id: str, owner_id: str | None) -> SessionRow:
+    """Return a session by its id, or by how its id begins."""
+    found = [row for row in database.walk(owner_id) if row.session_id.startswith(session_id)]
+    exact = [row for row in found if row.session_id == session_id]
+    match exact or found:
+        case [row]:
+            return row
+        case []:
+            raise _Refused(f"no session has the id {session_id}, or one that begins so")
+        case several:
+            owners = ", ".join(sorted({row.owner_id for row in several}))
+            raise _Refused(
+                f"{len(several)} sessions have an id that is or begins with {session_id}: give "
+                f"more of it, or an --owner of {owners}"
+            )
+
+
+def _entries(database: Database, row: SessionRow) -> list[LogEntry]:
+    return [decode_entry(data) for data in database.entries(row.number)]
