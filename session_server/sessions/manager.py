@@ -503,7 +503,7 @@ class SessionManager:
         """Finish a close that waited for the last turn to end. Does nothing for a session that is
         closed already: whoever is told of a turn's end may close its session."""
         self._drain.became_idle.set()
-        if session.journal.is_closed:
+        if self._sessions.find(session.owner, session.session_id) is not session:
             return
         if session.settings.is_single_turn and session.closing is None:
             session.closing = "client"
@@ -517,8 +517,8 @@ class SessionManager:
         self._sessions.deadlines.remove(session)
         self._flow.residents.drop(session)
         self._quotas.release_session(session)
-        if not self._flow.conclusion.logs.close(session):
-            session.journal.append(SessionClosed(session.closing))
+        tell = partial(session.journal.append, SessionClosed(session.closing))
+        self._flow.conclusion.logs.close(session, tell)
 
     # -- turns
 

@@ -110,18 +110,22 @@ class SessionLogs:
             told = partial(self._on_written, session, _ignore)
             self.store.touch(self._row(session, place, self.store), told)
 
-    def close(self, session: Session) -> bool:
-        """End the log of a session that closes, and delete it from the store; return whether it
-        goes on in another process instead: then its readers are told of no end."""
+    def close(self, session: Session, on_gone: Callable[[], object]) -> None:
+        """End the log of a session that closes, and delete it from the store; `on_gone` is called
+        once it is gone from there too. One that goes on in another process is told of no end."""
         place, session.life.log = session.life.log, None
         self._behind.pop(session, None)
         if place is None or self.store is None:
-            return False
-        if session.closing == "draining":
+            on_gone()
+        elif session.closing == "draining":
             session.journal.suspend()
-            return True
-        self.store.delete(session.owner.owner_id, session.session_id, session.life.order)
-        return False
+        else:
+
+            def told(_error: Exception | None) -> None:
+                on_gone()
+
+            owner_id, number = session.owner.owner_id, session.life.order
+            self.store.delete(owner_id, session.session_id, number, told)
 
     def retry(self) -> None:
         """Write sessions whose last write has failed: one, and more once that succeeds."""

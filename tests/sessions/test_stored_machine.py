@@ -32,6 +32,7 @@ ALSO_WANTED = (
     "crash under a turn",
     "crash before an end was on disk",
     "crash before a session was on disk",
+    "crash before a session was gone",
     "expired on disk",
     "duplicate id after a crash",
     "told that it is on disk",
@@ -88,7 +89,11 @@ class StoredMachine(SessionMachine):
         self._write_what_failed()
         self.read_all()
         running = self.world.engine.is_busy
-        untold = [shadow for shadow in self.shadows.values() if self.is_ahead(shadow)]
+        found = self.world.manager._sessions.find
+        live = [shadow for shadow in self.shadows.values() if not shadow.is_over]
+        closing = [shadow for shadow in live if found(OWNER, shadow.name) is None]
+        untold = [shadow for shadow in live if self.is_ahead(shadow) and shadow not in closing]
+        self.reached["crash before a session was gone"] += bool(closing)
         self.reached["crash"] += 1
         self.reached["crash under a turn"] += running
         self.reached["crash before an end was on disk"] += bool(untold)
@@ -97,7 +102,8 @@ class StoredMachine(SessionMachine):
         old, self.world = self.world, self.make_world()
         old.finish()
         for shadow in list(self.shadows.values()):
-            if shadow.is_over:
+            if shadow.is_over or shadow in closing:
+                # It was to go, so nobody cares what of it is still there.
                 del self.shadows[shadow.name]
             else:
                 self._come_back(shadow)
@@ -141,6 +147,16 @@ class StoredMachine(SessionMachine):
         self.open(20.0)
         self.crash(0)
 
+    @precondition(lambda self: self.names)
+    @rule(index=st.integers(0, 2), chance=st.integers(0, 9))
+    def close_and_crash(self, index: int, chance: int) -> None:
+        """The process ends before a session is gone from the disk that a client has closed."""
+        if chance:
+            return
+        self.store.is_slow = True
+        self.close(index, 0)
+        self.crash(0)
+
     @rule(chance=st.integers(0, 5))
     def rest_and_crash(self, chance: int) -> None:
         """The process ends while sessions rest, and some have expired when the next one comes."""
@@ -168,7 +184,13 @@ class StoredMachine(SessionMachine):
 
     def is_ahead(self, shadow: Shadow) -> bool:
         session = self.world.manager._sessions.find(OWNER, shadow.name)
-        return session is not None and session.is_concluding
+        return session is None or session.is_concluding
+
+    @property
+    def names(self) -> list[str]:
+        """Sessions that are open, and not on their way from the disk."""
+        found = self.world.manager._sessions.find
+        return [name for name in super().names if found(OWNER, name) is not None]
 
     def _read_end(
         self, shadow: Shadow, end: TurnCompleted | TurnCancelled | TurnFailedEntry

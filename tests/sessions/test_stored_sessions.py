@@ -22,6 +22,7 @@ from session_server.core.owner import Owner
 from session_server.core.session_events import (
     ChatInput,
     Message,
+    SessionClosed,
     TokenInput,
     TurnCompleted,
 )
@@ -345,6 +346,19 @@ def test_a_session_that_was_closed_or_has_expired_does_not_come_back(disk: Disk)
         with pytest.raises(SessionNotFound):
             world.manager.get(OWNER, long)
         assert disk.store.num_sessions == 0
+
+
+def test_a_session_is_closed_once_it_is_gone_from_the_disk(disk: Disk) -> None:
+    with disk.world() as world:
+        name = world.create(is_stored=True)
+        journal = world.manager.journal(OWNER, name)
+        disk.store.is_slow = True
+        world.manager.close(OWNER, name)
+        with pytest.raises(SessionNotFound):
+            world.manager.get(OWNER, name)
+        assert not journal.is_closed
+        world.do(world.manager.stored())
+        assert journal.find(journal.last_seq) == SessionClosed("client")
 
 
 def test_a_session_in_use_outlives_the_time_that_was_written(disk: Disk) -> None:

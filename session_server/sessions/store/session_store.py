@@ -150,19 +150,22 @@ class SessionStore:
         """Write what the row says, but no entry; `told` as in `put`."""
         self._ask(partial(_touch, row), told)
 
-    def delete(self, owner_id: str, session_id: str, number: int) -> None:
-        """Delete a session. From now on it is not found."""
+    def delete(
+        self, owner_id: str, session_id: str, number: int, told: Told = lambda _error: None
+    ) -> None:
+        """Delete a session. From now on it is not found; `told` as in `put`."""
         name = owner_id, session_id
         self._dropped[name] = self._dropped.get(name, 0) + 1
 
-        def told(error: Exception | None) -> None:
+        def forget(error: Exception | None) -> None:
             # What could not be deleted is found again in the next process, until it expires.
             if error is None:
                 self._dropped[name] -= 1
                 if not self._dropped[name]:
                     del self._dropped[name]
+            told(error)
 
-        self._ask(partial(_delete, number), told)
+        self._ask(partial(_delete, number), forget)
 
     def _ask(self, write: Write, told: Told) -> None:
         self._commits.ask(write, partial(self._note, told))
