@@ -26,7 +26,12 @@ CLOCKS = {
 MAY_SHOW_THE_TIME = {
     ("session_server/wiring.py", "make_services"): "when the model was loaded, for /v1/models",
     ("session_server/metrics/tracing.py", "__init__"): "when the spans of a trace began",
-    ("session_server/sessions/opening.py", "new_session"): "created_at, and the template's date",
+    ("session_server/sessions/opening.py", "new"): "created_at, and the template's date",
+    ("session_server/sessions/store/session_store.py", "_steady_clock"): (
+        "when the server began: sessions on disk expire by it, whatever it says later"
+    ),
+    ("session_server/session_command.py", "_list"): "what is left of a session's time",
+    ("session_server/session_command.py", "_import"): "when a session was imported",
     ("session_server/sessions/response_turns.py", "_measure"): "the template's date, in a count",
     ("session_server/key_command.py", "run"): "the date in the comment of a key",
     ("session_server/web/websocket.py", "_first_message_credential"): "server_time of a pong",

@@ -31,7 +31,8 @@ class SessionStore:
 
     `model`: the fingerprint of the tokenizer that token ids are of. `durability`: with "turn" the
     end of a turn waits for its commit, with "relaxed" it does not. `wall_clock` returns seconds
-    that go on while no server runs.
+    that go on while no server runs; by default those of this moment and what passes from here on,
+    so that a clock that is set while the server runs ends no session.
     """
 
     def __init__(
@@ -40,11 +41,12 @@ class SessionStore:
         *,
         model: bytes,
         durability: Durability = "turn",
-        wall_clock: Callable[[], float] = time.time,
+        wall_clock: Callable[[], float] | None = None,
     ) -> None:
         """Open the store. Raises StoreUnusable."""
         self._database = Database(directory, durability=durability)
-        self.model, self.durability, self.wall_clock = model, durability, wall_clock
+        self.model, self.durability = model, durability
+        self.wall_clock = wall_clock or _steady_clock()
         self._boot = secrets.token_bytes(_EPOCH_BYTES)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._commits = GroupCommits(self._database, self._deliver)
@@ -181,6 +183,11 @@ class SessionStore:
     def _deliver(self, run: Callable[[], None]) -> None:
         assert self._loop is not None, "a store that was not started"
         self._loop.call_soon_threadsafe(run)
+
+
+def _steady_clock() -> Callable[[], float]:
+    ahead_s = time.time() - time.monotonic()
+    return lambda: time.monotonic() + ahead_s
 
 
 def _put(row: SessionRow, entry: bytes, database: Database) -> None:
