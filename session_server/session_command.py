@@ -37,7 +37,9 @@ from session_server.sessions.store.records import (
     LogEntry,
     SessionRow,
     decode_entry,
+    decode_settings,
     encode_entry,
+    encode_settings,
 )
 from session_server.sessions.store.session_file import (
     UnusableFile,
@@ -109,7 +111,7 @@ def _list(database: Database, args: argparse.Namespace) -> None:
             row.owner_id,
             f"{row.num_turns:,}",
             f"{row.num_tokens:,}",
-            datetime.fromtimestamp(row.settings.created_s).isoformat(" ", "minutes"),
+            datetime.fromtimestamp(_created_s(row)).isoformat(" ", "minutes"),
             f"{(row.expires_s - now_s) / 60:,.0f} min" if row.expires_s > now_s else "expired",
         )
         for row in database.walk(args.owner)
@@ -119,6 +121,10 @@ def _list(database: Database, args: argparse.Namespace) -> None:
     if not console.is_terminal:
         console.width = _PIPED_COLUMNS
     console.print(table)
+
+
+def _created_s(row: SessionRow) -> float:
+    return decode_settings(row.settings).created_s
 
 
 def _show(database: Database, args: argparse.Namespace) -> None:
@@ -157,7 +163,7 @@ def _import(database: Database, args: argparse.Namespace) -> None:
         model=file.model,
         expires_s=now_s + file.settings.ttl_s,
         # A key of the client is one of the server that it was sent to.
-        settings=structs.replace(file.settings, request_digest=b""),
+        settings=encode_settings(structs.replace(file.settings, request_digest=b"")),
         num_tokens=len(file.token_ids),
         num_turns=len(file.ended_turns),
         num_uses=0,

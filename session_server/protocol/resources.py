@@ -20,7 +20,8 @@ from session_server.protocol.frames import ItemBody, UsageBody
 
 class SessionBody(msgspec.Struct, frozen=True, kw_only=True):
     """One session. `seq` and `epoch` are its journal position now; `turns` counts the ended turns.
-    `created` is wall-clock seconds."""
+    `created` is wall-clock seconds. `durable`: whether all of it is on disk; null for one that ends
+    with the server."""
 
     id: str
     object: Literal["session"]
@@ -37,6 +38,7 @@ class SessionBody(msgspec.Struct, frozen=True, kw_only=True):
     pinned: bool
     history: Literal["append", "template"]
     created: float
+    durable: bool | None = None
 
 
 class TicketBody(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,6 +17,9 @@ from session_server.sessions.turn_flow import TurnFlow
 _CANCEL_GRACE_S: Final = 2.0
 """How long a drain waits for the engine to confirm the cancels it sent at its deadline."""
 
+_DISK_GRACE_S: Final = 5.0
+"""How long a drain waits for what it has written."""
+
 
 @dataclass(slots=True)
 class Drain:
@@ -53,7 +56,9 @@ class Drain:
             self.flow.backlog.finish()
         async for session in self.sessions.in_slices():
             self.close(session)
-        await self.flow.conclusion.logs.flush()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DISK_GRACE_S):
+                await self.flow.conclusion.logs.flush()
 
     async def _wait(self, deadline_s: float) -> None:
         """Wait until no turn is live, at most for `deadline_s`."""

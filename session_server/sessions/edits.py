@@ -124,6 +124,7 @@ class HistoryEdits:
             session_id=new_id,
             ttl_s=source.settings.ttl_s,
             metadata=source.settings.metadata,
+            history=source.settings.asked_history,
             is_stored=source.life.log is not None,
         )
         view = self.open_with(owner, request, source.transcript.fork(num_items))

@@ -32,16 +32,17 @@ from session_server.sessions.turn import SessionTurn
 RECORD_BYTES: Final = 208
 """Host memory of one record at most, its place in the table included."""
 
-_RECORD: Final = Struct("<16sBBQIIIIIIIIf")
-"""Fingerprint, kind, reason or code, sequence number of the end, entries since the beginning,
-number of the item, its index, tokens of the context, of it cached, generated, drafted, the seconds
-after which what failed can succeed or 0, and the milliseconds to the first token or -1. Packed,
-because a session keeps every one."""
+_RECORD: Final = Struct("<16sBBBQIIIIIIIIf")
+"""Fingerprint, kind, reason or code, whether it is on disk, sequence number of the end, entries
+since the beginning, number of the item, its index, tokens of the context, of it cached, generated,
+drafted, the seconds after which what failed can succeed or 0, and the milliseconds to the first
+token or -1. Packed, because a session keeps every one."""
 
 _KINDS: Final = ("stop", "length", "kept", "dropped", "failed")
 _REASONS: Final[tuple[CancelReason, ...]] = get_args(CancelReason)
 _FORMS: Final = {wire.code: wire for wire in (*WIRE_ERRORS.values(), INTERNAL_ERROR)}
 _CODES: Final = tuple(sorted(_FORMS))
+_DURABLE: Final = (None, False, True)
 _FAILED: Final = "The turn failed. What was said about it then is no longer kept."
 
 
@@ -59,6 +60,7 @@ class EndedTurn:
     answer_index: int
     usage: TokenUsage
     retry_after_s: int
+    is_durable: bool | None
 
     @property
     def status(self) -> Literal["completed", "cancelled", "failed"]:
@@ -83,7 +85,7 @@ class EndedTurn:
             None,
             reasoning=said.reasoning,
             tool_calls=said.tool_calls,
-            is_durable=self.end_seq == 0 or None,  # what another process wrote came from disk
+            is_durable=self.is_durable,
         )
         match self.kind:
             case "stop" | "length" as reason:
@@ -115,16 +117,17 @@ class EndedTurns:
 
         `num_items`: items of the conversation; an answer that was kept is the last of them.
         """
+        record = record_of(turn, end, num_items=num_items)
         place = end_seq, end_seq - turn.created_seq
-        self._records[_key(turn.request.turn_id)] = _packed(turn, end, place, num_items)
+        self._records[record.key] = _packed(record, place, is_durable=end.outcome.is_durable)
 
     def records(self) -> tuple[EndRecord, ...]:
         """Return all of them for another process, whose journals have none of these entries."""
-        return tuple(EndRecord(key, _unplaced(each)) for key, each in self._records.items())
+        return tuple(_unpacked(key, packed) for key, packed in self._records.items())
 
-    def restore(self, turn: EndRecord) -> None:
+    def restore(self, record: EndRecord) -> None:
         """Record a turn that has ended in another process."""
-        self._records[turn.key] = turn.record
+        self._records[record.key] = _packed(record, (0, 0), is_durable=True)
 
     def measure(self, num_turns: int) -> tuple[int, int, list[float]]:
         """Return the tokens of the contexts of the last turns, how many of them were cached, and
@@ -143,8 +146,8 @@ class EndedTurns:
         record = self._records.get(_key(turn_id))
         if record is None:
             return None
-        digest, kind, detail, end_seq, length, item, index, *tokens, wait_s, _ = _RECORD.unpack(
-            record
+        digest, kind, detail, durable, end_seq, length, item, index, *tokens, wait_s, _ = (
+            _RECORD.unpack(record)
         )
         return EndedTurn(
             fingerprint=digest,
@@ -156,36 +159,56 @@ class EndedTurns:
             answer_index=index,
             usage=TokenUsage(*tokens),
             retry_after_s=wait_s,
+            is_durable=_DURABLE[durable],
         )
 
 
 def record_of(turn: SessionTurn, end: TurnEnd, *, num_items: int) -> EndRecord:
-    """Return the record of a turn for another process; `num_items` as in `EndedTurns.add`."""
-    return EndRecord(_key(turn.request.turn_id), _packed(turn, end, (0, 0), num_items))
-
-
-def _packed(turn: SessionTurn, end: TurnEnd, place: tuple[int, int], num_items: int) -> bytes:
+    """Return what is kept of a turn; `num_items` as in `EndedTurns.add`."""
     kind, detail = _kind_of(end)
     usage, timings = end.outcome.usage, end.outcome.timings
-    return _RECORD.pack(
-        turn.fingerprint,
-        _KINDS.index(kind),
-        detail,
-        *place,
-        int(turn.item_id.removeprefix("i_")),
-        max(0, num_items - 1),
-        usage.input_tokens,
-        usage.cached_tokens,
-        usage.output_tokens,
-        usage.drafted_tokens,
-        _wait_of(end),
-        -1.0 if timings is None or not usage.output_tokens else timings.ttft_ms,
+    return EndRecord(
+        key=_key(turn.request.turn_id),
+        fingerprint=turn.fingerprint,
+        kind=kind,
+        detail=detail,
+        item=int(turn.item_id.removeprefix("i_")),
+        index=max(0, num_items - 1),
+        input_tokens=usage.input_tokens,
+        cached_tokens=usage.cached_tokens,
+        output_tokens=usage.output_tokens,
+        drafted_tokens=usage.drafted_tokens,
+        retry_after_s=_wait_of(end),
+        first_token_ms=-1.0 if timings is None or not usage.output_tokens else timings.ttft_ms,
     )
 
 
-def _unplaced(record: bytes) -> bytes:
-    digest, kind, detail, _, _, *others = _RECORD.unpack(record)
-    return _RECORD.pack(digest, kind, detail, 0, 0, *others)
+def _packed(record: EndRecord, place: tuple[int, int], *, is_durable: bool | None) -> bytes:
+    names: tuple[str, ...] = _CODES if record.kind == "failed" else _REASONS
+    # A later version may have failed or canceled turns for reasons that this one does not know.
+    default = INTERNAL_ERROR.code if record.kind == "failed" else _REASONS[0]
+    detail = record.detail if record.detail in names else default
+    return _RECORD.pack(
+        record.fingerprint,
+        _KINDS.index(record.kind),
+        names.index(detail),
+        _DURABLE.index(is_durable),
+        *place,
+        record.item,
+        record.index,
+        record.input_tokens,
+        record.cached_tokens,
+        record.output_tokens,
+        record.drafted_tokens,
+        record.retry_after_s,
+        record.first_token_ms,
+    )
+
+
+def _unpacked(key: int, packed: bytes) -> EndRecord:
+    digest, kind, detail, _, _, _, *others = _RECORD.unpack(packed)
+    names = _CODES if _KINDS[kind] == "failed" else _REASONS
+    return EndRecord(key, digest, _KINDS[kind], names[detail], *others)
 
 
 def _key(turn_id: str) -> int:
@@ -200,13 +223,13 @@ def _wait_of(end: TurnEnd) -> int:
     return min(math.ceil(wait_s or 0.0), (1 << 32) - 1)
 
 
-def _kind_of(end: TurnEnd) -> tuple[str, int]:
+def _kind_of(end: TurnEnd) -> tuple[str, str]:
     match end:
         case TurnCompleted(reason=reason):
-            return reason, 0
+            return reason, ""
         case TurnCancelled(kept_partial=kept, reason=reason):
-            return "kept" if kept else "dropped", _REASONS.index(reason)
+            return "kept" if kept else "dropped", reason
         case TurnFailedEntry(code=code):
-            return "failed", _CODES.index(code if code in _FORMS else INTERNAL_ERROR.code)
+            return "failed", code
         case _:
             assert_never(end)

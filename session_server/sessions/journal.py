@@ -81,11 +81,10 @@ class Journal:
         *,
         replay: Replay | None = None,
         clock: Callable[[], float] = time.monotonic,
-        epoch: str | None = None,
     ) -> None:
         """Create an empty journal. `replay` bounds it together with others; None leaves it to
-        `limits` alone. `epoch`: None for a new one."""
-        self.epoch = epoch or secrets.token_hex(8)
+        `limits` alone."""
+        self.epoch = secrets.token_hex(8)
         self._limits = limits or JournalLimits()
         self._replay = replay or Replay(max_bytes=sys.maxsize, max_age_s=math.inf)
         self._clock = clock

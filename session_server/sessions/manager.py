@@ -187,6 +187,7 @@ class SessionManager:
         except SessionExists:
             session = self._sessions.get(owner, session_id)
             check_repeated(session, request)
+            await self.stored()
             return session.view()
 
     async def _create(self, owner: Owner, request: OpenRequest) -> SessionView:
@@ -197,9 +198,9 @@ class SessionManager:
                 await self._flow.prompt_builder.check_opening(owner, state, max_len=max_len)
             # Another request may have taken the id, the place or the room during the await.
             self._check_open(owner, request)
-        view = self._add(session, is_stored=request.is_stored)
+        self._add(session, is_stored=request.is_stored)
         await self.stored()
-        return view
+        return session.view()
 
     def open(self, owner: Owner, request: OpenRequest) -> SessionView:
         """Open a session whose first messages, if any, need not be measured.
@@ -265,6 +266,8 @@ class SessionManager:
         `SessionClosed` ends the journal, at once when no turn runs; then the id is free. Closing
         twice is closing once. Raises SessionNotFound.
         """
+        if (view := self._sessions.close_on_disk(owner, session_id)) is not None:
+            return view
         session = self._sessions.get(owner, session_id)
         self._close(session, reason)
         return session.view()

@@ -56,15 +56,13 @@ class SessionMaker:
         session.session_id = request.session_id or session.copy.session_id
         return session
 
-    def again(
-        self, owner: Owner, settings: SessionConfig, life: SessionLife, epoch: str
-    ) -> Session:
-        """Build a session that was open before, without its conversation.
+    def again(self, owner: Owner, settings: SessionConfig, life: SessionLife) -> Session:
+        """Build a session that was open before, without its conversation. Its journal is new.
 
         Raises:
             UnsupportedOperation: it asked for a `history` that this model's template cannot write.
         """
-        return self._with(owner, settings, life, epoch=epoch)
+        return self._with(owner, settings, life)
 
     def _with(
         self,
@@ -73,7 +71,6 @@ class SessionMaker:
         life: SessionLife,
         *,
         said: tuple[Message, ...] = (),
-        epoch: str | None = None,
     ) -> Session:
         modes = history_modes(settings.asked_history, self.text)
         opened = datetime.fromtimestamp(settings.created_s).astimezone()
@@ -81,7 +78,7 @@ class SessionMaker:
             owner=owner,
             session_id="",
             settings=settings,
-            journal=Journal(self.limits.journal, replay=self.replay, clock=self.clock, epoch=epoch),
+            journal=Journal(self.limits.journal, replay=self.replay, clock=self.clock),
             transcript=Transcript(modes, said, now=opened),
             life=life,
         )

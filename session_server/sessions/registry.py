@@ -24,6 +24,7 @@ from session_server.sessions.views import SessionPage, SessionView
 _logger: Final = logging.getLogger("session_server.sessions")
 _order: Final = attrgetter("life.order")
 _NOT_FOUND: Final = "No such session: closed, expired, or opened with another key."
+_LAST_ORDER: Final = (1 << 63) - 1
 _CURSOR: Final = re.compile(r"~([0-9]{1,20})")
 """The order of a session, marked by a character that no session id has."""
 
@@ -39,6 +40,9 @@ class OnDisk(Protocol):
 
     def page(self, owner: Owner, *, limit: int, after: int) -> list[tuple[int, SessionView]]:
         """Return up to `limit` sessions behind a place in the order, with their places."""
+
+    def close(self, owner: Owner, session_id: str) -> SessionView | None:
+        """Delete a session, or return None if there is none."""
 
     def expire(self) -> bool:
         """Delete some whose time has come; return whether there may be more."""
@@ -160,6 +164,12 @@ class SessionRegistry:
             views, tuple(_cursor_of(order) for order, _ in found[:limit]), len(found) > limit
         )
 
+    def close_on_disk(self, owner: Owner, session_id: str) -> SessionView | None:
+        """Delete a session that is on disk alone, unread; return None if there is none."""
+        if self.on_disk is None or self.find(owner, session_id) is not None:
+            return None
+        return self.on_disk.close(owner, session_id)
+
     def expire_on_disk(self) -> bool:
         """Delete some sessions that are on disk alone and whose time has come; return whether there
         may be more."""
@@ -172,7 +182,7 @@ class SessionRegistry:
             return 0
         cursor = _CURSOR.fullmatch(after)
         if cursor is not None:
-            return int(cursor[1])
+            return min(int(cursor[1]), _LAST_ORDER)
         session = self.find(owner, after)
         order = None if session is None else session.life.order
         if order is None and self.on_disk is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,6 +21,7 @@ from session_server.sessions.ended_turns import EndedTurn, EndedTurns
 from session_server.sessions.footprint import SESSION_BYTES, metadata_bytes
 from session_server.sessions.items import message_of, message_of_answer
 from session_server.sessions.journal import Journal
+from session_server.sessions.store.records import EndRecord
 from session_server.sessions.transcript import Transcript
 from session_server.sessions.turn import CancelAccepted, SessionTurn, TurnPhase
 from session_server.sessions.views import HistoryMode, SessionView, TurnView
@@ -76,12 +78,24 @@ class EngineCopy:
 class LogPlace:
     """Say what the store has of a session: so many entries, of so many bytes.
 
-    `is_behind`: something is not there, because a write has failed.
+    One write is under way at a time (`is_writing`); what comes meanwhile waits for the next one:
+    `has_changed` if it needs an entry, `is_touched` if not, with the `ends` of turns and those that
+    are `told`. `is_behind`: a write has failed, so the next one has all of the session.
     """
 
     num_entries: int = 0
     num_bytes: int = 0
+    is_writing: bool = False
+    has_changed: bool = False
+    is_touched: bool = False
     is_behind: bool = False
+    ends: list[EndRecord] = field(default_factory=list)
+    told: list[Callable[[Exception | None], None]] = field(default_factory=list)
+
+    @property
+    def is_written(self) -> bool:
+        """Return whether all of the session is on disk."""
+        return not (self.is_writing or self.has_changed or self.is_touched or self.is_behind)
 
 
 @dataclass(slots=True)
@@ -181,6 +195,7 @@ class Session:
             is_pinned=self.settings.is_pinned,
             history=self.transcript.mode,
             created_s=self.settings.created_s,
+            is_durable=None if self.life.log is None else self.life.log.is_written,
         )
 
     def turn_view(self, turn: SessionTurn) -> TurnView:

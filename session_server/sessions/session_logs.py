@@ -1,15 +1,14 @@
 """`SessionLogs`: write what changes in sessions to the store, and make sessions of what is there.
 
-A session writes its changes in order. Where a write fails, it goes on in memory, and its next write
-has all of it: nothing is appended to a log that lacks something.
+A session writes its changes in order, one write at a time. Where one fails, the session goes on in
+memory, and its next write has all of it: nothing is appended to a log that lacks something.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
-from functools import partial
 from itertools import islice
 from typing import Final
 
@@ -22,7 +21,9 @@ from session_server.sessions.store.records import (
     LogEntry,
     SessionRow,
     StoredSettings,
+    decode_settings,
     encode_entry,
+    encode_settings,
 )
 from session_server.sessions.store.session_store import SessionStore
 from session_server.sessions.store.writer import Told
@@ -32,6 +33,12 @@ _logger: Final = logging.getLogger("session_server.store")
 
 MAX_ENTRIES: Final = 1024
 """Entries of a session, all of which are read when it is. The next one has all of it again."""
+
+MAX_RETRIED_BYTES: Final = 16 << 20
+"""Of sessions that are written again at a time; the last one may exceed it."""
+
+BUSY_S: Final = 3600.0
+"""Seconds for which a session is not looked at whose turns run, if its time on disk is over."""
 
 _MIN_LOG_BYTES: Final = 1 << 16
 
@@ -59,7 +66,7 @@ class SessionLogs:
             num_writes=counts.num_writes,
             num_failed=counts.num_failed,
             commit_s=counts.commit_s,
-            num_behind=len(self._behind),
+            num_behind=len(self._behind) + self.store.num_undeleted,
             is_failing=self.store.failure is not None,
         )
 
@@ -72,7 +79,7 @@ class SessionLogs:
         """Begin the log of a session that was registered."""
         if self.store is not None:
             session.life.log = LogPlace()
-            self._write_whole(session, session.life.log, _ignore)
+            self.record(session)
 
     def record_turn(self, session: Session, turn: EndRecord, told: Told) -> bool:
         """Write a turn that was computed, and what it has changed; return whether its end shall
@@ -85,57 +92,62 @@ class SessionLogs:
         """Write what has changed in a session, and a turn that has ended. `told` is called when it
         is on disk, or cannot be. Does nothing for a session that is not stored."""
         place = session.life.log
-        if place is None or self.store is None:
+        if place is None:
             return
-        # What later entries have replaced stays in the log: no more than there is of the rest.
-        is_long = place.num_bytes > max(_MIN_LOG_BYTES, 2 * session.num_bytes)
-        if place.is_behind or is_long or place.num_entries >= MAX_ENTRIES:
-            self._write_whole(session, place, told, turn)
-            return
-        turns = () if turn is None else (turn,)
-        data = encode_entry(LogEntry(session.transcript.take_change(), turns))
-        row = self._row(session, place, self.store, num_new=len(turns))
-        place.num_entries += 1
-        place.num_bytes += len(data)
-        self.store.append(row, data, partial(self._on_written, session, told))
+        place.has_changed = True
+        place.told.append(told)
+        if turn is not None:
+            place.ends.append(turn)
+        self._write(session, place)
 
     def touch(self, session: Session) -> None:
-        """Write the settings of a session, and when it expires."""
+        """Write the settings of a session, and when it expires. Does nothing for one that is not
+        stored."""
         place = session.life.log
-        if place is None or self.store is None:
-            return
-        if place.is_behind:
-            self._write_whole(session, place, _ignore)
-        else:
-            told = partial(self._on_written, session, _ignore)
-            self.store.touch(self._row(session, place, self.store), told)
+        if place is not None:
+            place.is_touched = True
+            self._write(session, place)
 
     def close(self, session: Session, on_gone: Callable[[], object]) -> None:
         """End the log of a session that closes, and delete it from the store; `on_gone` is called
-        once it is gone from there too. One that goes on in another process is told of no end."""
-        place, session.life.log = session.life.log, None
-        self._behind.pop(session, None)
+        once it is gone from there too, or cannot be now. One that goes on in another process is
+        told of no end."""
+        place = session.life.log
         if place is None or self.store is None:
             on_gone()
-        elif session.closing == "draining":
+            return
+        is_kept = session.closing == "draining"
+        if is_kept and place.is_behind:
+            place.has_changed = True
+            self._write(session, place)  # a last time: there may be room again
+        session.life.log = None
+        self._behind.pop(session, None)
+        if is_kept:
             session.journal.suspend()
-        else:
+            return
 
-            def told(_error: Exception | None) -> None:
-                on_gone()
+        def told(_error: Exception | None) -> None:
+            on_gone()
 
-            owner_id, number = session.owner.owner_id, session.life.order
-            self.store.delete(owner_id, session.session_id, number, told)
+        owner_id, number = session.owner.owner_id, session.life.order
+        self.store.delete(owner_id, session.session_id, number, told)
 
     def retry(self) -> None:
-        """Write sessions whose last write has failed: one, and more once that succeeds."""
-        if not self._behind:
+        """Write sessions whose last write has failed: one, and more once that succeeds; and delete
+        those that could not be deleted."""
+        if self.store is None:
             return
-        assert self.store is not None, "no write has failed without a store"
-        num_tried = 1 if self.store.failure is not None else SLICE
-        for session in list(islice(self._behind, num_tried)):
-            assert session.life.log is not None, "a closed session is not behind"
-            self._write_whole(session, session.life.log, _ignore)
+        self.store.retry_deletes()
+        num_left = 1 if self.store.failure is not None else SLICE
+        num_bytes = 0
+        for session in list(islice(self._behind, num_left)):
+            place = session.life.log
+            assert place is not None, "a closed session is not behind"
+            place.has_changed = True
+            self._write(session, place)
+            num_bytes += session.num_bytes
+            if num_bytes > MAX_RETRIED_BYTES:
+                break
 
     def fill(self, session: Session, row: SessionRow) -> None:
         """Give a new session the conversation that is in the store.
@@ -147,8 +159,10 @@ class SessionLogs:
         assert self.store is not None, "a row of no store"
         if row.model != self.store.model:
             raise UnknownModel("this session was held with a model that has another tokenizer")
-        session.transcript.now = datetime.fromtimestamp(row.settings.now_s).astimezone()
         try:
+            session.transcript.now = datetime.fromtimestamp(
+                decode_settings(row.settings).now_s
+            ).astimezone()
             entries, num_bytes = self.store.entries(row)
             for entry in entries:
                 session.transcript.apply(entry.change)
@@ -159,37 +173,75 @@ class SessionLogs:
             raise InternalInconsistency("what is stored of this session is damaged") from error
         session.life.log = LogPlace(row.num_entries, num_bytes)
 
-    def _write_whole(
-        self, session: Session, place: LogPlace, told: Told, turn: EndRecord | None = None
-    ) -> None:
-        session.transcript.forget_taken()
-        turns = () if turn is None else (turn,)
-        entry = LogEntry(session.transcript.take_change(), (*session.ended.records(), *turns))
+    def _write(self, session: Session, place: LogPlace) -> None:
+        """Write what waits, unless a write is under way: then it comes next."""
+        if place.is_writing:
+            return
         assert self.store is not None, "a log without a store"
-        data, row = encode_entry(entry), self._row(session, place, self.store, num_new=len(turns))
-        place.num_entries, place.num_bytes, place.is_behind = 1, len(data), False
-        self._behind.pop(session, None)
-        self.store.put(row, data, partial(self._on_written, session, told))
+        ends, told = tuple(place.ends), tuple(place.told)
+        place.ends.clear()
+        place.told.clear()
+        # What later entries have replaced stays in the log: no more than there is of the rest.
+        is_long = place.num_bytes > max(_MIN_LOG_BYTES, 2 * session.num_bytes)
+        is_whole = place.num_entries in {0, MAX_ENTRIES} or is_long or place.is_behind
+        has_changed = is_whole or place.has_changed
+        place.is_writing, place.has_changed, place.is_touched = True, False, False
+        row = self._row(session, place, self.store, num_new=len(ends))
+        if not has_changed:
+            after = place.num_entries, place.num_bytes
+            self.store.touch(row, self._on_written(session, place, told, after))
+            return
+        if is_whole:
+            session.transcript.forget_taken()
+            ends = (*session.ended.records(), *ends)
+        data = encode_entry(LogEntry(session.transcript.take_change(), ends))
+        before = (0, 0) if is_whole else (place.num_entries, place.num_bytes)
+        after = before[0] + 1, before[1] + len(data)
+        written = self._on_written(session, place, told, after)
+        if is_whole:
+            self.store.put(row, data, written)
+        else:
+            self.store.append(row, data, written)
 
-    def _on_written(self, session: Session, told: Told, error: Exception | None) -> None:
-        if error is not None and session.life.log is not None:
-            session.life.log.is_behind = True
-            self._behind[session] = None
-        told(error)
+    def _on_written(
+        self, session: Session, place: LogPlace, told: Sequence[Told], after: tuple[int, int]
+    ) -> Told:
+        """Return what is called when a write is on disk, or cannot be. `after`: the entries of the
+        log then, and their bytes."""
+
+        def written(error: Exception | None) -> None:
+            place.is_writing = False
+            if error is None:
+                place.num_entries, place.num_bytes = after
+                place.is_behind = False
+                self._behind.pop(session, None)
+            else:
+                place.is_behind = True
+                if session.life.log is place:
+                    self._behind[session] = None
+            try:
+                for each in told:
+                    each(error)
+            finally:
+                if (place.has_changed or place.is_touched) and session.life.log is place:
+                    self._write(session, place)
+
+        return written
 
     def _row(
         self, session: Session, place: LogPlace, store: SessionStore, *, num_new: int = 0
     ) -> SessionRow:
         """Return what a list says of a session; `num_new` turns are about to be recorded."""
-        ttl_s = session.settings.ttl_s
-        left_s = session.expires_s - self._clock() if session.is_idle else ttl_s
+        rests = not session.queue and (session.live is None or session.is_concluding)
+        left_s = session.expires_s - self._clock()
         return SessionRow(
             number=session.life.order,
             owner_id=session.owner.owner_id,
             session_id=session.session_id,
             model=store.model,
-            expires_s=store.wall_clock() + left_s,
-            settings=_stored(session),
+            # While turns run or wait it does not expire; each of them writes it anew.
+            expires_s=store.wall_clock() + (left_s if rests else max(left_s, 0.0) + BUSY_S),
+            settings=encode_settings(_stored(session)),
             num_tokens=len(session.transcript),
             num_turns=len(session.ended) + num_new,
             num_uses=session.life.num_uses,
@@ -197,9 +249,8 @@ class SessionLogs:
         )
 
 
-def settings_of(row: SessionRow) -> SessionConfig:
+def settings_of(stored: StoredSettings) -> SessionConfig:
     """Return the settings of a session in the store."""
-    stored = row.settings
     return SessionConfig(
         ttl_s=stored.ttl_s,
         metadata=stored.metadata,

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import sqlite3
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
+from session_server.core.errors import InternalInconsistency, ServerBusy
 from session_server.core.owner import Owner
+from session_server.core.session_events import SessionState
 from session_server.sessions.backlog import SLICE
 from session_server.sessions.opening import SessionMaker, history_modes
 from session_server.sessions.quotas import Quotas
 from session_server.sessions.registry import SessionRegistry
 from session_server.sessions.session import Session, SessionLife
 from session_server.sessions.session_logs import SessionLogs, settings_of
-from session_server.sessions.store.records import SessionRow
+from session_server.sessions.store.records import (
+    Damaged,
+    SessionRow,
+    StoredSettings,
+    decode_settings,
+)
 from session_server.sessions.store.session_store import SessionStore
 from session_server.sessions.views import SessionView
+
+_logger: Final = logging.getLogger("session_server.store")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,58 +45,91 @@ class StoredSessions:
 
         Raises:
             UnknownModel: its tokens are those of another tokenizer.
+            UnsupportedOperation: it asked for a `history` that this model's template cannot write.
             InternalInconsistency: what is stored of it is damaged.
-            QuotaExceeded, ServerBusy: there is no room for it in memory.
+            QuotaExceeded, ServerBusy: there is no room for it in memory, or no disk to read.
         """
-        row = self.store.find(owner.owner_id, session_id)
-        if row is None:
-            return None
-        settings, left_s = settings_of(row), row.expires_s - self.store.wall_clock()
-        life = SessionLife(
-            self.maker.clock() + left_s - settings.ttl_s, order=row.number, num_uses=row.num_uses
-        )
-        session = self.maker.again(owner, settings, life, self.store.epoch_of(row.number))
-        session.session_id = session_id
-        self.logs.fill(session, row)
+        with _reading():
+            row = self.store.find(owner.owner_id, session_id)
+            if row is None:
+                return None
+            settings, left_s = settings_of(_settings(row)), row.expires_s - self.store.wall_clock()
+            settings.is_pinned &= self.maker.limits.allows_pinned
+            life = SessionLife(
+                self.maker.clock() + left_s - settings.ttl_s,
+                order=row.number,
+                num_uses=row.num_uses,
+            )
+            session = self.maker.again(owner, settings, life)
+            session.session_id = session_id
+            self.logs.fill(session, row)
         self.quotas.take_session(session)
         self.sessions.restored(session)
         self.sessions.deadlines.watch(session)
         return session
 
     def order_of(self, owner: Owner, session_id: str) -> int | None:
-        """Return the place of a session on disk in the order of its owner's, or None."""
-        row = self.store.find(owner.owner_id, session_id)
+        """Return the place of a session on disk in the order of its owner's, or None. Raises
+        ServerBusy if the disk cannot be read."""
+        with _reading():
+            row = self.store.find(owner.owner_id, session_id)
         return None if row is None else row.number
 
     def page(self, owner: Owner, *, limit: int, after: int) -> list[tuple[int, SessionView]]:
-        """Return up to `limit` sessions of an owner that are on disk alone, oldest first, with
-        their places in the order."""
-        rows = self.store.page(owner.owner_id, after=after, limit=limit)
+        """Return up to `limit` sessions of an owner that are on disk, oldest first, with their
+        places in the order, without those that are in memory. Raises ServerBusy if the disk cannot
+        be read."""
+        with _reading():
+            rows = self.store.page(owner.owner_id, after=after, limit=limit)
         return [
-            (row.number, self._view(row))
+            (row.number, self._view(row, "cold"))
             for row in rows
             if self.sessions.find(owner, row.session_id) is None
         ]
 
+    def close(self, owner: Owner, session_id: str) -> SessionView | None:
+        """Delete a session that is on disk alone, whether or not it could be served; None if there
+        is none. Raises ServerBusy if the disk cannot be read."""
+        with _reading():
+            row = self.store.find(owner.owner_id, session_id)
+        if row is None:
+            return None
+        self.store.delete(row.owner_id, row.session_id, row.number)
+        return self._view(row, "closing")
+
     def expire(self) -> bool:
         """Delete a slice of the sessions on disk whose time has come; return whether there may be
         more. One that is in memory expires there."""
-        rows = self.store.expired(limit=SLICE)
+        try:
+            rows = self.store.expired(limit=SLICE)
+        except sqlite3.Error as error:
+            _logger.error("the store cannot be read: %s", error)
+            return False
+        num_deleted = 0
         for row in rows:
             session = self.sessions.find(Owner(row.owner_id), row.session_id)
             if session is None:
                 self.store.delete(row.owner_id, row.session_id, row.number)
-            else:
+                num_deleted += 1
+            elif session.life.log is not None and session.life.log.is_written:
                 self.logs.touch(session)
-        return len(rows) == SLICE
+        return num_deleted == SLICE
 
-    def _view(self, row: SessionRow) -> SessionView:
-        settings = row.settings
+    def _view(self, row: SessionRow, state: SessionState) -> SessionView:
+        """Return what is known of a session without its conversation; of one whose settings are
+        damaged that is little."""
+        try:
+            settings = _settings(row)
+        except InternalInconsistency:
+            settings = StoredSettings(0.0, {}, False, 0.0, b"", None, 0.0)
+        history = settings.history
+        if history is None:
+            history = history_modes(None, self.maker.text).plain
         return SessionView(
             session_id=row.session_id,
-            epoch=self.store.epoch_of(row.number),
+            epoch="",
             seq=0,
-            state="cold",
+            state=state,
             num_tokens=row.num_tokens,
             num_turns=row.num_turns,
             num_uses=row.num_uses,
@@ -91,6 +138,26 @@ class StoredSessions:
             ttl_s=settings.ttl_s,
             metadata=settings.metadata,
             is_pinned=settings.is_pinned,
-            history=history_modes(settings.history, self.maker.text).plain,
+            history=history,
             created_s=settings.created_s,
+            is_durable=True,
         )
+
+
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+    """Raise ServerBusy where the disk cannot be read."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        _logger.error("the store cannot be read: %s", error)
+        raise ServerBusy("the store of sessions cannot be read now") from error
+
+
+def _settings(row: SessionRow) -> StoredSettings:
+    """Return what a client chose. Raises InternalInconsistency if it is damaged."""
+    try:
+        return decode_settings(row.settings)
+    except Damaged as error:
+        _logger.error("session %s: %s", row.session_id, error)
+        raise InternalInconsistency("what is stored of this session is damaged") from error

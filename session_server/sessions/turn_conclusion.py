@@ -41,8 +41,10 @@ class TurnConclusion:
             return
 
         def on_written(error: Exception | None) -> None:
-            self._conclude(session, turn, with_durability(end, is_durable=error is None))
-            on_late()
+            try:
+                self._conclude(session, turn, with_durability(end, is_durable=error is None))
+            finally:
+                on_late()
 
         record = record_of(turn, end, num_items=session.transcript.num_items)
         if turn.submitted is None:

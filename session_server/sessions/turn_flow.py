@@ -265,7 +265,7 @@ class TurnFlow:
         """End the live turn of a session that the engine refused to open."""
         session.copy.set_known_len(None, self._link.generation)
         turn = session.live
-        if turn is None or turn.submitted is None:
+        if turn is None or turn.submitted is None or turn.phase is TurnPhase.ENDED:
             return
         if turn.submitted.verdict is not None:
             self._settle(session, turn, None, failure=None)

@@ -81,6 +81,8 @@ class SessionView:
     is_pinned: bool
     history: HistoryMode
     created_s: float
+    is_durable: bool | None = None
+    """Whether all of it is on disk; None for one that lives as long as the process."""
 
 
 @dataclass(frozen=True, slots=True)

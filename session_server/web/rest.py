@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from session_server.core.errors import InvalidRequest
+from session_server.core.errors import InvalidRequest, SessionServerError
 from session_server.core.session_events import Message, TurnFailedEntry
 from session_server.metrics.prometheus import ReaderKind
 from session_server.protocol.frames import AnyServerFrame, TurnFrame
@@ -33,7 +33,7 @@ from session_server.protocol.resources import (
     SessionList,
     TurnResultBody,
 )
-from session_server.sessions.views import DraftView, OpenRequest
+from session_server.sessions.views import DraftView, OpenRequest, SessionView
 from session_server.web.event_stream import EventStream, until_disconnect
 from session_server.web.headers import ACCEPT, IDEMPOTENCY_KEY, LAST_EVENT_ID
 from session_server.web.openapi import answers, body_of, reads_headers
@@ -115,6 +115,15 @@ async def get_session(session_id: str, caller: Caller) -> Response:
     return JsonResponse(session_body(view, caller.services.model))
 
 
+async def _stored(caller: Caller, view: SessionView) -> SessionView:
+    """Return a session once what was changed in it is on disk, or cannot be."""
+    await caller.sessions.stored()
+    try:
+        return caller.sessions.get(caller.owner, view.session_id)
+    except SessionServerError:  # it has closed meanwhile
+        return view
+
+
 @router.patch(
     "/{session_id}",
     openapi_extra=body_of(UpdateBody, required=False),
@@ -128,7 +137,7 @@ async def update_session(session_id: str, request: Request, caller: Caller) -> R
     view = caller.sessions.update(
         caller.owner, session_id, ttl_s=body.ttl_s, metadata=body.metadata
     )
-    await caller.sessions.stored()
+    view = await _stored(caller, view)
     return JsonResponse(session_body(view, caller.services.model))
 
 
@@ -136,6 +145,7 @@ async def update_session(session_id: str, request: Request, caller: Caller) -> R
 async def close_session(session_id: str, caller: Caller) -> Response:
     """Close a session; a running turn is canceled first."""
     view = caller.sessions.close(caller.owner, session_id)
+    await caller.sessions.stored()  # the end of a turn, with which the session goes
     await caller.sessions.stored()
     return JsonResponse(session_body(view, caller.services.model))
 
@@ -157,7 +167,7 @@ async def edit_item(session_id: str, item_id: str, request: Request, caller: Cal
     """Give an item another text. The items behind it go; the next turn goes on from it."""
     body = await read_body(request, EditBody)
     view = caller.sessions.edits.edit_item(caller.owner, session_id, item_id, body.content)
-    await caller.sessions.stored()
+    view = await _stored(caller, view)
     return JsonResponse(session_body(view, caller.services.model))
 
 
@@ -170,7 +180,7 @@ async def rewind_session(session_id: str, request: Request, caller: Caller) -> R
     """Go back to an item."""
     body = await read_body(request, RewindBody)
     view = caller.sessions.edits.rewind(caller.owner, session_id, body.to_item)
-    await caller.sessions.stored()
+    view = await _stored(caller, view)
     return JsonResponse(session_body(view, caller.services.model))
 
 
@@ -193,7 +203,7 @@ async def fork_session(session_id: str, request: Request, caller: Caller) -> Res
     view = caller.sessions.edits.fork(
         caller.owner, session_id, at_item=body.at_item, new_id=body.id
     )
-    await caller.sessions.stored()
+    view = await _stored(caller, view)
     location = {"location": f"/v1/sessions/{view.session_id}"}
     return JsonResponse(session_body(view, caller.services.model), 201, location)
 

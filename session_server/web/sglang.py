@@ -80,15 +80,16 @@ async def open_session(request: Request, caller: Caller) -> Response:
     body = await read_body(request, OpenSessionBody, media_type=None)
     ttl_s = None if body.timeout is None else max(body.timeout, MIN_TTL_S)
     try:
-        view = caller.sessions.open(
-            caller.owner, OpenRequest(session_id=body.session_id, ttl_s=ttl_s, is_stored=True)
-        )
+        # Where requests branch off is known to this process alone.
+        asked = OpenRequest(body.session_id, ttl_s=ttl_s, is_stored=bool(body.streaming))
+        view = caller.sessions.open(caller.owner, asked)
     except SessionExists:
         raise InvalidRequest(
             "Failed to open the session. Check if a session with the same id is still open."
         ) from None
     if not body.streaming:
         _state_of(request).mark_branching(caller.sessions.journal(caller.owner, view.session_id))
+    await caller.sessions.stored()
     return JsonResponse(view.session_id)
 
 

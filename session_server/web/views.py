@@ -45,6 +45,7 @@ def session_body(view: SessionView, model: ModelCard) -> SessionBody:
         pinned=view.is_pinned,
         history=view.history,
         created=view.created_s,
+        durable=view.is_durable,
     )
 
 

@@ -41,10 +41,10 @@ class PaperStore(SessionStore):
         self._database.close()
 
     async def flush(self) -> None:
-        """Write all there is."""
-        self.tell()
+        """Write what there is now; what that brings about comes later."""
+        self.tell(len(self._untold))
 
-    def _ask(self, write: Write, told: Told) -> None:
+    def _ask(self, write: Write, told: Told, *, num_bytes: int = 0) -> None:
         self._untold.append(partial(self._write, write, told))
         if not self.is_slow:
             self.tell()

@@ -8,14 +8,17 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from session_server.sessions.history_change import AnswersChange, HistoryChange, ItemsChange
-from session_server.sessions.store import writer
+from session_server.sessions.store import session_store, writer
 from session_server.sessions.store.database import Behind, Database, StoreUnusable
 from session_server.sessions.store.records import (
     Damaged,
@@ -24,16 +27,18 @@ from session_server.sessions.store.records import (
     SessionRow,
     StoredSettings,
     decode_entry,
+    decode_settings,
     encode_entry,
+    encode_settings,
 )
 from session_server.sessions.store.session_store import SessionStore
 
-SETTINGS = StoredSettings(900.0, {"k": "v"}, False, 1.0, b"digest", None, 1.0)
+SETTINGS = encode_settings(StoredSettings(900.0, {"k": "v"}, False, 1.0, b"digest", None, 1.0))
 ENTRY = LogEntry(
     HistoryChange(
         0, b"\x01\0\0\0", ItemsChange(0, (), 1), AnswersChange(0, (), ()), ("t",), 1, False, 0
     ),
-    (EndRecord((1 << 64) - 1, b"record"),),
+    (EndRecord((1 << 64) - 1, b"digest", "failed", "code", 1, 0, 5, 4, 3, 2, 1, -1.0),),
 )
 DATA = encode_entry(ENTRY)
 
@@ -111,10 +116,13 @@ def test_pages_and_what_has_expired_come_in_order_and_no_more_than_asked_for(
         for number in (5, 3, 9, 7):
             database.put(row(number, expires_s=float(number)), DATA)
         database.delete(7)
-    assert [each.number for each in database.page("owner", after=3, limit=1)] == [5]
-    assert [each.number for each in database.page("owner", after=0, limit=9)] == [3, 5, 9]
+    assert [each.number for each in database.page("owner", after=3, now_s=0.0, limit=1)] == [5]
+    assert [each.number for each in database.page("owner", after=0, now_s=5.0, limit=9)] == [
+        5,
+        9,
+    ]
     assert [each.number for each in database.expired(9.0, limit=9)] == [3, 5]
-    assert database.page("stranger", after=0, limit=9) == []
+    assert database.page("stranger", after=0, now_s=0.0, limit=9) == []
 
 
 def test_only_the_user_may_read_a_store(tmp_path: Path) -> None:
@@ -195,6 +203,14 @@ def test_no_changed_byte_of_an_entry_is_read(place: int) -> None:
         decode_entry(DATA[:place])
 
 
+@pytest.mark.parametrize("place", range(len(SETTINGS)))
+def test_no_changed_byte_of_settings_is_read(place: int) -> None:
+    changed = bytearray(SETTINGS)
+    changed[place] ^= 1
+    with pytest.raises(Damaged):
+        decode_settings(bytes(changed))
+
+
 async def opened(directory: Path) -> SessionStore:
     store = SessionStore(directory, model=b"model", wall_clock=lambda: 10.0)
     store.start(asyncio.get_running_loop())
@@ -206,13 +222,14 @@ def test_writes_that_are_asked_for_together_share_a_commit_and_are_told_in_order
 ) -> None:
     async def run() -> None:
         store = SessionStore(tmp_path, model=b"model", wall_clock=lambda: 10.0)
+        store._loop = asyncio.get_running_loop()  # the thread starts when all has been asked for
         told: list[tuple[int, Exception | None]] = []
         for number in range(1, 41):
             store.put(row(number), DATA, lambda error, n=number: told.append((n, error)))
         store.start(asyncio.get_running_loop())
         await store.flush()
         assert told == [(number, None) for number in range(1, 41)]
-        assert (store.counts.num_writes, store.num_sessions) == (41, 40)
+        assert (store.counts.num_writes, store.num_sessions) == (40, 40)
         assert sum(store.counts.num_commits) <= 2
         await store.close()
 
@@ -222,6 +239,7 @@ def test_writes_that_are_asked_for_together_share_a_commit_and_are_told_in_order
 def test_a_write_that_fails_takes_no_other_with_it(tmp_path: Path) -> None:
     async def run() -> None:
         store = SessionStore(tmp_path, model=b"model", wall_clock=lambda: 10.0)
+        store._loop = asyncio.get_running_loop()  # the thread starts when all has been asked for
         told: dict[int, Exception | None] = {}
 
         def tell(number: int, error: Exception | None) -> None:
@@ -229,7 +247,8 @@ def test_a_write_that_fails_takes_no_other_with_it(tmp_path: Path) -> None:
 
         store.put(row(1), DATA, partial(tell, 1))
         store.append(row(2, num_entries=5), DATA, partial(tell, 2))
-        store.put(row(3), None, partial(tell, 3))  # type: ignore[arg-type]
+        unsettled = msgspec.structs.replace(row(3), settings=None)
+        store.put(unsettled, DATA, partial(tell, 3))
         store.put(row(4), DATA, partial(tell, 4))
         store.start(asyncio.get_running_loop())
         await store.flush()
@@ -253,6 +272,7 @@ def test_a_commit_takes_no_more_writes_than_its_bound(
 
     async def run() -> None:
         store = SessionStore(tmp_path, model=b"model", wall_clock=lambda: 10.0)
+        store._loop = asyncio.get_running_loop()  # the thread starts when all has been asked for
         for number in range(1, 11):
             store.put(row(number), DATA, lambda _error: None)
         store.start(asyncio.get_running_loop())
@@ -297,3 +317,153 @@ def test_a_deleted_session_is_not_found_while_it_is_being_deleted(tmp_path: Path
         await store.close()
 
     asyncio.run(run())
+
+
+def test_one_that_cannot_be_told_keeps_no_other_from_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        store = SessionStore(tmp_path, model=b"model", wall_clock=lambda: 10.0)
+        store._loop = asyncio.get_running_loop()  # the thread starts when all has been asked for
+        told: list[int] = []
+
+        def fail(_error: Exception | None) -> None:
+            raise RuntimeError("a bug on purpose")
+
+        store.put(row(1), DATA, fail)
+        for number in range(2, 100):
+            store.put(row(number), DATA, lambda _error, n=number: told.append(n))
+        store.start(asyncio.get_running_loop())
+        await store.flush()
+        assert told == list(range(2, 100))
+        await store.close()
+
+    asyncio.run(run())
+    assert "could not be told" in caplog.text
+
+
+def test_a_locked_database_fails_a_group_at_once_and_not_one_write_after_the_other(
+    tmp_path: Path,
+) -> None:
+    async def run() -> None:
+        store = SessionStore(tmp_path, model=b"model", wall_clock=lambda: 10.0)
+        store._loop = asyncio.get_running_loop()  # the thread starts when all has been asked for
+        other = sqlite3.connect(tmp_path / "sessions.sqlite3", isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        errors: list[Exception | None] = []
+        for number in range(1, 21):
+            store.put(row(number), DATA, errors.append)
+        begun_s = time.monotonic()
+        store.start(asyncio.get_running_loop())
+        await store.flush()
+        assert [type(error) for error in errors] == [sqlite3.OperationalError] * 20
+        assert time.monotonic() - begun_s < 8.0  # twenty of them would take twenty seconds
+        assert store.failure is not None
+        other.execute("ROLLBACK")
+        other.close()
+        store.put(row(1), DATA, lambda _error: None)
+        await store.flush()
+        assert (store.failure, store.num_sessions) == (None, 1)
+        await store.close()
+
+    asyncio.run(run())
+
+
+def test_the_end_of_a_server_waits_for_a_disk_that_hangs_no_longer_than_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(session_store, "CLOSE_WAIT_S", 0.1)
+    goes_on = threading.Event()
+
+    def hang(_database: Database) -> None:
+        goes_on.wait()
+
+    async def run() -> None:
+        store = await opened(tmp_path)
+        store._ask(hang, lambda _error: None)
+        await store.close()
+
+    asyncio.run(run())
+    assert "the disk does not answer" in caplog.text
+    goes_on.set()
+
+
+def test_what_was_deleted_is_not_left_in_the_files(tmp_path: Path) -> None:
+    change = msgspec.structs.replace(ENTRY.change, tools=("a secret of a client",))
+
+    async def run() -> None:
+        store = await opened(tmp_path)
+        store.put(row(1), encode_entry(LogEntry(change, ENTRY.turns)), lambda _error: None)
+        await store.flush()
+        store.delete("owner", "s1", 1)
+        await store.close()
+
+    asyncio.run(run())
+    for file in tmp_path.iterdir():
+        assert b"a secret of a client" not in file.read_bytes(), file.name
+
+
+def test_a_write_to_a_disk_that_hangs_fails_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_store, "DISK_WAIT_S", 0.1)
+    monkeypatch.setattr(session_store, "MAX_WAITING_BYTES", 2 * len(DATA))
+    goes_on = threading.Event()
+
+    def hang(_database: Database) -> None:
+        goes_on.wait()
+
+    async def run() -> None:
+        store = await opened(tmp_path)
+        store._ask(hang, lambda _error: None)
+        told: list[tuple[int, str]] = []
+        for number in (1, 2, 3):
+            store.put(row(number), DATA, lambda error, n=number: told.append((n, str(error))))
+        await asyncio.sleep(0)
+        assert told == [(3, "the disk does not answer")], "no more than the bound waits"
+        await store.flush()
+        assert [number for number, _ in told] == [3, 1, 2]
+        assert store.failure == "the disk does not answer"
+        goes_on.set()
+        while store.num_sessions < 2:
+            await asyncio.sleep(0.01)
+        await store.flush()
+        assert [number for number, _ in told] == [3, 1, 2], "nobody is told twice"
+        store.put(row(4), DATA, lambda error: told.append((4, str(error))))
+        await store.flush()
+        assert (told[-1], store.failure) == ((4, "None"), None)
+        await store.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("how", ["gone", "replaced", "lock gone", "directory gone"])
+def test_nothing_is_written_to_files_that_are_not_there_any_more(tmp_path: Path, how: str) -> None:
+    directory = tmp_path / "store"
+    file = directory / ("lock" if how.startswith("lock") else "sessions.sqlite3")
+    database = Database(directory)
+    with database.transaction():
+        database.put(row(1), DATA)
+    if how == "directory gone":
+        directory.rename(tmp_path / "elsewhere")
+    else:
+        file.unlink()
+        if how == "replaced":
+            file.write_bytes(b"")
+
+    def write() -> None:
+        with database.transaction():
+            database.put(row(2), DATA)
+
+    with pytest.raises(sqlite3.OperationalError, match="store's files"):
+        write()
+    database.close()
+
+
+def test_a_store_without_its_secret_is_refused(tmp_path: Path) -> None:
+    Database(tmp_path).close()
+    with sqlite3.connect(tmp_path / "sessions.sqlite3") as other:
+        other.execute("DELETE FROM facts")
+    other.close()
+    with pytest.raises(StoreUnusable, match="lost its secret"):
+        Database(tmp_path)

@@ -147,6 +147,19 @@ class StoredMachine(SessionMachine):
         self.open(20.0)
         self.crash(0)
 
+    @precondition(lambda self: self.names and self.world.engine.is_alive)
+    @rule(index=st.integers(0, 2), chance=st.integers(0, 5))
+    def fail_under_a_turn(self, index: int, chance: int) -> None:
+        """What ends turns from below: the engine dies, or a forward fails."""
+        if chance > 1:
+            return
+        self.submit(index, "chat", 40, (), True, True)
+        self.play(2)
+        if chance:
+            self.die(0)
+        else:
+            self.fault()
+
     @precondition(lambda self: self.names)
     @rule(index=st.integers(0, 2), chance=st.integers(0, 9))
     def close_and_crash(self, index: int, chance: int) -> None:

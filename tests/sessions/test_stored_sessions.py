@@ -11,6 +11,7 @@ import pytest
 
 from session_server.core.errors import (
     InternalInconsistency,
+    ServerBusy,
     SessionBusy,
     SessionExists,
     SessionNotFound,
@@ -25,8 +26,11 @@ from session_server.core.session_events import (
     SessionClosed,
     TokenInput,
     TurnCompleted,
+    TurnFailedEntry,
 )
-from session_server.sessions import session_logs
+from session_server.sessions import ended_turns, session_logs
+from session_server.sessions.journal import JournalLimits
+from session_server.sessions.quotas import QuotaLimits, SessionLimits
 from session_server.sessions.transcript import Transcript
 from session_server.sessions.views import OpenRequest
 from tests.sessions.paper_store import PaperStore
@@ -300,7 +304,7 @@ def test_sessions_on_disk_are_listed_with_those_in_memory_in_their_order(disk: D
         views = {view.session_id: view for view in world.manager.list(OWNER).sessions}
         assert views[names[3]].num_turns == 1
         assert views[names[3]].num_tokens == len(world.history(names[3]))
-        assert world.manager.get(OWNER, names[3]).epoch == views[names[3]].epoch
+        assert not world.manager.list(OWNER, after="~99999999999999999999").sessions
         by_id = world.manager.list(OWNER, after=names[4]).sessions
         assert [view.session_id for view in by_id] == names[5:]
 
@@ -439,3 +443,209 @@ def test_sessions_that_nobody_asked_to_keep_leave_nothing(disk: Disk) -> None:
         assert completed(world.run(name, turn("1"))).outcome.is_durable is None
         world.create(single_turn=True)
         assert disk.store.num_sessions == 0
+
+
+def test_nothing_is_appended_to_a_log_that_lacks_something(disk: Disk) -> None:
+    """A fork's log has one entry, and so has one that is written anew: they are not alike."""
+    with disk.world() as world:
+        source = world.create(is_stored=True)
+        world.run(source, turn("1"))
+        name = world.manager.edits.fork(OWNER, source).session_id
+        disk.store.is_slow = True
+        disk.store.fails = True
+        world.submit(name, turn("lost"))
+        world.engine.run()
+        disk.store.tell(1)  # it fails, and all of the session is asked for
+        disk.store.fails = False
+        world.submit(name, turn("next"))
+        world.engine.run()
+        disk.store.tell()
+        assert completed(world.end_of(name, "next")).outcome.is_durable
+        state = state_of(world, name)
+    with disk.world() as world:
+        assert state_of(world, name) == state
+        assert world.submit(name, turn("lost")).status == "completed"
+
+
+@pytest.mark.parametrize("change", ["tick", "update"])
+def test_a_turn_on_its_way_to_disk_is_part_of_whatever_is_written_beside_it(
+    disk: Disk, change: str
+) -> None:
+    with disk.world() as world:
+        name = world.create(is_stored=True)
+        world.run(name, turn("1"))
+        disk.store.is_slow = True
+        world.submit(name, turn("2"))
+        world.engine.run()
+        world.now_s += 1.0
+        if change == "update":
+            world.manager.update(OWNER, name, ttl_s=50.0)
+        else:
+            world.manager.tick()
+        disk.store.tell()
+        assert completed(world.end_of(name, "2")).outcome.is_durable
+        assert disk.store.num_sessions == 1
+        state = state_of(world, name)
+    with disk.world() as world:
+        assert state_of(world, name) == state
+        assert world.submit(name, turn("2")).status == "completed"
+        if change == "update":
+            assert world.manager.get(OWNER, name).ttl_s == 50.0
+
+
+def test_a_session_has_one_write_under_way_whatever_is_changed(disk: Disk) -> None:
+    with disk.world() as world:
+        name = world.create(is_stored=True)
+        world.run(name, turn("1"))
+        item = world.manager.snapshot(OWNER, name).items[0].id
+        disk.store.is_slow = True
+        for number in range(50):
+            world.manager.update(OWNER, name, metadata={"n": str(number)})
+            world.manager.edits.edit_item(OWNER, name, item, f"edit {number}")
+            assert disk.store.num_untold == 1
+        disk.store.tell()
+        assert world.manager.get(OWNER, name).is_durable
+    with disk.world() as world:
+        assert world.manager.snapshot(OWNER, name).items[0].content == "edit 49"
+        assert world.manager.get(OWNER, name).metadata == {"n": "49"}
+
+
+def test_a_tick_asks_once_for_sessions_whose_time_on_disk_is_over(disk: Disk) -> None:
+    with disk.world() as world:
+        names = [world.create(is_stored=True, ttl_s=1.0) for _ in range(70)]
+        for name in names:
+            world.submit(name, turn("long", max_tokens=100, ignore_eos=True))
+        world.engine.step()
+        disk.store.is_slow = True
+        disk.now_s += 2 * session_logs.BUSY_S
+        for _ in range(3):
+            world.manager.tick()
+            world.spin(20)
+            assert 0 < disk.store.num_untold <= len(names)
+        disk.store.tell()
+        world.manager.tick()
+        disk.store.tell()
+        assert disk.store.expired(limit=99) == []
+
+
+def test_a_list_goes_on_behind_sessions_that_are_gone(disk: Disk) -> None:
+    with disk.world() as world:
+        for _ in range(5):
+            world.create(is_stored=True, ttl_s=1.0)
+        gone = [world.create(is_stored=True) for _ in range(5)]
+        kept = [world.create(is_stored=True) for _ in range(3)]
+    disk.now_s += 10.0
+    with disk.world() as world:
+        disk.store.is_slow = True
+        for name in gone:
+            assert world.manager.close(OWNER, name).state == "closing"
+        page = world.manager.list(OWNER, limit=2)
+        assert ([view.session_id for view in page.sessions], page.has_more) == (kept[:2], True)
+        last = world.manager.list(OWNER, limit=2, after=page.next_after)
+        assert ([view.session_id for view in last.sessions], last.has_more) == (kept[2:], False)
+
+
+def test_a_session_that_could_not_be_deleted_is_deleted_later(disk: Disk) -> None:
+    with disk.world() as world:
+        names = [world.create(is_stored=True) for _ in range(3)]
+        disk.store.fails = True
+        for name in names:
+            world.manager.close(OWNER, name)
+        store = world.manager.stats().store
+        assert store is not None
+        assert store.num_behind == 3
+        disk.store.fails = False
+        for _ in range(3):
+            world.manager.tick()
+        assert disk.store.num_sessions == 0
+        assert disk.store.num_undeleted == 0
+
+
+def test_what_cannot_be_served_can_be_listed_and_deleted(disk: Disk) -> None:
+    with disk.world() as world:
+        names = [world.create(is_stored=True) for _ in range(4)]
+        number = "(SELECT number FROM sessions WHERE id = ?)"
+        with disk.store._database.transaction():
+            execute = disk.store._database._writer.execute
+            execute("UPDATE sessions SET settings = x'00' WHERE id = ?", (names[0],))
+            execute(f"UPDATE entries SET entry = x'00' WHERE session = {number}", (names[1],))
+            execute("UPDATE sessions SET model = x'00' WHERE id = ?", (names[2],))
+    with disk.world(quotas=QuotaLimits(sessions=1)) as world:
+        errors = (InternalInconsistency, InternalInconsistency, UnknownModel)
+        for name, error in zip(names, errors, strict=False):
+            with pytest.raises(error):
+                world.manager.get(OWNER, name)
+        world.create()
+        with pytest.raises(ServerBusy):
+            world.manager.get(OWNER, names[3])
+        listed = [view.session_id for view in world.manager.list(OWNER).sessions]
+        assert listed[:4] == names
+        world.manager.tick()
+        for name in names:
+            assert world.manager.close(OWNER, name).state == "closing"
+        assert disk.store.num_sessions == 0
+
+
+def test_a_reason_keeps_its_name_when_others_are_added(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = turn("1", max_tokens=50, ignore_eos=True)
+    with disk.world() as world:
+        name = world.create(is_stored=True)
+        world.submit(name, request)
+        world.engine.step()
+        session = world.manager._sessions.get(OWNER, name)
+        world.engine.fail(session.copy.session_id, "device_failed")
+        world.engine.run()
+        told = world.end_of(name, "1")
+        assert isinstance(told, TurnFailedEntry)
+    monkeypatch.setattr(ended_turns, "_CODES", ("a_new_code", *ended_turns._CODES))
+    with disk.world() as world:
+        view = world.submit(name, request)
+        assert isinstance(view.end, TurnFailedEntry)
+        assert view.end.code == told.code
+        assert view.end.outcome.is_durable
+
+
+def test_a_drain_writes_what_could_not_be_written(disk: Disk) -> None:
+    with disk.world() as world:
+        name = world.create(is_stored=True)
+        disk.store.fails = True
+        world.run(name, turn("1"))
+        disk.store.fails = False
+        world.do(world.manager.drain(0.0))
+    with disk.world() as world:
+        assert world.manager.get(OWNER, name).num_turns == 1
+
+
+def test_a_fork_keeps_how_its_history_is_rendered(disk: Disk) -> None:
+    with disk.world() as world:
+        name = world.create(is_stored=True, history="template")
+        world.run(name, turn("1"))
+        fork = world.manager.edits.fork(OWNER, name).session_id
+    with disk.world() as world:
+        assert world.manager.get(OWNER, fork).history == "template"
+
+
+def test_a_turn_says_that_it_is_on_disk_when_its_journal_has_forgotten_it(disk: Disk) -> None:
+    limits = SessionLimits(journal=JournalLimits(max_entries=2))
+    with disk.world(limits=limits) as world:
+        name = world.create(is_stored=True)
+        for number in range(4):
+            world.run(name, turn(f"t{number}"))
+        assert completed(world.end_of(name, "t0")).outcome.is_durable is True
+
+
+def test_a_disk_that_cannot_be_read_is_told_of_and_ends_nothing(disk: Disk) -> None:
+    with disk.world() as world:
+        name = world.create(is_stored=True)
+    with disk.world() as world:
+        other = world.create(is_stored=True)
+        disk.store._database._writer.execute("ALTER TABLE sessions RENAME TO away")
+        for ask in (world.manager.get, world.manager.close):
+            with pytest.raises(ServerBusy):
+                ask(OWNER, name)
+        with pytest.raises(ServerBusy):
+            world.manager.list(OWNER)
+        world.manager.tick()
+        assert completed(world.run(other, turn("1"))).outcome.is_durable is False

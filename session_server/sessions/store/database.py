@@ -15,15 +15,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
-from session_server.sessions.store.records import SessionRow, decode_settings, encode_settings
+from session_server.sessions.store.records import SessionRow
 
 Durability = Literal["turn", "relaxed"]
 
 APPLICATION_ID: Final = 0x53535253
 SCHEMA_VERSION: Final = 1
 
+_LOCK_NAME: Final = "lock"
 _SECRET_BYTES: Final = 32
 _PAGE_ROWS: Final = 256
+_BUSY_S: Final = 1.0
+"""How long a statement waits for whoever else has locked the database."""
+
 _SCHEMA: Final = """
 CREATE TABLE facts (name TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT, WITHOUT ROWID;
 CREATE TABLE sessions (
@@ -88,8 +92,14 @@ class Database:
                 return
             # SQLite would make its files with the permissions that the umask leaves.
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
+            files = (self.path, self.path.with_name(_LOCK_NAME))
+            self._inodes = tuple(os.stat(file).st_ino for file in files)
             self._writer = _connect(self.path)
-            self._writer.execute("PRAGMA journal_mode = WAL")
+            (mode,) = self._writer.execute("PRAGMA journal_mode = WAL").fetchone()
+            if mode != "wal":
+                raise StoreUnusable(f"--store {directory}: no WAL there: use a local file system")
+            # What a client deletes is not left behind in free pages.
+            self._writer.execute("PRAGMA secure_delete = ON")
             # FULL waits for the disk in every commit, NORMAL leaves that to the system: a commit
             # then outlives the process, and not always the machine.
             level = "FULL" if durability == "turn" else "NORMAL"
@@ -118,6 +128,8 @@ class Database:
 
     def close(self) -> None:
         """Close the database; another server may open it then."""
+        if self._lock_fd is not None:
+            self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self._reader.close()
         self._writer.close()
         self._unlock()
@@ -132,6 +144,7 @@ class Database:
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """Commit what happens in the block, all or nothing. Raises sqlite3.Error, Behind."""
+        self._check_files()
         self._writer.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -141,6 +154,17 @@ class Database:
                 self._writer.execute("ROLLBACK")
             raise
 
+    def _check_files(self) -> None:
+        """Raise sqlite3.OperationalError if the files are not those that were opened: what is
+        written then is lost, or another server's."""
+        files = (self.path, self.path.with_name(_LOCK_NAME))
+        try:
+            found = tuple(os.stat(file).st_ino for file in files)
+        except OSError as error:
+            raise sqlite3.OperationalError(f"the store's files are gone: {error}") from error
+        if found != self._inodes:
+            raise sqlite3.OperationalError("the store's files were replaced")
+
     def put(self, row: SessionRow, entry: bytes) -> None:
         """Write a session with one entry, in place of all that was there of it."""
         execute = self._writer.execute
@@ -149,7 +173,7 @@ class Database:
         execute("DELETE FROM sessions WHERE number = ? OR (owner = ? AND id = ?)", names)
         values = (
             *(row.number, row.owner_id, row.session_id, row.model, row.expires_s),
-            *(encode_settings(row.settings), row.num_tokens, row.num_turns, row.num_uses, 1),
+            *(row.settings, row.num_tokens, row.num_turns, row.num_uses, 1),
         )
         execute(f"INSERT INTO sessions ({_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?)", values)  # noqa: S608
         execute("INSERT INTO entries VALUES (?, 0, ?)", (row.number, entry))
@@ -171,7 +195,7 @@ class Database:
 
     def _update(self, row: SessionRow, num_entries: int) -> None:
         values = (
-            *(row.expires_s, encode_settings(row.settings), row.num_tokens, row.num_turns),
+            *(row.expires_s, row.settings, row.num_tokens, row.num_turns),
             *(row.num_uses, num_entries, row.number, row.num_entries),
         )
         found = self._writer.execute(
@@ -189,11 +213,11 @@ class Database:
         rows = self._rows("owner = ? AND id = ?", (owner_id, session_id))
         return next(iter(rows), None)
 
-    def page(self, owner_id: str, *, after: int, limit: int) -> list[SessionRow]:
-        """Return up to `limit` sessions of an owner with a higher number, in order."""
-        return self._rows(
-            "owner = ? AND number > ? ORDER BY number LIMIT ?", (owner_id, after, limit)
-        )
+    def page(self, owner_id: str, *, after: int, now_s: float, limit: int) -> list[SessionRow]:
+        """Return up to `limit` sessions of an owner that have a higher number and have not expired,
+        in order."""
+        condition = "owner = ? AND number > ? AND expires >= ? ORDER BY number LIMIT ?"
+        return self._rows(condition, (owner_id, after, now_s, limit))
 
     def expired(self, now_s: float, *, limit: int) -> list[SessionRow]:
         """Return up to `limit` sessions that have expired."""
@@ -225,7 +249,7 @@ class Database:
 
     def _rows(self, condition: str, values: Sequence[Any]) -> list[SessionRow]:
         query = f"SELECT {_COLUMNS} FROM sessions WHERE {condition}"  # noqa: S608 - our own words
-        return [_row_of(columns) for columns in self._reader.execute(query, values)]
+        return [SessionRow(*columns) for columns in self._reader.execute(query, values)]
 
     def _check_version(self) -> int:
         """Return the version of the schema, 0 for a new file. Raises StoreUnusable."""
@@ -252,19 +276,15 @@ class Database:
                 self._writer.execute(f"PRAGMA application_id = {APPLICATION_ID}")
                 self._writer.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         query = "SELECT value FROM facts WHERE name = 'secret'"
-        (secret,) = self._writer.execute(query).fetchone()
-        return bytes(secret)
-
-
-def _row_of(columns: Sequence[Any]) -> SessionRow:
-    named = dict(zip(SessionRow.__struct_fields__, columns, strict=True))
-    named["settings"] = decode_settings(named["settings"])
-    return SessionRow(**named)
+        found = self._writer.execute(query).fetchone()
+        if found is None:
+            raise StoreUnusable(f"{self.path} has lost its secret: pass another --store")
+        return bytes(found[0])
 
 
 def _connect(path: Path) -> sqlite3.Connection:
     # Whoever opens it uses it on another thread; each connection is used by one at a time.
-    return sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    return sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
 
 
 def _lock(directory: Path) -> int:
@@ -273,7 +293,7 @@ def _lock(directory: Path) -> int:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd = os.open(
-            directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+            directory / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
         )
     except OSError as error:
         raise StoreUnusable(f"--store {directory}: {error}") from error
@@ -286,3 +306,12 @@ def _lock(directory: Path) -> int:
             "that server"
         ) from error
     return fd
+
+
+def _sync(directory: Path) -> None:
+    """Have the entries of a directory on disk."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -8,11 +8,13 @@ default: a later version reads what an earlier one wrote.
 from __future__ import annotations
 
 import zlib
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 import msgspec
 
 from session_server.sessions.history_change import HistoryChange
+
+_T = TypeVar("_T")
 
 _CHECKSUM_BYTES: Final = 4
 
@@ -38,7 +40,8 @@ class SessionRow(msgspec.Struct, frozen=True, gc=False):
     """Hold a session without its conversation.
 
     `number` orders the sessions of an owner. `model`: the fingerprint of the tokenizer that its
-    token ids are of. `expires_s`: wall-clock seconds. `num_entries` are there already.
+    token ids are of. `expires_s`: wall-clock seconds. `settings`: as `encode_settings` gives them.
+    `num_entries` are there already.
     """
 
     number: int
@@ -46,7 +49,7 @@ class SessionRow(msgspec.Struct, frozen=True, gc=False):
     session_id: str
     model: bytes
     expires_s: float
-    settings: StoredSettings
+    settings: bytes
     num_tokens: int
     num_turns: int
     num_uses: int
@@ -54,10 +57,24 @@ class SessionRow(msgspec.Struct, frozen=True, gc=False):
 
 
 class EndRecord(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """Hold how a turn ended; see `EndedTurns`."""
+    """Hold how a turn ended: what `EndedTurns` has of it, in words that every version knows.
+
+    `kind`: "stop", "length", "kept", "dropped" or "failed". `detail`: why it was canceled, or the
+    code of its error. `item`, `index`: the number of the answer, and its place among the items.
+    """
 
     key: int
-    record: bytes
+    fingerprint: bytes
+    kind: str
+    detail: str
+    item: int
+    index: int
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    drafted_tokens: int
+    retry_after_s: int
+    first_token_ms: float
 
 
 class LogEntry(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -74,29 +91,33 @@ _settings: Final = msgspec.msgpack.Decoder(StoredSettings)
 
 def encode_entry(entry: LogEntry) -> bytes:
     """Return an entry as bytes that begin with a checksum of the others."""
-    payload = _encoder.encode(entry)
-    return zlib.crc32(payload).to_bytes(_CHECKSUM_BYTES, "little") + payload
+    return _checked(_encoder.encode(entry))
 
 
 def decode_entry(data: bytes) -> LogEntry:
     """Return the entry that `encode_entry` wrote. Raises Damaged."""
-    payload = memoryview(data)[_CHECKSUM_BYTES:]
-    if zlib.crc32(payload) != int.from_bytes(data[:_CHECKSUM_BYTES], "little"):
-        raise Damaged("the checksum of an entry does not match")
-    try:
-        return _entries.decode(payload)
-    except msgspec.MsgspecError as error:
-        raise Damaged(f"an entry cannot be read: {error}") from error
+    return _decoded(_entries, data, "an entry")
 
 
 def encode_settings(settings: StoredSettings) -> bytes:
-    """Return settings as bytes."""
-    return _encoder.encode(settings)
+    """Return settings as bytes that begin with a checksum of the others."""
+    return _checked(_encoder.encode(settings))
 
 
 def decode_settings(data: bytes) -> StoredSettings:
     """Return the settings that `encode_settings` wrote. Raises Damaged."""
+    return _decoded(_settings, data, "settings")
+
+
+def _checked(payload: bytes) -> bytes:
+    return zlib.crc32(payload).to_bytes(_CHECKSUM_BYTES, "little") + payload
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[_T], data: bytes, noun: str) -> _T:
+    payload = memoryview(data)[_CHECKSUM_BYTES:]
+    if zlib.crc32(payload) != int.from_bytes(data[:_CHECKSUM_BYTES], "little"):
+        raise Damaged(f"the checksum of {noun} does not match")
     try:
-        return _settings.decode(data)
+        return decoder.decode(payload)
     except msgspec.MsgspecError as error:
-        raise Damaged(f"the settings of a session cannot be read: {error}") from error
+        raise Damaged(f"{noun} cannot be read: {error}") from error

@@ -15,7 +15,13 @@ from session_server.sessions.history_change import (
     ItemsChange,
     whole_of,
 )
-from session_server.sessions.store.records import EndRecord, LogEntry, SessionRow, StoredSettings
+from session_server.sessions.store.records import (
+    EndRecord,
+    LogEntry,
+    SessionRow,
+    StoredSettings,
+    decode_settings,
+)
 
 MAX_FILE_BYTES: Final = 1 << 30
 """A session of a hundred million tokens."""
@@ -47,7 +53,8 @@ class SessionFile(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=T
 
 
 def file_of(row: SessionRow, entries: list[LogEntry]) -> SessionFile:
-    """Return a session as a file. Raises ValueError if its entries do not follow each other."""
+    """Return a session as a file. Raises Damaged; ValueError if its entries do not follow each
+    other."""
     whole = whole_of([entry.change for entry in entries])
     # The last record of a turn counts, where one was written twice.
     ended = {turn.key: turn for entry in entries for turn in entry.turns}
@@ -56,7 +63,7 @@ def file_of(row: SessionRow, entries: list[LogEntry]) -> SessionFile:
         version=1,
         session_id=row.session_id,
         model=row.model,
-        settings=row.settings,
+        settings=decode_settings(row.settings),
         token_ids=np.frombuffer(whole.tokens, "<i4").tolist(),
         items=whole.items.added,
         tools=whole.tools or (),

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import secrets
+import sqlite3
 import time
 from collections.abc import Callable
 from functools import partial
-from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
-from session_server.sessions.store.database import Database, Durability
+from session_server.sessions.store.database import Behind, Database, Durability
 from session_server.sessions.store.records import (
     Damaged,
     LogEntry,
@@ -23,7 +24,17 @@ from session_server.sessions.store.writer import CommitCounts, GroupCommits, Tol
 
 _logger: Final = logging.getLogger("session_server.store")
 
-_EPOCH_BYTES: Final = 8
+CLOSE_WAIT_S: Final = 5.0
+"""How long the end of a server waits for its disk."""
+
+DISK_WAIT_S: Final = 10.0
+"""How long a write may take before it counts as failed."""
+
+MAX_WAITING_BYTES: Final = 64 << 20
+"""Entries that wait for the disk; a further write fails. One session has one write under way."""
+
+_DELETED_AT_ONCE: Final = 64
+_NO_ANSWER: Final = "the disk does not answer"
 
 
 class SessionStore:
@@ -47,11 +58,14 @@ class SessionStore:
         self._database = Database(directory, durability=durability)
         self.model, self.durability = model, durability
         self.wall_clock = wall_clock or _steady_clock()
-        self._boot = secrets.token_bytes(_EPOCH_BYTES)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._commits = GroupCommits(self._database, self._deliver)
-        self._dropped: dict[tuple[str, str], int] = {}
-        """How many deletions of a session are under way: it may still be found on disk."""
+        self._dropped: dict[int, tuple[str, str]] = {}
+        """Sessions that are being deleted, by number: they may still be found on disk."""
+
+        self._num_waiting = 0
+        self._undeleted: dict[int, None] = {}
+        """Those of them that could not be deleted yet."""
 
         self.failure: str | None = None
         """Why the last commit failed; None if it did not."""
@@ -82,14 +96,18 @@ class SessionStore:
         self._commits.start()
 
     async def close(self) -> None:
-        """Write what is left, tell of it, and close the store."""
+        """Write what is left, tell of it, and close the store; give a disk that hangs up after
+        `CLOSE_WAIT_S`."""
         assert self._loop is not None, "a store that was not started"
-        await self._loop.run_in_executor(None, self._commits.stop)
+        is_over = await self._loop.run_in_executor(None, self._commits.stop, CLOSE_WAIT_S)
         await asyncio.sleep(0)  # what was delivered last runs before this goes on
-        self._database.close()
+        if is_over:
+            self._database.close()
+        else:
+            _logger.error("the store was not closed: the disk does not answer")
 
     async def flush(self) -> None:
-        """Wait until all that was asked for is written and told of."""
+        """Wait until all that was asked for is written and told of, or could not be."""
         assert self._loop is not None, "a store that was not started"
         done = self._loop.create_future()
 
@@ -97,32 +115,38 @@ class SessionStore:
             if not done.done():
                 done.set_result(None)
 
-        self._commits.ask(lambda _database: None, told)
-        await done
+        self._commits.ask(None, told)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DISK_WAIT_S):
+                await done
 
     # -- reading
 
     def find(self, owner_id: str, session_id: str) -> SessionRow | None:
-        """Return a session that is on disk and has not expired; None if there is none."""
-        if (owner_id, session_id) in self._dropped:
-            return None
+        """Return a session that is on disk and has not expired; None if there is none. Raises
+        sqlite3.Error."""
         row = self._database.find(owner_id, session_id)
-        return None if row is None or row.expires_s < self.wall_clock() else row
+        if row is None or row.number in self._dropped or row.expires_s < self.wall_clock():
+            return None
+        return row
 
     def page(self, owner_id: str, *, after: int, limit: int) -> list[SessionRow]:
-        """Return up to `limit` sessions of an owner with higher numbers, in order."""
-        now_s = self.wall_clock()
-        rows = self._database.page(owner_id, after=after, limit=limit)
-        return [
-            row
-            for row in rows
-            if row.expires_s >= now_s and (owner_id, row.session_id) not in self._dropped
-        ]
+        """Return up to `limit` sessions of an owner with higher numbers, in order; fewer only if
+        there are no more. Raises sqlite3.Error."""
+        now_s, found = self.wall_clock(), list[SessionRow]()
+        while len(found) < limit:
+            rows = self._database.page(owner_id, after=after, now_s=now_s, limit=limit)
+            found += [row for row in rows if row.number not in self._dropped]
+            if len(rows) < limit:
+                break
+            after = rows[-1].number
+        return found[:limit]
 
     def expired(self, *, limit: int) -> list[SessionRow]:
-        """Return up to `limit` sessions whose time has come."""
-        rows = self._database.expired(self.wall_clock(), limit=limit)
-        return [row for row in rows if (row.owner_id, row.session_id) not in self._dropped]
+        """Return up to `limit` sessions whose time has come. Raises sqlite3.Error."""
+        num_dropped = len(self._dropped)
+        rows = self._database.expired(self.wall_clock(), limit=limit + num_dropped)
+        return [row for row in rows if row.number not in self._dropped][:limit]
 
     def entries(self, row: SessionRow) -> tuple[list[LogEntry], int]:
         """Return the entries of a session, in order, and their bytes. Raises Damaged."""
@@ -131,22 +155,16 @@ class SessionStore:
             raise Damaged(f"{len(found)} entries of {row.num_entries} are there")
         return [decode_entry(data) for data in found], sum(map(len, found))
 
-    def epoch_of(self, number: int) -> str:
-        """Return the epoch of a session's journal while this process lives."""
-        return blake2b(
-            number.to_bytes(8, "little"), key=self._boot, digest_size=_EPOCH_BYTES
-        ).hexdigest()
-
     # -- writing
 
     def put(self, row: SessionRow, entry: bytes, told: Told) -> None:
         """Write a session in one entry, in place of what is there of it; `told` is called when it
         is on disk, or cannot be."""
-        self._ask(partial(_put, row, entry), told)
+        self._ask(partial(_put, row, entry), told, num_bytes=len(entry))
 
     def append(self, row: SessionRow, entry: bytes, told: Told) -> None:
         """Write an entry behind the `row.num_entries` that are there; `told` as in `put`."""
-        self._ask(partial(_append, row, entry), told)
+        self._ask(partial(_append, row, entry), told, num_bytes=len(entry))
 
     def touch(self, row: SessionRow, told: Told) -> None:
         """Write what the row says, but no entry; `told` as in `put`."""
@@ -155,34 +173,72 @@ class SessionStore:
     def delete(
         self, owner_id: str, session_id: str, number: int, told: Told = lambda _error: None
     ) -> None:
-        """Delete a session. From now on it is not found; `told` as in `put`."""
-        name = owner_id, session_id
-        self._dropped[name] = self._dropped.get(name, 0) + 1
+        """Delete a session. From now on it is not found; `told` as in `put`. Where that fails it is
+        tried again."""
+        self._dropped[number] = owner_id, session_id
+        self._delete(number, told)
 
+    def retry_deletes(self) -> None:
+        """Delete what could not be deleted: one session, and more once that succeeds."""
+        num_tried = 1 if self.failure is not None else _DELETED_AT_ONCE
+        for number in list(islice(self._undeleted, num_tried)):
+            del self._undeleted[number]
+            self._delete(number, lambda _error: None)
+
+    @property
+    def num_undeleted(self) -> int:
+        """Return the sessions that are to be deleted, and could not be."""
+        return len(self._undeleted)
+
+    def _delete(self, number: int, told: Told) -> None:
         def forget(error: Exception | None) -> None:
-            # What could not be deleted is found again in the next process, until it expires.
             if error is None:
-                self._dropped[name] -= 1
-                if not self._dropped[name]:
-                    del self._dropped[name]
+                self._dropped.pop(number, None)
+            else:
+                self._undeleted[number] = None
             told(error)
 
         self._ask(partial(_delete, number), forget)
 
-    def _ask(self, write: Write, told: Told) -> None:
-        self._commits.ask(write, partial(self._note, told))
+    def _ask(self, write: Write, told: Told, *, num_bytes: int = 0) -> None:
+        """Have something written. A disk that does not answer, or has too much to write, fails it:
+        nobody waits for ever. What it writes later is as if it had been told of."""
+        assert self._loop is not None, "a store that was not started"
+        if self._num_waiting + num_bytes > MAX_WAITING_BYTES:
+            self._loop.call_soon(self._note, told, sqlite3.OperationalError(_NO_ANSWER))
+            return
+        self._num_waiting += num_bytes
+        is_told = False
+
+        def tell(error: Exception | None) -> None:
+            nonlocal is_told
+            if not is_told:
+                is_told = True
+                timer.cancel()
+                self._note(told, error)
+
+        def written(error: Exception | None) -> None:
+            self._num_waiting -= num_bytes
+            tell(error)
+
+        error = sqlite3.OperationalError(_NO_ANSWER)
+        timer = self._loop.call_later(DISK_WAIT_S, tell, error)
+        self._commits.ask(write, written)
 
     def _note(self, told: Told, error: Exception | None) -> None:
-        if error is not None and self.failure is None:
-            _logger.error("the store cannot be written to: %s", error)
-        elif error is None and self.failure is not None:
+        # A log that lacks something is no fault of the disk: its session is written again.
+        failure = None if error is None or isinstance(error, Behind) else str(error)
+        if failure is not None and self.failure is None:
+            _logger.error("the store cannot be written to: %s", failure)
+        elif failure is None and self.failure is not None:
             _logger.warning("the store can be written to again")
-        self.failure = None if error is None else str(error)
+        self.failure = failure
         told(error)
 
     def _deliver(self, run: Callable[[], None]) -> None:
         assert self._loop is not None, "a store that was not started"
-        self._loop.call_soon_threadsafe(run)
+        with contextlib.suppress(RuntimeError):  # nobody is left to tell: a disk has hung
+            self._loop.call_soon_threadsafe(run)
 
 
 def _steady_clock() -> Callable[[], float]:

@@ -6,7 +6,9 @@ together next, so a hundred turns that end at once cost as much as one.
 
 from __future__ import annotations
 
+import logging
 import queue
+import sqlite3
 import threading
 import time
 from bisect import bisect_left
@@ -15,7 +17,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple
 
+from session_server.sessions.backlog import SLICE
 from session_server.sessions.store.database import Database
+
+_logger: Final = logging.getLogger("session_server.store")
 
 MAX_GROUP: Final = 512
 """Writes that one commit takes, so that none waits for more than that."""
@@ -28,7 +33,9 @@ Told = Callable[[Exception | None], None]
 
 
 class _Asked(NamedTuple):
-    write: Write
+    """Hold a write; None writes nothing, and is told when all before it is written."""
+
+    write: Write | None
     told: Told
 
 
@@ -73,15 +80,17 @@ class GroupCommits:
         """Start the thread. Writes may be asked for before."""
         self._thread.start()
 
-    def ask(self, write: Write, told: Told) -> None:
-        """Have something written. Never blocks."""
+    def ask(self, write: Write | None, told: Told) -> None:
+        """Have something written; None only tells, after all that was asked for before. Never
+        blocks."""
         self._asked.put(_Asked(write, told))
 
-    def stop(self) -> None:
-        """Commit all that was asked for, and end the thread."""
+    def stop(self, wait_s: float) -> bool:
+        """Commit all that was asked for, and end the thread; return whether that took no longer."""
         self._asked.put(None)
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(wait_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         is_over = False
@@ -94,24 +103,34 @@ class GroupCommits:
                     break
                 group.append(asked)
             if group:
-                self._deliver(partial(_tell, group, self._commit(group)))
+                errors = self._commit(group)
+                for start in range(0, len(group), SLICE):
+                    part = slice(start, start + SLICE)
+                    self._deliver(partial(_tell, group[part], errors[part]))
 
     def _commit(self, group: Sequence[_Asked]) -> list[Exception | None]:
+        writes = [asked for asked in group if asked.write is not None]
+        if not writes:
+            return [None] * len(group)
         begun_s = time.perf_counter()
-        errors: list[Exception | None] = [None] * len(group)
-        error = self._try(group)
-        if error is not None and len(group) == 1:
-            errors = [error]
-        elif error is not None:
-            # One of them may be at fault: none of the others shall fail with it.
-            errors = [self._try([asked]) for asked in group]
+        error = self._try(writes)
+        errors: list[Exception | None] = [error] * len(writes)
+        if (
+            error is not None
+            and len(writes) > 1
+            and not isinstance(error, sqlite3.OperationalError)
+        ):
+            # One of them is at fault, and not the disk: none of the others shall fail with it.
+            errors = [self._try([asked]) for asked in writes]
         self.counts.add(errors, time.perf_counter() - begun_s)
-        return errors
+        of_writes = iter(errors)
+        return [None if asked.write is None else next(of_writes) for asked in group]
 
     def _try(self, group: Sequence[_Asked]) -> Exception | None:
         try:
             with self._database.transaction():
                 for asked in group:
+                    assert asked.write is not None, "nothing to write"
                     asked.write(self._database)
         except Exception as error:  # noqa: BLE001 - told to whoever asked: nobody waits for ever
             return error
@@ -120,4 +139,7 @@ class GroupCommits:
 
 def _tell(group: Sequence[_Asked], errors: Sequence[Exception | None]) -> None:
     for asked, error in zip(group, errors, strict=True):
-        asked.told(error)
+        try:
+            asked.told(error)
+        except Exception:  # one that cannot be told must not keep the others from it
+            _logger.exception("a write could not be told of")
