@@ -389,13 +389,11 @@ class SessionManager:
     async def memory(
         self, *, full: bool = False, trace: bool = False, max_sessions: int = MAX_REPORTED_SESSIONS
     ) -> MemoryReported:
-        """Return the engine's memory accounts; see `ReportMemory` for the arguments. Raises
-        EngineUnavailable if there is no engine, or it does not answer."""
+        """Return the engine's memory accounts; see `ReportMemory`. Raises EngineUnavailable."""
         return await self._link.memory(full=full, trace=trace, max_sessions=max_sessions)
 
     async def flush(self) -> bool:
-        """Cool every session and empty the radix tree; histories stay. Return False if turns are
-        live. Raises EngineUnavailable if there is no engine, or it does not answer."""
+        """Cool all sessions, empty the radix tree; False if turns run. Raises EngineUnavailable."""
         return await self._link.flush()
 
     def stats(self) -> ManagerStats:
@@ -475,6 +473,8 @@ class SessionManager:
         check_open(request, self._limits)
         if request.session_id is not None:
             self._sessions.check_free(owner, request.session_id)
+        if request.is_stored and self._sessions.on_disk is not None:
+            self._sessions.on_disk.check_room(owner)
         self._quotas.check_session(owner, sum(map(message_bytes, request.messages)))
 
     def _make_session(self, owner: Owner, request: OpenRequest) -> Session:

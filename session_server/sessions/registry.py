@@ -35,6 +35,9 @@ class OnDisk(Protocol):
     def restore(self, owner: Owner, session_id: str) -> Session | None:
         """Return a session, registered, or None if there is none."""
 
+    def check_room(self, owner: Owner) -> None:
+        """Reject a session beyond those that an owner may have. Raises QuotaExceeded."""
+
     def order_of(self, owner: Owner, session_id: str) -> int | None:
         """Return the place of a session in the order, or None if there is none."""
 

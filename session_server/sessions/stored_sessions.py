@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from session_server.core.errors import InternalInconsistency, ServerBusy
+from session_server.core.errors import InternalInconsistency, QuotaExceeded, ServerBusy
 from session_server.core.owner import Owner
 from session_server.core.session_events import SessionState
 from session_server.sessions.backlog import SLICE
@@ -67,6 +67,17 @@ class StoredSessions:
         self.sessions.restored(session)
         self.sessions.deadlines.watch(session)
         return session
+
+    def check_room(self, owner: Owner) -> None:
+        """Reject a session beyond those that an owner may have, on disk or in memory. Raises
+        QuotaExceeded; ServerBusy if the disk cannot be read."""
+        limit = owner.limits.max_sessions
+        if limit is None or owner.is_exempt:
+            return
+        with _reading():
+            is_full = self.store.holds(owner.owner_id, limit)
+        if is_full:
+            raise QuotaExceeded(f"you have {limit:,} sessions, as many as you may: close one")
 
     def order_of(self, owner: Owner, session_id: str) -> int | None:
         """Return the place of a session on disk in the order of its owner's, or None. Raises

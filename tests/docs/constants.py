@@ -381,6 +381,42 @@ SESSIONS = (
         "it is refused",
     ),
     _constant(
+        "sessions.store.session_store:DISK_WAIT_S",
+        "time that a write to the store may take",
+        "s",
+        "it counts as failed: `durable` is false, and the session is written again",
+    ),
+    _constant(
+        "sessions.store.session_store:MAX_WAITING_BYTES",
+        "entries that wait for the disk",
+        "bytes",
+        "a further write fails at once, and is tried again",
+    ),
+    _constant(
+        "sessions.store.session_store:CLOSE_WAIT_S",
+        "time that the end of a server waits for its store",
+        "s",
+        "it ends without it",
+    ),
+    _constant(
+        "sessions.store.database:_BUSY_S",
+        "time that a statement waits for another program that has locked the store",
+        "s",
+        "it fails",
+    ),
+    _constant(
+        "sessions.session_logs:BUSY_S",
+        "time on disk of a session whose turns run, beyond its own",
+        "s",
+        "it is written again",
+    ),
+    _constant(
+        "sessions.drain:_DISK_GRACE_S",
+        "time that a drain waits for what it has written",
+        "s",
+        "it goes on",
+    ),
+    _constant(
         "sessions.session_logs:MAX_ENTRIES",
         "entries of a session in the store",
         "entries",

@@ -86,6 +86,18 @@ SLICES = (
         "sessions.store.writer:MAX_GROUP", "writes to the store in one commit", "writes", _NEXT
     ),
     _constant(
+        "sessions.session_logs:MAX_RETRIED_BYTES",
+        "sessions that are written again once a write has failed",
+        "bytes",
+        "the rest a second later; so is all but the first 64, and but one while the disk fails",
+    ),
+    _constant(
+        "sessions.store.session_store:_DELETED_AT_ONCE",
+        "sessions that are deleted again once that has failed",
+        "sessions",
+        "the rest a second later",
+    ),
+    _constant(
         "sessions.store.database:_PAGE_ROWS", "sessions read by `sessions list`", "sessions", _NEXT
     ),
     _constant("sessions.turn_flow:RETRY_TOKENS", "history sent to a new engine", "tokens", _NEXT),
@@ -247,12 +259,12 @@ BOUND_NOTHING = frozenset(
         "session_server.models.layers.block_weight:CHUNK_ELEMENTS",
         "session_server.sessions.history_change:TOKEN_BYTES",
         "session_server.session_command:_PIPED_COLUMNS",
-        # Of the store: what marks its file, and the bytes of a secret, a checksum and an epoch.
+        "session_server.sessions.registry:_LAST_ORDER",
+        # Of the store: what marks its file, and the bytes of a secret and a checksum.
         "session_server.sessions.store.database:APPLICATION_ID",
         "session_server.sessions.store.database:SCHEMA_VERSION",
         "session_server.sessions.store.database:_SECRET_BYTES",
         "session_server.sessions.store.records:_CHECKSUM_BYTES",
-        "session_server.sessions.store.session_store:_EPOCH_BYTES",
         # How much of a digest is shown.
         "session_server.web.key_store:SHORT_DIGEST_CHARS",
         # How often something happens.

@@ -11,6 +11,7 @@ import pytest
 
 from session_server.core.errors import (
     InternalInconsistency,
+    QuotaExceeded,
     ServerBusy,
     SessionBusy,
     SessionExists,
@@ -19,7 +20,7 @@ from session_server.core.errors import (
     TurnNotActive,
     UnknownModel,
 )
-from session_server.core.owner import Owner
+from session_server.core.owner import Owner, TenantLimits
 from session_server.core.session_events import (
     ChatInput,
     Message,
@@ -649,3 +650,21 @@ def test_a_disk_that_cannot_be_read_is_told_of_and_ends_nothing(disk: Disk) -> N
             world.manager.list(OWNER)
         world.manager.tick()
         assert completed(world.run(other, turn("1"))).outcome.is_durable is False
+
+
+def test_sessions_on_disk_count_for_their_owner(disk: Disk) -> None:
+    owner = Owner("small", limits=TenantLimits(max_sessions=2))
+    request = OpenRequest(is_stored=True, ttl_s=50.0)
+    for _ in range(2):
+        with disk.world() as world:
+            world.manager.open(owner, request)
+    with disk.world() as world:
+        with pytest.raises(QuotaExceeded):
+            world.manager.open(owner, request)
+        first = world.manager.list(owner).sessions[0].session_id
+        world.manager.close(owner, first)
+        world.manager.open(owner, request)
+        disk.now_s += 60.0
+        world.now_s += 60.0
+        world.manager.tick()
+        world.manager.open(owner, request)
