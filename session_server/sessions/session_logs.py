@@ -117,20 +117,19 @@ class SessionLogs:
             on_gone()
             return
         is_kept = session.closing == "draining"
-        if is_kept and place.is_behind:
-            place.has_changed = True
-            self._write(session, place)  # a last time: there may be room again
-        session.life.log = None
-        self._behind.pop(session, None)
         if is_kept:
             session.journal.suspend()
+            if place.is_behind:
+                place.has_changed = True
+                self._write(session, place)  # a last time: there may be room again
             return
+        session.life.log = None
+        self._behind.pop(session, None)
 
         def told(_error: Exception | None) -> None:
             on_gone()
 
-        owner_id, number = session.owner.owner_id, session.life.order
-        self.store.delete(owner_id, session.session_id, number, told)
+        self.store.delete(session.life.order, told)
 
     def retry(self) -> None:
         """Write sessions whose last write has failed: one, and more once that succeeds; and delete
@@ -183,7 +182,8 @@ class SessionLogs:
         place.told.clear()
         # What later entries have replaced stays in the log: no more than there is of the rest.
         is_long = place.num_bytes > max(_MIN_LOG_BYTES, 2 * session.num_bytes)
-        is_whole = place.num_entries in {0, MAX_ENTRIES} or is_long or place.is_behind
+        is_full = place.num_entries == 0 or place.num_entries >= MAX_ENTRIES
+        is_whole = is_full or is_long or place.is_behind
         has_changed = is_whole or place.has_changed
         place.is_writing, place.has_changed, place.is_touched = True, False, False
         row = self._row(session, place, self.store, num_new=len(ends))

@@ -105,7 +105,7 @@ class StoredSessions:
             row = self.store.find(owner.owner_id, session_id)
         if row is None:
             return None
-        self.store.delete(row.owner_id, row.session_id, row.number)
+        self.store.delete(row.number)
         return self._view(row, "closing")
 
     def expire(self) -> bool:
@@ -120,7 +120,7 @@ class StoredSessions:
         for row in rows:
             session = self.sessions.find(Owner(row.owner_id), row.session_id)
             if session is None:
-                self.store.delete(row.owner_id, row.session_id, row.number)
+                self.store.delete(row.number)
                 num_deleted += 1
             elif session.life.log is not None and session.life.log.is_written:
                 self.logs.touch(session)

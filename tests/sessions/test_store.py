@@ -305,7 +305,7 @@ def test_a_deleted_session_is_not_found_while_it_is_being_deleted(tmp_path: Path
         store.put(row(1), DATA, lambda _error: None)
         await store.flush()
         assert store.find("owner", "s1") is not None
-        store.delete("owner", "s1", 1)
+        store.delete(1)
         assert store.find("owner", "s1") is None
         assert store.page("owner", after=0, limit=9) == []
         assert store.expired(limit=9) == []
@@ -395,7 +395,7 @@ def test_what_was_deleted_is_not_left_in_the_files(tmp_path: Path) -> None:
         store = await opened(tmp_path)
         store.put(row(1), encode_entry(LogEntry(change, ENTRY.turns)), lambda _error: None)
         await store.flush()
-        store.delete("owner", "s1", 1)
+        store.delete(1)
         await store.close()
 
     asyncio.run(run())

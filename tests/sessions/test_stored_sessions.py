@@ -668,3 +668,17 @@ def test_sessions_on_disk_count_for_their_owner(disk: Disk) -> None:
         world.now_s += 60.0
         world.manager.tick()
         world.manager.open(owner, request)
+
+
+def test_a_drain_writes_what_was_changed_during_a_write(disk: Disk) -> None:
+    with disk.world() as world:
+        name = world.create(is_stored=True)
+        world.run(name, turn("1"))
+        disk.store.is_slow = True
+        world.manager.update(OWNER, name, metadata={"a": "b"})
+        world.manager.edits.rewind(OWNER, name, None)
+        world.do(world.manager.drain(0.0))
+        disk.store.tell()
+    with disk.world() as world:
+        assert world.manager.get(OWNER, name).metadata == {"a": "b"}
+        assert world.history(name) == ()

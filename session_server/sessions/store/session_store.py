@@ -60,10 +60,10 @@ class SessionStore:
         self.wall_clock = wall_clock or _steady_clock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._commits = GroupCommits(self._database, self._deliver)
-        self._dropped: dict[int, tuple[str, str]] = {}
-        """Sessions that are being deleted, by number: they may still be found on disk."""
-
         self._num_waiting = 0
+        self._dropped: set[int] = set()
+        """Numbers of sessions that are being deleted: they may still be found on disk."""
+
         self._undeleted: dict[int, None] = {}
         """Those of them that could not be deleted yet."""
 
@@ -96,8 +96,8 @@ class SessionStore:
         self._commits.start()
 
     async def close(self) -> None:
-        """Write what is left, tell of it, and close the store; give a disk that hangs up after
-        `CLOSE_WAIT_S`."""
+        """Write what is left, tell of it, and close the store. After `CLOSE_WAIT_S` it is left to a
+        disk that does not answer."""
         assert self._loop is not None, "a store that was not started"
         is_over = await self._loop.run_in_executor(None, self._commits.stop, CLOSE_WAIT_S)
         await asyncio.sleep(0)  # what was delivered last runs before this goes on
@@ -175,12 +175,10 @@ class SessionStore:
         """Write what the row says, but no entry; `told` as in `put`."""
         self._ask(partial(_touch, row), told)
 
-    def delete(
-        self, owner_id: str, session_id: str, number: int, told: Told = lambda _error: None
-    ) -> None:
+    def delete(self, number: int, told: Told = lambda _error: None) -> None:
         """Delete a session. From now on it is not found; `told` as in `put`. Where that fails it is
         tried again."""
-        self._dropped[number] = owner_id, session_id
+        self._dropped.add(number)
         self._delete(number, told)
 
     def retry_deletes(self) -> None:
@@ -198,7 +196,7 @@ class SessionStore:
     def _delete(self, number: int, told: Told) -> None:
         def forget(error: Exception | None) -> None:
             if error is None:
-                self._dropped.pop(number, None)
+                self._dropped.discard(number)
             else:
                 self._undeleted[number] = None
             told(error)
