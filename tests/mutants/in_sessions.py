@@ -94,7 +94,7 @@ ENDED_TURN_HOLDS_QUOTA = Mutant(
     "A turn that has ended is still counted against its owner.",
     "lmdeploy#1788 (L8)",
     Edit(
-        "session_server.sessions.turn_flow:TurnFlow._end",
+        "session_server.sessions.turn_conclusion:TurnConclusion._conclude",
         "self._quotas.release_turn(session.owner, turn)",
         "pass",
     ),
@@ -342,7 +342,7 @@ ENDED_TURNS_ARE_NOT_COUNTED = Mutant(
     "What ended turns leave with their session is counted nowhere.",
     "llama.cpp#25740 (L12)",
     Edit(
-        "session_server.sessions.turn_flow:TurnFlow._end",
+        "session_server.sessions.turn_conclusion:TurnConclusion._conclude",
         "self._quotas.recount(session)",
         "pass",
     ),

@@ -246,6 +246,23 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             "percentunit",
             {"share": f"max ({OURS}_memory_check_cost_ratio{{%}})"},
         ),
+        Panel(
+            "Commits of the store",
+            "s",
+            quantiles("store_commit_seconds"),
+            "How long turns wait for the disk.",
+        ),
+        Panel("Writes to the store", "cps", {"{{outcome}}": rate("store_writes_total", "outcome")}),
+        Panel(
+            "Not on disk",
+            "none",
+            {
+                "sessions": total("store_sessions_behind"),
+                "failing": f"max ({OURS}_store_failing{{%}})",
+            },
+            "Sessions of which something could not be written; failing is 1 while nothing can be.",
+            bad_from=1,
+        ),
     ),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from itertools import pairwise
+from pathlib import Path
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -18,12 +19,12 @@ from tests.wire.conftest import SMALL
 CANARY = "canary4711"
 
 
-def test_every_expression_names_metrics_and_labels_that_are_shown(
-    server: LocalServer, http: httpx.Client
-) -> None:
-    asyncio.run(work(server.url))
+def test_every_expression_names_metrics_and_labels_that_are_shown(tmp_path: Path) -> None:
+    with LocalServer([*SMALL, "--store", str(tmp_path)]) as server:
+        asyncio.run(work(server.url))
+        scrape = httpx.get(f"{server.url}/metrics").text
     shown: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families(http.get("/metrics").text):
+    for family in text_string_to_metric_families(scrape):
         suffix = "_total" if family.type == "counter" else ""
         labels = {label for sample in family.samples for label in sample.labels}
         shown[family.name + suffix] = labels
