@@ -120,7 +120,7 @@ def test_an_idle_engine_recounts_its_memory_once_and_then_sleeps(
         await server.turn(client, "t", (1, 2, 3))
         async with asyncio.timeout(60):
             # A recount asks for a look at the content of a page, which the next step launches.
-            while "result" not in did[did.index("recount") :] if "recount" in did else True:
+            while "recount" not in did or "result" not in did[did.index("recount") :]:
                 await asyncio.sleep(0.001)
         resting = did[did.index("end") + 1 :]
         assert [each for each in resting if each not in naps] == ["recount", "launch", "result"]
