@@ -24,7 +24,13 @@ from session_server.core.session_events import (
 from session_server.sessions.quotas import SessionLimits
 from tests.depth import at_depth
 from tests.sessions.paper_store import PaperStore
-from tests.sessions.test_session_machine import MAX_LEN, SessionMachine, Shadow, run_machine
+from tests.sessions.test_session_machine import (
+    MAX_LEN,
+    WANTED,
+    SessionMachine,
+    Shadow,
+    run_machine,
+)
 from tests.sessions.world import OWNER, World
 
 ALSO_WANTED = (
@@ -160,6 +166,18 @@ class StoredMachine(SessionMachine):
         else:
             self.fault()
 
+    @precondition(lambda self: self.names and self.world.engine.is_alive)
+    @rule(index=st.integers(0, 2), chance=st.integers(0, 9))
+    def fail_and_crash(self, index: int, chance: int) -> None:
+        """The disk is full while a turn ends, there is room again, and then the process ends."""
+        if chance:
+            return
+        self.store.fails = True
+        self.submit(index, "tokens", 3, (), True, True)
+        self.world.engine.run()
+        self.store.tell()
+        self.crash(0)
+
     @precondition(lambda self: self.names)
     @rule(index=st.integers(0, 2), chance=st.integers(0, 9))
     def close_and_crash(self, index: int, chance: int) -> None:
@@ -217,4 +235,7 @@ class StoredMachine(SessionMachine):
 
 
 def test_sessions_in_a_store_keep_their_promises_across_crashes() -> None:
-    run_machine(StoredMachine, *ALSO_WANTED, max_examples=at_depth(600, proof=4000))
+    run_machine(StoredMachine, ALSO_WANTED, max_examples=at_depth(600, proof=4000))
+    # That each single thing is reached is what the machine without a store shows.
+    for kind in ("rewind", "edit", "fork", "cancel", "stop", "whole conversation", "engine"):
+        assert any(StoredMachine.reached[name] for name in WANTED if name.startswith(kind)), kind
