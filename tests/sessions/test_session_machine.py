@@ -338,6 +338,7 @@ class SessionMachine(RuleBasedStateMachine):
                 self.submit(index, "tokens" if role == "raw" else "chat", 9, (), True, False)
             self.world.engine.run()
             self.await_disk()
+        self.await_disk()
         self.read_all()
         shadow = self.shadows[name]
         if shadow.is_over or not shadow.items:
