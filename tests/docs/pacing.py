@@ -257,7 +257,6 @@ BOUND_NOTHING = frozenset(
         "session_server.runner.packed_formats:WORD_BITS",
         # How much is converted at a time.
         "session_server.models.layers.block_weight:CHUNK_ELEMENTS",
-        "session_server.sessions.history_change:TOKEN_BYTES",
         "session_server.session_command:_PIPED_COLUMNS",
         "session_server.sessions.registry:_LAST_ORDER",
         # Of the store: what marks its file, and the bytes of a secret and a checksum.

@@ -92,8 +92,7 @@ class Database:
                 return
             # SQLite would make its files with the permissions that the umask leaves.
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
-            files = (self.path, self.path.with_name(_LOCK_NAME))
-            self._inodes = tuple(os.stat(file).st_ino for file in files)
+            self._inodes = self._find_inodes()
             self._writer = _connect(self.path)
             (mode,) = self._writer.execute("PRAGMA journal_mode = WAL").fetchone()
             if mode != "wal":
@@ -157,13 +156,15 @@ class Database:
     def _check_files(self) -> None:
         """Raise sqlite3.OperationalError if the files are not those that were opened: what is
         written then is lost, or another server's."""
-        files = (self.path, self.path.with_name(_LOCK_NAME))
         try:
-            found = tuple(os.stat(file).st_ino for file in files)
+            found = self._find_inodes()
         except OSError as error:
             raise sqlite3.OperationalError(f"the store's files are gone: {error}") from error
         if found != self._inodes:
             raise sqlite3.OperationalError("the store's files were replaced")
+
+    def _find_inodes(self) -> tuple[int, int]:
+        return os.stat(self.path).st_ino, os.stat(self.path.with_name(_LOCK_NAME)).st_ino
 
     def put(self, row: SessionRow, entry: bytes) -> None:
         """Write a session with one entry, in place of all that was there of it."""
@@ -299,7 +300,9 @@ def _lock(directory: Path) -> int:
     """Make the directory and lock it for this process; return the descriptor that holds the lock.
     Raises StoreUnusable."""
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not directory.is_dir():
+            directory.mkdir(mode=0o700, parents=True)
+            _sync(directory.parent)
         fd = os.open(
             directory / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 from typing import Final, Literal
 
@@ -9,12 +10,7 @@ import msgspec
 import numpy as np
 
 from session_server.core.session_events import ConversationItem
-from session_server.sessions.history_change import (
-    AnswersChange,
-    HistoryChange,
-    ItemsChange,
-    whole_of,
-)
+from session_server.sessions.history_change import AnswersChange, HistoryChange, ItemsChange
 from session_server.sessions.store.records import (
     EndRecord,
     LogEntry,
@@ -22,6 +18,8 @@ from session_server.sessions.store.records import (
     StoredSettings,
     decode_settings,
 )
+from session_server.sessions.transcript import Transcript
+from session_server.sessions.views import HistoryModes
 
 MAX_FILE_BYTES: Final = 1 << 30
 """A session of a hundred million tokens."""
@@ -55,7 +53,14 @@ class SessionFile(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=T
 def file_of(row: SessionRow, entries: list[LogEntry]) -> SessionFile:
     """Return a session as a file. Raises Damaged; ValueError if its entries do not follow each
     other."""
-    whole = whole_of([entry.change for entry in entries])
+    settings = decode_settings(row.settings)
+    said = Transcript(
+        HistoryModes("append", "append"), (), now=datetime.fromtimestamp(settings.now_s)
+    )
+    for entry in entries:
+        said.apply(entry.change)
+    said.forget_taken()
+    whole = said.take_change()
     # The last record of a turn counts, where one was written twice.
     ended = {turn.key: turn for entry in entries for turn in entry.turns}
     return SessionFile(
@@ -63,7 +68,7 @@ def file_of(row: SessionRow, entries: list[LogEntry]) -> SessionFile:
         version=1,
         session_id=row.session_id,
         model=row.model,
-        settings=decode_settings(row.settings),
+        settings=settings,
         token_ids=np.frombuffer(whole.tokens, "<i4").tolist(),
         items=whole.items.added,
         tools=whole.tools or (),

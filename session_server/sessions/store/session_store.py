@@ -8,7 +8,6 @@ import logging
 import sqlite3
 import time
 from collections.abc import Callable
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Final
@@ -165,15 +164,15 @@ class SessionStore:
     def put(self, row: SessionRow, entry: bytes, told: Told) -> None:
         """Write a session in one entry, in place of what is there of it; `told` is called when it
         is on disk, or cannot be."""
-        self._ask(partial(_put, row, entry), told, num_bytes=len(entry))
+        self._ask(lambda database: database.put(row, entry), told, num_bytes=len(entry))
 
     def append(self, row: SessionRow, entry: bytes, told: Told) -> None:
         """Write an entry behind the `row.num_entries` that are there; `told` as in `put`."""
-        self._ask(partial(_append, row, entry), told, num_bytes=len(entry))
+        self._ask(lambda database: database.append(row, entry), told, num_bytes=len(entry))
 
     def touch(self, row: SessionRow, told: Told) -> None:
         """Write what the row says, but no entry; `told` as in `put`."""
-        self._ask(partial(_touch, row), told)
+        self._ask(lambda database: database.touch(row), told)
 
     def delete(self, number: int, told: Told = lambda _error: None) -> None:
         """Delete a session. From now on it is not found; `told` as in `put`. Where that fails it is
@@ -201,7 +200,7 @@ class SessionStore:
                 self._undeleted[number] = None
             told(error)
 
-        self._ask(partial(_delete, number), forget)
+        self._ask(lambda database: database.delete(number), forget)
 
     def _ask(self, write: Write, told: Told, *, num_bytes: int = 0) -> None:
         """Have something written. A disk that does not answer, or has too much to write, fails it:
@@ -247,19 +246,3 @@ class SessionStore:
 def _steady_clock() -> Callable[[], float]:
     ahead_s = time.time() - time.monotonic()
     return lambda: time.monotonic() + ahead_s
-
-
-def _put(row: SessionRow, entry: bytes, database: Database) -> None:
-    database.put(row, entry)
-
-
-def _append(row: SessionRow, entry: bytes, database: Database) -> None:
-    database.append(row, entry)
-
-
-def _touch(row: SessionRow, database: Database) -> None:
-    database.touch(row)
-
-
-def _delete(number: int, database: Database) -> None:
-    database.delete(number)

@@ -65,8 +65,8 @@ class CommitCounts:
 class GroupCommits:
     """Commit writes in the order in which they are asked for.
 
-    `deliver` is called on the writing thread with what is to run where the writes came from, once
-    for each commit.
+    `deliver` is called on the writing thread with what is to run where the writes came from: what
+    tells of a commit, a slice at a time.
     """
 
     def __init__(self, database: Database, deliver: Callable[[Callable[[], None]], None]) -> None:
