@@ -1,4 +1,4 @@
-"""`SessionLogs`: write what changes in sessions to the store, and make sessions of what is there.
+"""`SessionLogs`: write what changes in sessions to the store.
 
 A session writes its changes in order, one write at a time. Where one fails, the session goes on in
 memory, and its next write has all of it: nothing is appended to a log that lacks something.
@@ -6,30 +6,23 @@ memory, and its next write has all of it: nothing is appended to a log that lack
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
-from datetime import datetime
 from itertools import islice
 from typing import Final
 
-from session_server.core.errors import InternalInconsistency, UnknownModel
 from session_server.sessions.backlog import SLICE
-from session_server.sessions.session import LogPlace, Session, SessionConfig
+from session_server.sessions.session import LogPlace, Session
 from session_server.sessions.store.records import (
-    Damaged,
     EndRecord,
     LogEntry,
     SessionRow,
     StoredSettings,
-    decode_settings,
     encode_entry,
     encode_settings,
 )
 from session_server.sessions.store.session_store import SessionStore
 from session_server.sessions.store.writer import Told
 from session_server.sessions.views import StoreUse
-
-_logger: Final = logging.getLogger("session_server.store")
 
 MAX_ENTRIES: Final = 1024
 """Entries of a session, all of which are read when it is. The next one has all of it again."""
@@ -148,30 +141,6 @@ class SessionLogs:
             if num_bytes > MAX_RETRIED_BYTES:
                 break
 
-    def fill(self, session: Session, row: SessionRow) -> None:
-        """Give a new session the conversation that is in the store.
-
-        Raises:
-            UnknownModel: its tokens are those of another tokenizer.
-            InternalInconsistency: what is in the store is damaged.
-        """
-        assert self.store is not None, "a row of no store"
-        if row.model != self.store.model:
-            raise UnknownModel("this session was held with a model that has another tokenizer")
-        try:
-            session.transcript.now = datetime.fromtimestamp(
-                decode_settings(row.settings).now_s
-            ).astimezone()
-            entries, num_bytes = self.store.entries(row)
-            for entry in entries:
-                session.transcript.apply(entry.change)
-                for turn in entry.turns:
-                    session.ended.restore(turn)
-        except (Damaged, ValueError) as error:
-            _logger.error("session %s cannot be read: %s", row.session_id, error)
-            raise InternalInconsistency("what is stored of this session is damaged") from error
-        session.life.log = LogPlace(row.num_entries, num_bytes)
-
     def _write(self, session: Session, place: LogPlace) -> None:
         """Write what waits, unless a write is under way: then it comes next."""
         if place.is_writing:
@@ -247,19 +216,6 @@ class SessionLogs:
             num_uses=session.life.num_uses,
             num_entries=place.num_entries,
         )
-
-
-def settings_of(stored: StoredSettings) -> SessionConfig:
-    """Return the settings of a session in the store."""
-    return SessionConfig(
-        ttl_s=stored.ttl_s,
-        metadata=stored.metadata,
-        is_pinned=stored.is_pinned,
-        is_single_turn=False,
-        created_s=stored.created_s,
-        request_digest=stored.request_digest,
-        asked_history=stored.history,
-    )
 
 
 def _stored(session: Session) -> StoredSettings:

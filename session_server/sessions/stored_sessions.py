@@ -7,17 +7,23 @@ import logging
 import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Final
 
-from session_server.core.errors import InternalInconsistency, QuotaExceeded, ServerBusy
+from session_server.core.errors import (
+    InternalInconsistency,
+    QuotaExceeded,
+    ServerBusy,
+    UnknownModel,
+)
 from session_server.core.owner import Owner
 from session_server.core.session_events import SessionState
 from session_server.sessions.backlog import SLICE
 from session_server.sessions.opening import SessionMaker, history_modes
 from session_server.sessions.quotas import Quotas
 from session_server.sessions.registry import SessionRegistry
-from session_server.sessions.session import Session, SessionLife
-from session_server.sessions.session_logs import SessionLogs, settings_of
+from session_server.sessions.session import LogPlace, Session, SessionConfig, SessionLife
+from session_server.sessions.session_logs import SessionLogs
 from session_server.sessions.store.records import (
     Damaged,
     SessionRow,
@@ -53,7 +59,8 @@ class StoredSessions:
             row = self.store.find(owner.owner_id, session_id)
             if row is None:
                 return None
-            settings, left_s = settings_of(_settings(row)), row.expires_s - self.store.wall_clock()
+            stored, left_s = _settings(row), row.expires_s - self.store.wall_clock()
+            settings = _config(stored)
             settings.is_pinned &= self.maker.limits.allows_pinned
             life = SessionLife(
                 self.maker.clock() + left_s - settings.ttl_s,
@@ -62,7 +69,8 @@ class StoredSessions:
             )
             session = self.maker.again(owner, settings, life)
             session.session_id = session_id
-            self.logs.fill(session, row)
+            session.transcript.now = datetime.fromtimestamp(stored.now_s).astimezone()
+            self._fill(session, row)
         self.quotas.take_session(session)
         self.sessions.restored(session)
         self.sessions.deadlines.watch(session)
@@ -126,6 +134,21 @@ class StoredSessions:
                 self.logs.touch(session)
         return num_deleted == SLICE
 
+    def _fill(self, session: Session, row: SessionRow) -> None:
+        """Give a new session the conversation that is in the store. Raises UnknownModel,
+        InternalInconsistency, sqlite3.Error."""
+        if row.model != self.store.model:
+            raise UnknownModel("this session was held with a model that has another tokenizer")
+        try:
+            entries, num_bytes = self.store.entries(row)
+            for entry in entries:
+                session.transcript.apply(entry.change)
+                for turn in entry.turns:
+                    session.ended.restore(turn)
+        except (Damaged, ValueError) as error:
+            raise _damaged(row, error) from error
+        session.life.log = LogPlace(row.num_entries, num_bytes)
+
     def _view(self, row: SessionRow, state: SessionState) -> SessionView:
         """Return what is known of a session without its conversation; of one whose settings are
         damaged that is little."""
@@ -170,5 +193,23 @@ def _settings(row: SessionRow) -> StoredSettings:
     try:
         return decode_settings(row.settings)
     except Damaged as error:
-        _logger.error("session %s: %s", row.session_id, error)
-        raise InternalInconsistency("what is stored of this session is damaged") from error
+        raise _damaged(row, error) from error
+
+
+def _damaged(row: SessionRow, error: Exception) -> InternalInconsistency:
+    """Log why a session cannot be read, and return what its client is told."""
+    _logger.error("session %s cannot be read: %s", row.session_id, error)
+    return InternalInconsistency("what is stored of this session is damaged")
+
+
+def _config(stored: StoredSettings) -> SessionConfig:
+    """Return the settings of a session in the store."""
+    return SessionConfig(
+        ttl_s=stored.ttl_s,
+        metadata=stored.metadata,
+        is_pinned=stored.is_pinned,
+        is_single_turn=False,
+        created_s=stored.created_s,
+        request_digest=stored.request_digest,
+        asked_history=stored.history,
+    )

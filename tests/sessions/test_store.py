@@ -211,6 +211,15 @@ def test_no_changed_byte_of_settings_is_read(place: int) -> None:
         decode_settings(bytes(changed))
 
 
+def hang_until(goes_on: threading.Event, store: SessionStore) -> None:
+    """The disk does not answer before this."""
+
+    def hang(_database: Database) -> None:
+        goes_on.wait()
+
+    store._ask(hang, lambda _error: None)
+
+
 async def opened(directory: Path) -> SessionStore:
     store = SessionStore(directory, model=b"model", wall_clock=lambda: 10.0)
     store.start(asyncio.get_running_loop())
@@ -375,12 +384,9 @@ def test_the_end_of_a_server_waits_for_a_disk_that_hangs_no_longer_than_it_says(
     monkeypatch.setattr(session_store, "CLOSE_WAIT_S", 0.1)
     goes_on = threading.Event()
 
-    def hang(_database: Database) -> None:
-        goes_on.wait()
-
     async def run() -> None:
         store = await opened(tmp_path)
-        store._ask(hang, lambda _error: None)
+        hang_until(goes_on, store)
         await store.close()
 
     asyncio.run(run())
@@ -410,12 +416,9 @@ def test_a_write_to_a_disk_that_hangs_fails_after_a_while(
     monkeypatch.setattr(session_store, "MAX_WAITING_BYTES", 2 * len(DATA))
     goes_on = threading.Event()
 
-    def hang(_database: Database) -> None:
-        goes_on.wait()
-
     async def run() -> None:
         store = await opened(tmp_path)
-        store._ask(hang, lambda _error: None)
+        hang_until(goes_on, store)
         told: list[tuple[int, str]] = []
         for number in (1, 2, 3):
             store.put(row(number), DATA, lambda error, n=number: told.append((n, str(error))))
