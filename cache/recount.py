@@ -18,20 +18,19 @@ What is summed:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.components import Component
 from cache.lease import KVLease
 from cache.ledger import Accounts, Ledger
 from cache.page_locks import TOMBSTONE_COUNT
 from cache.pair_check import Violation, slot_violations
-from cache.radix_node import RadixNode
+from cache.radix_node import LockReceipt, RadixNode
 from cache.session_cache import SessionAwareCache
-from cache.types import NULL_PAGE, NULL_ROW, Pages, PoolName, RowId, SessionId
+from cache.types import NULL_PAGE, NULL_ROW, Holder, Pages, PoolName, RowId, SessionId
 
 _PAGES_PER_UNIT: Final = 8192
 """Reading this many pages costs about as much as one visit."""
@@ -60,10 +59,11 @@ class _Locks(NamedTuple):
 
 
 class _LeaseRecord(NamedTuple):
-    """Record what one session holds. `end`: the node at which its receipt ends."""
+    """Record what one session holds, or pages on their way, which have no row. `end`: the node at
+    which its receipt ends. `holder`: the account of its private pages."""
 
-    row: RowId
-    is_lent: bool
+    row: RowId | None
+    holder: Holder
     end: RadixNode
     private: dict[PoolName, PageIndices]
     locks: dict[PoolName, _Locks]
@@ -85,13 +85,13 @@ class _PoolSums:
     def __init__(self, num_pages: int) -> None:
         # Ids outside of the pool are counted behind its last page.
         self.num_holders = np.zeros(num_pages + 1, np.int16)
-        self.active = self.session_held = self.evictable = self.protected = 0
+        self.private = Counter[Holder]()
+        self.evictable = self.protected = 0
         self.num_locks = self.positions = 0
 
-    def add_private(self, pages: PageIndices, sign: int, *, is_lent: bool) -> None:
+    def add_private(self, pages: PageIndices, sign: int, holder: Holder) -> None:
         self._count_pages(pages, sign)
-        self.active += sign * len(pages) * is_lent
-        self.session_held += sign * len(pages) * (not is_lent)
+        self.private[holder] += sign * len(pages)
 
     def add_node(self, pages: PageIndices, num_protected: int, sign: int) -> None:
         self._count_pages(pages, sign)
@@ -118,7 +118,7 @@ class _Pending:
         stores, slots = cache.inspect()
         self.changed = stores.changes.watch()
         self.num_left = 0
-        self.sessions = list(slots)
+        self.sessions = [*slots, *(transit.name for transit in stores.transits.values())]
         self.num_rows = stores.rows.num_rows + 1
         self.nodes: list[tuple[RadixNode | None, bytes, RadixNode]] = [
             (None, root.key, root) for _, root in stores.tree.roots()
@@ -224,62 +224,85 @@ class Recount:
             self._add_lease(was, -1)
         slot = self._cache.inspect().slots.get(session_id)
         if slot is None:
-            return 1
+            return self._visit_transit(session_id, is_first=was is None)
         self.violations += slot_violations(slot, self._stores, whole=was is None)
         if slot.lease is None:
             return 1
-        self._check_sole_tokens(slot.lease)
-        record = self._read_lease(slot.lease, is_lent=slot.is_active)
+        self._check_sole_tokens(slot.lease.receipt, f"row {slot.lease.row}")
+        record = self._read_lease(
+            slot.lease, Holder.ACTIVE if slot.is_active else Holder.SESSION_HELD
+        )
         self._leases[session_id] = record
         self._add_lease(record, +1)
         self._num_walked += len(self._stores.tree.path(slot.lease.receipt)) if was is None else 0
         return self._cost(slot.lease.num_pages, is_first=was is None)
 
-    def _read_lease(self, lease: KVLease, *, is_lent: bool) -> _LeaseRecord:
-        stores = self._stores
+    def _visit_transit(self, name: SessionId, *, is_first: bool) -> int:
+        transit = next((t for t in self._stores.transits.values() if t.name == name), None)
+        if transit is None:
+            return 1
+        stores, page_size = self._stores, self._stores.page_size
+        self._check_sole_tokens(transit.receipt, name)
+        private = {
+            pool: each.pages.astype(np.intp) if transit.is_incoming else np.empty(0, np.intp)
+            for pool, each in transit.pages.items()
+        }
+        spans = {p: [transit.locked_span(c, page_size)] for p, c in stores.bounded.items()}
+        locks = {p: self._page_locks(transit.receipt, p, span, name) for p, span in spans.items()}
+        record = _LeaseRecord(None, Holder.SPILL, transit.receipt._node, private, locks)
+        self._leases[name] = record
+        self._add_lease(record, +1)
+        return self._cost(transit.end // page_size, is_first=is_first)
+
+    def _read_lease(self, lease: KVLease, holder: Holder) -> _LeaseRecord:
+        stores, who = self._stores, f"row {lease.row}"
         return _LeaseRecord(
             row=lease.row,
-            is_lent=is_lent,
+            holder=holder,
             end=lease.receipt._node,
             private={p: np.array(lease.private_pages(p), np.intp) for p in stores.ledgers},
-            locks={p: self._page_locks(lease, c) for p, c in stores.bounded.items()},
+            locks={
+                pool: self._page_locks(lease.receipt, pool, lease.locked_spans(component), who)
+                for pool, component in stores.bounded.items()
+            },
         )
 
-    def _check_sole_tokens(self, lease: KVLease) -> None:
+    def _check_sole_tokens(self, receipt: LockReceipt, who: str) -> None:
         """Check `sole_tokens`, which plans use to know what cooling frees, against the locks."""
-        num_tokens, node = 0, lease.receipt._node
+        num_tokens, node = 0, receipt._node
         while node.parent is not None and node.lock_ref == 1:
             num_tokens += len(node.tokens)
             node = node.parent
             self._num_walked += 1
-        if num_tokens != lease.receipt.sole_tokens:
-            known = lease.receipt.sole_tokens
-            self._report(f"row {lease.row} alone has locked {num_tokens} tokens, not {known}")
+        if num_tokens != receipt.sole_tokens:
+            self._report(f"{who} alone has locked {num_tokens} tokens, not {receipt.sole_tokens}")
 
-    def _page_locks(self, lease: KVLease, component: Component) -> _Locks:
-        """Return the locks of a lease in a bounded pool, and check that the pages are locked."""
+    def _page_locks(
+        self, receipt: LockReceipt, pool: PoolName, spans: Iterable[tuple[int, int]], who: str
+    ) -> _Locks:
+        """Return the locks of a receipt in a bounded pool, and check that the pages are locked."""
         num_locks = positions = num_sole = 0
-        pool, page_size = component.pool, self._stores.page_size
-        for start, end in lease.locked_spans(component):
+        page_size = self._stores.page_size
+        for start, end in spans:
             if start >= end:
                 continue
             num_locks += end - start
             positions += (end * (end - 1) - start * (start - 1)) // 2
-            at = lease.receipt.length // page_size
-            for node in reversed(self._stores.tree.path(lease.receipt, start * page_size)):
+            at = receipt.length // page_size
+            for node in reversed(self._stores.tree.path(receipt, start * page_size)):
                 at -= len(node.page_locks[pool])
                 locks = node.page_locks[pool].view(max(0, start - at), max(0, end - at))
                 num_sole += int(np.count_nonzero(locks == 1))
                 if not (locks % TOMBSTONE_COUNT).all():
-                    self._report(f"{pool}: row {lease.row} reads a page that is not locked")
-        if num_sole != (known := lease.receipt.sole_pages[pool]):
-            self._report(f"{pool}: row {lease.row} alone has locked {num_sole} pages, not {known}")
+                    self._report(f"{pool}: {who} reads a page that is not locked")
+        if num_sole != (known := receipt.sole_pages[pool]):
+            self._report(f"{pool}: {who} alone has locked {num_sole} pages, not {known}")
         return _Locks(num_locks, positions)
 
     def _add_lease(self, record: _LeaseRecord, sign: int) -> None:
         self._add_locks(record.end, -sign)
         for pool, sums in self._sums.items():
-            sums.add_private(record.private[pool], sign, is_lent=record.is_lent)
+            sums.add_private(record.private[pool], sign, record.holder)
             if pool in record.locks:
                 sums.add_locks(record.locks[pool], -sign)
 
@@ -389,7 +412,8 @@ class Recount:
 
     def _compare_rows(self) -> Iterator[str]:
         rows = self._stores.rows
-        leased = sorted(int(record.row) for record in self._leases.values())
+        of_rows = [record.row for record in self._leases.values() if record.row is not None]
+        leased = sorted(map(int, of_rows))
         if leased != rows.held_rows():
             yield f"rows {rows.held_rows()} are held, leases have {leased}"
         if sorted(rows.free_rows() + leased) != list(range(1, rows.num_rows + 1)):
@@ -417,6 +441,7 @@ class Recount:
     def _compare_pool(self, ledger: Ledger, sums: _PoolSums) -> Iterator[str]:
         pool = ledger.pool
         quarantined = self._stores.quarantined[pool]
+        fenced = [page for pages in self._stores.fenced.values() for page in pages[pool]]
         num_free, is_free = self._stores.allocators[pool].count_free_pages()
         recount = Accounts(
             pool=pool,
@@ -425,10 +450,10 @@ class Recount:
             reserved=1,
             tree_evictable=sums.evictable,
             tree_protected=sums.protected,
-            active=sums.active,
-            session_held=sums.session_held,
-            fenced=0,
-            spill=0,
+            active=sums.private[Holder.ACTIVE],
+            session_held=sums.private[Holder.SESSION_HELD],
+            fenced=len(fenced),
+            spill=sums.private[Holder.SPILL],
             quarantine=len(quarantined),
         )
         if recount != ledger.snapshot():
@@ -438,7 +463,7 @@ class Recount:
         if sums.num_holders[-1]:
             yield f"{pool}: a page id lies outside the pool"
         num_holders = sums.num_holders[:-1] + is_free
-        np.add.at(num_holders, [NULL_PAGE, *quarantined], 1)
+        np.add.at(num_holders, [NULL_PAGE, *quarantined, *fenced], 1)
         if (num_holders != 1).any():
             twice, lost = np.flatnonzero(num_holders > 1), np.flatnonzero(num_holders < 1)
             yield f"{pool}: pages with two holders {twice}, with none {lost}"

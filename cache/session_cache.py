@@ -14,17 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Final
 
 from cache.borrower import Borrower
 from cache.changes import Changes
-from cache.errors import NamespaceMismatch, OutOfPages, SlotBusy, SlotExists, UnknownSession
+from cache.errors import NamespaceMismatch, SlotBusy, SlotExists, UnknownSession
 from cache.lease import KVLease
 from cache.ledger import Accounts
-from cache.lockstep import LOW_WATER_DIVISOR, Lockstep
+from cache.lockstep import Lockstep
+from cache.page_copies import PageCopies
 from cache.parked_queue import ParkedQueue
 from cache.pinned_quota import PinnedQuota
 from cache.radix_node import MatchResult
+from cache.room import Room
 from cache.session_slot import SessionSlot
 from cache.spec import CacheSpec, Capacity
 from cache.stores import KVStores, StoreParts
@@ -41,14 +42,6 @@ from cache.types import (
     pages_for,
 )
 from cache.views import CacheParts, Headroom, SlotView, TenantShare, TurnLimits, TurnLoan
-
-EVICTED_AHEAD: Final = 256
-"""Pages that `grow` evicts at most beyond those that it takes: about a millisecond."""
-
-_HIGH_WATER_DIVISOR: Final = 16
-"""Eviction begins when less than 1/32 of a pool would be free and continues to 1/16. Evicting page
-by page on demand would also hand out single pages, so that no session had consecutive ones: under
-churn the mean run was 1.3 pages long that way and is 2.7 this way."""
 
 
 class SessionAwareCache:
@@ -71,15 +64,14 @@ class SessionAwareCache:
         self._empty_stores = partial(KVStores.empty, spec, capacity, parts, changes=Changes())
         self._stores = self._empty_stores()
         self.spec = spec
-        self.num_rows = capacity.num_rows
         self.max_context_len = capacity.max_context_len
-        self.paged_pools = tuple(self._stores.paged)
         self._empty_quota = partial(PinnedQuota, pinned_quota_pages)
         self._pinned = self._empty_quota(self._stores)
         self._slots: dict[SessionId, SessionSlot] = {}
         self._turns: dict[TurnId, Borrower] = {}
         self.parked = ParkedQueue(self._stores, self._pinned)
         self.tails = Tails(self._stores, self._slots, self.parked)
+        self.copies = PageCopies(self._stores, Room(self._stores, self.tails))
 
     # Sessions
 
@@ -256,22 +248,8 @@ class SessionAwareCache:
         assert to_len <= self.max_context_len, "a row has no entry past the context length"
         if not (missing := turn.lease.missing_pages(to_len, num_drafts)):
             return []
-        wanted = [(self._stores.ledgers[pool], count) for pool, count in missing.items()]
-        for ledger, count in wanted:
-            if count > ledger.num_free + ledger.num_evictable + self.tails.num_pages[ledger.pool]:
-                raise OutOfPages(f"{ledger.pool}: wanted {count} pages of {ledger.snapshot()}")
-        for ledger, count in wanted:
-            if count > ledger.num_free:
-                self.tails.reclaim(ledger.pool, count - ledger.num_free)
-        for ledger, count in wanted:
-            if ledger.num_free - count < ledger.num_pages // LOW_WATER_DIVISOR:
-                num_ahead = min(
-                    ledger.num_pages // _HIGH_WATER_DIVISOR - ledger.num_free, EVICTED_AHEAD
-                )
-                # What a tenant's minimum keeps is not evicted ahead.
-                num_spare = ledger.num_evictable - self._stores.tree.tenants.guarded[ledger.pool]
-                num_spare = max(num_spare, count - ledger.num_free)
-                self._stores.evict(ledger.pool, min(count + num_ahead, num_spare))
+        ledgers = self._stores.ledgers
+        self.copies.room.make({ledgers[pool]: count for pool, count in missing.items()})
         writes = turn.lease.grow(to_len, num_drafts)
         self._update_pinned(turn.slot)
         return writes
@@ -368,6 +346,7 @@ class SessionAwareCache:
         slot = self._slot(session_id)
         if slot.lease is None:
             return
+        self.copies.void_out()
         self._stores.changes.record_session(session_id)
         self.parked.remove(slot)
         self.tails.forget(slot)
@@ -397,11 +376,13 @@ class SessionAwareCache:
         self._slots = {name: slot for name, slot in slots if slot.state is not SlotState.CLOSING}
         for slot in self._slots.values():
             slot.reset()
-        self._stores = self._empty_stores(quarantined=self._stores.quarantined)
+        self._stores = self._empty_stores(before=self._stores)
         tenants.enter_into(self._stores.tree.tenants, self._slots.values())
         self._pinned = self._empty_quota(self._stores)
         self.parked = ParkedQueue(self._stores, self._pinned)
         self.tails = Tails(self._stores, self._slots, self.parked)
+        room, num_begun = Room(self._stores, self.tails), self.copies.num_begun
+        self.copies = PageCopies(self._stores, room, num_begun=num_begun)
         return resident
 
     # Answers
@@ -411,6 +392,16 @@ class SessionAwareCache:
 
     def __len__(self) -> int:
         return len(self._slots)
+
+    @property
+    def num_rows(self) -> int:
+        """Return the number of sessions that can be resident at the same time."""
+        return self._stores.rows.num_rows
+
+    @property
+    def paged_pools(self) -> tuple[PoolName, ...]:
+        """Return the pools of positions, in the order of all counts of pages."""
+        return tuple(self._stores.paged)
 
     @property
     def num_tenants(self) -> int:

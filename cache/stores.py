@@ -12,6 +12,7 @@ from cache.pages import Extents, PageAllocator
 from cache.radix import RadixCache
 from cache.req_to_token import ReqToTokenPool
 from cache.spec import CacheSpec, Capacity
+from cache.transit import Transit, TransitId
 from cache.types import NULL_PAGE, Holder, PoolName, pages_for
 
 
@@ -30,6 +31,8 @@ class KVStores:
     `bounded`: the components of bounded pools. `recurrent`: the one of them whose pages are states,
     if any. `paged`: the ledgers of all pools but the recurrent one. `quarantined`: per pool, the
     pages that are never used again. `changes`: records changes, for recounts made in slices.
+    `transits`: pages on their way. `fenced`: per copy that was under way when the stores were
+    replaced, the pages that it may still write.
     """
 
     page_size: int
@@ -43,6 +46,8 @@ class KVStores:
     tree: RadixCache
     quarantined: Mapping[PoolName, list[int]]
     changes: Changes
+    transits: dict[TransitId, Transit]
+    fenced: dict[TransitId, Mapping[PoolName, list[int]]]
 
     @classmethod
     def empty(
@@ -52,12 +57,13 @@ class KVStores:
         parts: StoreParts,
         *,
         changes: Changes,
-        quarantined: Mapping[PoolName, Iterable[int]] | None = None,
+        before: KVStores | None = None,
     ) -> KVStores:
-        """Create stores in which every page is free or in quarantine.
+        """Create stores in which every page is free, in quarantine or fenced.
 
-        `changes` is shared with earlier stores of the same cache. `quarantined` comes from accounts
-        that may be wrong: ids that are no page of the pool, or come twice, are passed over.
+        `changes` is shared with earlier stores of the same cache. `before`: those that these
+        replace. Its accounts may be wrong: ids that are no page of the pool, or come twice, are
+        passed over.
         """
         components = components_of(spec)
         recurrent = [c for c in components if isinstance(c, RecurrentState)]
@@ -70,8 +76,11 @@ class KVStores:
         ledgers = {pool: Ledger(pool, num_pages[pool]) for pool in pools}
         allocators = {pool: PageAllocator(ledgers[pool], parts.free_list) for pool in pools}
         row_pages = pages_for(capacity.max_context_len, spec.page_size)
-        known_bad = quarantined or {}
-        withheld = {pool: _quarantine(allocators[pool], known_bad.get(pool, ())) for pool in pools}
+        known_bad = {} if before is None else before.quarantined
+        withheld = {
+            pool: _withhold(allocators[pool], known_bad.get(pool, ()), Holder.QUARANTINE)
+            for pool in pools
+        }
         return cls(
             page_size=spec.page_size,
             components=components,
@@ -84,6 +93,8 @@ class KVStores:
             tree=parts.tree(spec.page_size, ledgers, components, changes),
             quarantined=withheld,
             changes=changes,
+            transits={},
+            fenced={} if before is None else _fence(allocators, before),
         )
 
     def evict(self, pool: PoolName, num_pages: int) -> None:
@@ -94,12 +105,30 @@ class KVStores:
             self.allocators[name].release(pages, Holder.TREE)
 
 
-def _quarantine(allocator: PageAllocator, pages: Iterable[int]) -> list[int]:
-    """Move pages of an all-free pool to quarantine; return those that are pages of the pool."""
+def _withhold(allocator: PageAllocator, pages: Iterable[int], holder: Holder) -> list[int]:
+    """Move free pages to the account of `holder`; return those that are free pages of the pool."""
     ledger = allocator.ledger
-    quarantined = sorted({page for page in pages if NULL_PAGE < page < ledger.num_pages})
-    if quarantined:
-        taken = allocator.acquire(ledger.num_free, Holder.ACTIVE)
-        allocator.release(set(taken).difference(quarantined), Holder.ACTIVE)
-        ledger.transfer(len(quarantined), Holder.ACTIVE, Holder.QUARANTINE)
-    return quarantined
+    withheld = sorted({page for page in pages if NULL_PAGE < page < ledger.num_pages})
+    if withheld:
+        free = allocator.acquire(ledger.num_free, Holder.ACTIVE)
+        withheld = sorted(set(free).intersection(withheld))
+        allocator.release(set(free).difference(withheld), Holder.ACTIVE)
+        ledger.transfer(len(withheld), Holder.ACTIVE, holder)
+    return withheld
+
+
+def _fence(
+    allocators: Mapping[PoolName, PageAllocator], before: KVStores
+) -> dict[TransitId, Mapping[PoolName, list[int]]]:
+    """Keep the pages that a copy may still write from being used until it has ended."""
+    written = {
+        number: {pool: each.pages.tolist() for pool, each in transit.pages.items()}
+        for number, transit in before.transits.items()
+        if transit.is_incoming
+    }
+    return {
+        number: {
+            pool: _withhold(allocators[pool], ids, Holder.FENCED) for pool, ids in pages.items()
+        }
+        for number, pages in (before.fenced | written).items()
+    }

@@ -107,7 +107,18 @@ class CancelTurn(Command, frozen=True, tag=True, kw_only=True):
 
 
 class CloseSession(Command, frozen=True, tag=True, kw_only=True):
-    """Drop the session. A running turn is cancelled first. An unknown id is ignored."""
+    """Drop the session. A running turn is cancelled first. An unknown id is ignored.
+
+    `is_deleted`: nothing of it is kept outside of the pools that no other session has.
+    """
+
+    session_id: SessionId
+    is_deleted: bool = False
+
+
+class CoolSession(Command, frozen=True, tag=True, kw_only=True):
+    """Leave the KV of a session at rest to the tree, where pressure takes it first, with a copy in
+    host memory where that is kept. Answered by `SessionCooled`, unless a turn has come."""
 
     session_id: SessionId
 
@@ -147,6 +158,7 @@ EngineCommand = (
     | StopTurn
     | CancelTurn
     | CloseSession
+    | CoolSession
     | FlushCache
     | ReportMemory
     | Shutdown

@@ -16,6 +16,7 @@ from cache.types import Namespace, Retention, SessionId, SlotState, TurnId
 from session_server.core.commands import (
     CancelTurn,
     CloseSession,
+    CoolSession,
     DraftInput,
     DropDraft,
     EngineCommand,
@@ -70,7 +71,7 @@ class CommandHandler:
         input_drafts: InputDrafts,
     ) -> None:
         self._config, self._cache, self._watch = context.config, context.cache, context.watch
-        self._outbox, self._scheduler = context.outbox, scheduler
+        self._outbox, self._tiers, self._scheduler = context.outbox, context.tiers, scheduler
         self._settler, self._guard = settler, guard
         self._input_drafts = input_drafts
         self.turn_limits = scheduler.turn_limits
@@ -92,8 +93,10 @@ class CommandHandler:
                 self._end(turn_id, FinishReason.STOP, num_outputs, now_s)
             case CancelTurn(turn_id=turn_id, num_outputs=num_outputs):
                 self._end(turn_id, FinishReason.CANCELLED, num_outputs, now_s)
-            case CloseSession(session_id=session_id):
-                self._close(session_id, now_s)
+            case CloseSession():
+                self._close(command, now_s)
+            case CoolSession(session_id=session_id):
+                self._cool(session_id)
             case FlushCache(request_id=request_id):
                 self._flush(request_id)
             case ReportMemory():
@@ -102,6 +105,7 @@ class CommandHandler:
                 self._outbox.emit(self._guard.report(command, now_s))
             case Shutdown():
                 self.is_shutting_down = True
+                self._tiers.drain()
             case _:
                 assert_never(command)
 
@@ -220,7 +224,8 @@ class CommandHandler:
         if turn is not None:  # else it has ended, and the command comes too late
             self._settler.finish(turn, reason, now_s, num_outputs=num_outputs)
 
-    def _close(self, session_id: SessionId, now_s: float) -> None:
+    def _close(self, command: CloseSession, now_s: float) -> None:
+        session_id = command.session_id
         turn = self._scheduler.turn_of(session_id)
         self._input_drafts.stop(session_id)
         is_gone = self._cache.close(session_id)
@@ -230,13 +235,24 @@ class CommandHandler:
             is_gone = session_id not in self._cache
         assert is_gone, "only a running turn can defer a close"
         self._watch.touch(session_id)
+        self._tiers.note_close(session_id, is_deleted=command.is_deleted)
         self._outbox.emit(SessionGone(session_id=session_id))
+
+    def _cool(self, session_id: SessionId) -> None:
+        if session_id not in self._cache or self._scheduler.turn_of(session_id) is not None:
+            return
+        self._input_drafts.stop(session_id)
+        self._tiers.note_cooling(session_id)
+        self._cache.cool(session_id)
+        self._watch.touch(session_id)
+        self._outbox.emit(SessionCooled(session_id=session_id))
 
     def _flush(self, request_id: int) -> None:
         is_idle = len(self._scheduler) == 0
         if is_idle:
             resident = [s.session_id for s in self._cache.slots() if s.state is SlotState.PARKED]
             self._cache.flush()
+            self._tiers.clear()
             for session_id in resident:
                 self._watch.touch(session_id)
                 self._outbox.emit(SessionCooled(session_id=session_id))

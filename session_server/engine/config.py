@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final
+
+from cache.types import PoolName
 
 MAX_DRAFTS: Final = 16
 """More drafts than this are hardly ever accepted, and every one of them is computed."""
@@ -61,6 +64,25 @@ def num_ahead(*, chunk_tokens: int, num_in_flight: int, num_drafts: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class TierPolicy:
+    """Configure where KV is kept that the pools have no room for.
+
+    `host_bytes`: of host memory; 0 turns all of it off. `disk_bytes`: on disk; 0 for none.
+    `page_bytes`: what a page of each pool takes there; by default what the spec says.
+    """
+
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    page_bytes: Mapping[PoolName, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.host_bytes < 0 or self.disk_bytes < 0:
+            raise ValueError("a tier has no negative size")
+        if self.disk_bytes and not self.host_bytes:
+            raise ValueError("what is written to disk passes through host memory")
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Configure an engine; made by `engine_wiring` from the user's settings.
 
@@ -82,6 +104,7 @@ class EngineConfig:
     memory: MemoryPolicy = MemoryPolicy()
     priority_step_s: float = 10.0
     speculation: Speculation = Speculation()
+    tiers: TierPolicy = TierPolicy()
     retract_interval: int = 0
 
     @property

@@ -9,8 +9,10 @@ from cache.session_cache import SessionAwareCache
 from cache.types import TableWrite
 from session_server.core.events import EngineEvent
 from session_server.engine.config import EngineConfig
+from session_server.engine.in_flight import InFlight
 from session_server.engine.memory import MemoryWatch
 from session_server.engine.tallies import Tallies
+from session_server.engine.tiers.tiers import Tiers
 
 
 @dataclass(slots=True)
@@ -69,11 +71,13 @@ class Outbox:
 
 @dataclass(frozen=True, slots=True)
 class EngineContext:
-    """Hold the limits, the cache, its checks, and where events and totals go."""
+    """Hold the limits, the cache, its checks, what is in flight, and where events and totals go."""
 
     config: EngineConfig
     cache: SessionAwareCache
     watch: MemoryWatch
+    in_flight: InFlight
+    tiers: Tiers
     outbox: Outbox = field(default_factory=Outbox)
     counters: Counters = field(default_factory=Counters)
     tallies: Tallies = field(default_factory=Tallies)

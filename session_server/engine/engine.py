@@ -26,6 +26,7 @@ from session_server.core.batch import (
 from session_server.core.commands import EngineCommand, ReportMemory
 from session_server.core.errors import ServerBusy, SessionServerError
 from session_server.core.events import EngineEvent
+from session_server.core.tier_orders import TierOrder, TierResult
 from session_server.engine.command_handler import CommandHandler
 from session_server.engine.config import EngineConfig
 from session_server.engine.context import EngineContext
@@ -40,6 +41,7 @@ from session_server.engine.scheduler import Scheduler
 from session_server.engine.scheduler_view import Limits
 from session_server.engine.settle import Settler
 from session_server.engine.shares import share_len
+from session_server.engine.tiers.tiers import Tiers
 from session_server.engine.turn_queue import WaitingQueue
 from session_server.engine.view import LiveView
 
@@ -49,12 +51,14 @@ class StepOutcome(msgspec.Struct, frozen=True, gc=False):
 
     `batch` must be launched, in the order of the steps. `is_blocked`: another step changes nothing
     until a command or a result arrives. `to_compile`: each is answered by a `CompileResult`.
+    `orders`: each but `Forget` is answered by a `TierResult`.
     """
 
     events: list[EngineEvent]
     batch: Batch | None
     is_blocked: bool
     to_compile: tuple[CompileRequest, ...] = ()
+    orders: tuple[TierOrder, ...] = ()
 
 
 class EngineParts(NamedTuple):
@@ -89,10 +93,12 @@ class Engine:
             num_turns=config.max_running,
             page_size=cache.spec.page_size,
         )
-        context = EngineContext(config, cache, MemoryWatch(cache, config.memory, stopwatch))
+        self._in_flight = InFlight(config.num_in_flight)
+        tiers = Tiers(cache, config.tiers, self._in_flight)
+        watch = MemoryWatch(cache, config.memory, stopwatch)
+        context = EngineContext(config, cache, watch, self._in_flight, tiers)
         self._context, self.counters = context, context.counters
         self._drafting = Drafting(cache, config.speculation)
-        self._in_flight = InFlight(config.num_in_flight)
         self._scheduler = Scheduler(context)
         self._input_drafts = InputDrafts(context)
         self._settler = Settler(context, self._scheduler, self._input_drafts)
@@ -113,8 +119,10 @@ class Engine:
 
     @property
     def has_shut_down(self) -> bool:
-        """Return whether `Shutdown` was handled and every forward is settled."""
-        return self._command_handler.is_shutting_down and not self._in_flight
+        """Return whether `Shutdown` was handled, every forward is settled, and what is worth it was
+        written to disk."""
+        is_over = self._command_handler.is_shutting_down and not self._in_flight
+        return is_over and not self._context.tiers.is_draining
 
     @property
     def is_at_rest(self) -> bool:
@@ -132,10 +140,12 @@ class Engine:
         commands: Sequence[EngineCommand],
         results: Sequence[StepResult],
         compiled: Sequence[CompileResult] = (),
+        *,
+        copied: Sequence[TierResult] = (),
     ) -> StepOutcome:
         """Settle results, in launch order, handle commands, then plan the next forward.
 
-        `now_s`: seconds of any monotonic clock.
+        `now_s`: seconds of any monotonic clock. `copied`: results of orders, in any order.
 
         Raises:
             AuditFailed: the books are wrong, and `MemoryCheck.STRICT` is set or they cannot be
@@ -144,6 +154,7 @@ class Engine:
         self._context.watch.trace.begin_step(now_s, commands, results)
         for result in results:
             self._settle(result, now_s)
+        self._take_copied(copied)
         for command in commands:
             self._handle(command, now_s)
         for grammar in compiled:
@@ -157,7 +168,9 @@ class Engine:
         # Drafts that found no page have ended; the next step tries those behind them.
         has_drafts = bool(self._input_drafts) and not (self._scheduler or self._in_flight)
         is_blocked = self._in_flight.is_full or not (has_planned or has_repaired or has_drafts)
-        return StepOutcome(self._context.outbox.take_events(), batch, is_blocked, to_compile)
+        orders = self._context.tiers.take_orders()
+        events = self._context.outbox.take_events()
+        return StepOutcome(events, batch, is_blocked, to_compile, tuple(orders))
 
     def audit_slice(self) -> bool:
         """Recount a part of the memory, between any two steps, while `is_audit_due`.
@@ -189,6 +202,12 @@ class Engine:
                 self._settler.settle(batch, result, now_s)
             else:
                 self._guard.prober.settle(result, now_s)
+        except AuditFailed as error:
+            self._guard.recover(error)
+
+    def _take_copied(self, copied: Sequence[TierResult]) -> None:
+        try:
+            self._context.tiers.take(copied)
         except AuditFailed as error:
             self._guard.recover(error)
 

@@ -42,7 +42,7 @@ class MemoryGuard:
 
     def __init__(self, context: EngineContext, scheduler: Scheduler, *, settler: Settler) -> None:
         self._cache, self._watch = context.cache, context.watch
-        self._outbox, self._counters = context.outbox, context.counters
+        self._outbox, self._counters, self._tiers = context.outbox, context.counters, context.tiers
         self._scheduler, self._settler = scheduler, settler
         self.prober = Prober(context.cache, context.watch)
         self.quarantined: deque[SessionId] = deque(maxlen=MAX_REMEMBERED)
@@ -143,6 +143,7 @@ class MemoryGuard:
         was_running = turn is not None and turn.state is TurnState.RUNNING
         self.num_dropped_tokens += self._cache.slot(session_id).committed_len
         self.quarantined.append(session_id)
+        self._tiers.clear()  # what is wrong may have been copied
         self._cache.quarantine(session_id)
         self._outbox.emit(SessionCooled(session_id=session_id))
         if turn is not None and was_running:
@@ -153,6 +154,7 @@ class MemoryGuard:
         self.num_rebuilds += 1
         if self.num_rebuilds > MAX_REBUILDS:
             raise AuditFailed(f"the books were wrong {self.num_rebuilds} times")
+        self._tiers.clear()
         for slot in self._cache.rebuild():
             self.num_dropped_tokens += slot.committed_len
             if slot.borrower is None or not are_turns_whole:

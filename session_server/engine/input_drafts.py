@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from cache.errors import OutOfPages, OutOfRows
 from cache.types import SessionId, TurnId
 from cache.views import TailView
@@ -53,9 +55,12 @@ class InputDrafts:
 
     def __init__(self, context: EngineContext) -> None:
         self._cache, self._outbox, self._watch = context.cache, context.outbox, context.watch
-        self._tallies = context.tallies
+        self._tallies, self._tiers = context.tallies, context.tiers
         self._pending: dict[SessionId, _Draft] = {}
         self._in_flight: dict[TurnId, _Chunk] = {}
+        self._restoring: dict[SessionId, DraftInput] = {}
+        """The newest draft of each session whose KV is copied back first."""
+
         self._busy: set[SessionId] = set()
         """Sessions with a chunk in flight. A newer draft of one waits for its result."""
 
@@ -63,8 +68,15 @@ class InputDrafts:
         return len(self._pending)
 
     def submit(self, command: DraftInput) -> None:
-        """Take a draft in place of the one before it. The caller has checked it."""
-        self._pending[command.session_id] = _Draft(command)  # in the place of the one before
+        """Take a draft in place of the one before it. The caller has checked it.
+
+        Of a cold session whose KV lies outside of the pools, that is copied back first.
+        """
+        session_id = command.session_id
+        is_first = session_id not in self._restoring
+        self._restoring[session_id] = command
+        if is_first and not self._restore(command):
+            self._begin_pending(session_id)
 
     def refuse(self, command: DraftInput) -> None:
         """Answer a draft of which nothing will be computed."""
@@ -72,6 +84,7 @@ class InputDrafts:
 
     def stop(self, session_id: SessionId) -> None:
         """Compute no more of a session's draft; what was computed stays for its next turn."""
+        self._restoring.pop(session_id, None)
         self._pending.pop(session_id, None)
 
     def drop(self, session_id: SessionId) -> None:
@@ -104,6 +117,23 @@ class InputDrafts:
         if draft is not None and draft.view is not None:
             self._finish_if_done(draft, draft.view)
         return True
+
+    def _restore(self, command: DraftInput) -> bool:
+        session_id = command.session_id
+        if not self._tiers.may_restore(session_id):
+            return False
+        history = self._cache.tokens(session_id, 0, command.base_len)
+        tokens = np.concatenate((history, np.array(command.tokens, np.int32)))
+
+        def begin() -> None:
+            self._begin_pending(session_id)
+
+        return self._tiers.restore(session_id, tokens, begin, is_ahead=True)
+
+    def _begin_pending(self, session_id: SessionId) -> None:
+        command = self._restoring.pop(session_id, None)
+        if command is not None and session_id in self._cache:
+            self._pending[session_id] = _Draft(command)  # in the place of the one before
 
     def _next_rows(self, num_left: int) -> Iterator[BatchRow]:
         num_rows = 0

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
+import numpy as np
+
 from cache.errors import OutOfPages, OutOfRows, PinQuotaExceeded
 from cache.types import SessionId, TurnId
 from session_server.core.batch import BatchRow, CompiledGrammar
@@ -18,7 +20,7 @@ from session_server.engine.plan import StepPlan
 from session_server.engine.scheduler_view import BlockReason
 from session_server.engine.turn import Turn, TurnState
 from session_server.engine.turn_line import TurnQueue
-from session_server.engine.turn_queue import WaitingQueue, max_reuse
+from session_server.engine.turn_queue import WaitingQueue, max_reuse, reusable_len
 
 COMPILED_PER_RUNNING: Final = 2
 """Grammars kept compiled for each turn that may run: its own, and that of one that waits."""
@@ -43,7 +45,7 @@ class Scheduler:
     """
 
     def __init__(self, context: EngineContext) -> None:
-        self._cache, self._outbox = context.cache, context.outbox
+        self._cache, self._outbox, self._tiers = context.cache, context.outbox, context.tiers
         self._counters, self._tallies = context.counters, context.tallies
         self._turns: dict[TurnId, Turn] = {}
         self._of_session: dict[SessionId, Turn] = {}
@@ -79,21 +81,23 @@ class Scheduler:
         if turn.is_compiling:
             self.compiling.insert(turn)
         else:
-            self.waiting.insert(turn)
+            self._wait(turn)
 
     def compiled(self, turn_id: TurnId, grammar: CompiledGrammar) -> None:
         """Let a turn wait for admission, now that its grammar was compiled; unless it has ended."""
         turn = self.compiling.complete(turn_id, grammar)
         if turn is not None:
-            turn.end_compiling()
-            self.waiting.insert(turn)
+            turn.wait()
+            self._wait(turn)
 
     def remove(self, turn: Turn) -> None:
         """Remove a turn that ends."""
         self.compiling.remove(turn)
         self.waiting.charge_outputs(turn)
-        if not turn.is_compiling:
-            (self.running if turn.state is TurnState.RUNNING else self.waiting).remove(turn)
+        if turn.state is TurnState.RUNNING:
+            self.running.remove(turn)
+        elif turn.state is TurnState.WAITING:
+            self.waiting.remove(turn)
         del self._turns[turn.turn_id]
         del self._of_session[turn.request.session_id]
         turn.finish()
@@ -113,7 +117,7 @@ class Scheduler:
         page once.
         """
         applied = Applied()
-        self._cool(plan.cool, applied)
+        has_cooled = self._cool(plan.cool, applied)
         for turn_id in plan.retract:
             self._retract(self._turns[turn_id], applied)
         admitted = frozenset(plan.admit)
@@ -121,7 +125,8 @@ class Scheduler:
             turn = self._turns[work.turn_id]
             num_tokens = work.num_tokens
             if turn.turn_id in admitted:
-                if not self._admit(turn, now_s, applied):
+                # What a session holds that is copied first was promised to these.
+                if not has_cooled or not self._admit(turn, now_s, applied):
                     continue
                 # Its match may have grown since it was priced: another turn has published pages.
                 num_tokens = min(num_tokens, turn.num_uncomputed)
@@ -138,12 +143,45 @@ class Scheduler:
             self._turns[plan.blocked[0]].clock.times_bypassed += plan.num_bypasses
         return applied
 
-    def _cool(self, session_ids: Iterable[SessionId], applied: Applied) -> None:
+    def _wait(self, turn: Turn) -> None:
+        """Let a turn wait for admission, or first for its session's KV."""
+        self.waiting.insert(turn)
+        self._restore(turn, is_ahead=True)
+
+    def _restore(self, turn: Turn, *, is_ahead: bool) -> bool:
+        """Let a waiting turn wait for its session's KV first; return whether it does."""
+        if turn.is_restored:
+            return False
+        request = turn.request
+        if not self._tiers.may_restore(request.session_id):
+            return False
+        history = self._cache.tokens(request.session_id, 0, request.base_len)
+        tokens = np.concatenate((history, turn.uncommitted_tokens()))[: reusable_len(turn)]
+
+        def resume() -> None:
+            if turn.state is TurnState.RESTORING:
+                turn.wait()
+                self.waiting.insert(turn)
+
+        if not self._tiers.restore(request.session_id, tokens, resume, is_ahead=is_ahead):
+            return False
+        self.waiting.remove(turn)
+        turn.restore()
+        return True
+
+    def _cool(self, session_ids: Iterable[SessionId], applied: Applied) -> bool:
+        """Cool sessions; return False if one has to be copied first, which stays as it is."""
+        has_cooled = True
         for session_id in session_ids:
+            if self._tiers.holds(session_id):
+                has_cooled = False
+                continue
+            self._tiers.note_turn(session_id)
             self._cache.cool(session_id)
             self._counters.coolings += 1
             self._outbox.emit(SessionCooled(session_id=session_id))
             applied.dropped.append(session_id)
+        return has_cooled
 
     def _retract(self, turn: Turn, applied: Applied) -> None:
         uncommitted = self._cache.retract(turn.turn_id)
@@ -160,6 +198,8 @@ class Scheduler:
         return True
 
     def _admit(self, turn: Turn, now_s: float, applied: Applied) -> bool:
+        if self._restore(turn, is_ahead=False):
+            return False
         request = turn.request
         try:
             loan = self._cache.begin_turn(
@@ -176,6 +216,7 @@ class Scheduler:
             applied.refused.append((turn, QuotaExceeded(str(error))))
             return False
         self._outbox.write(loan.table_writes)
+        self._tiers.note_turn(request.session_id)
         self.waiting.charge(turn)
         self.waiting.remove(turn)
         turn.admit(loan)

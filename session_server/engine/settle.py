@@ -49,7 +49,7 @@ class Settler:
     ) -> None:
         self._config, self._cache, self._watch = context.config, context.cache, context.watch
         self._outbox, self._counters = context.outbox, context.counters
-        self._tallies = context.tallies
+        self._tallies, self._tiers = context.tallies, context.tiers
         self._scheduler = scheduler
         self._input_drafts = input_drafts
         self.decoding = Decoding(context, scheduler)
@@ -63,7 +63,8 @@ class Settler:
         if result.error is not None:
             self._settle_failure(batch, result.error)
             return
-        self._tallies.add_forward(batch)
+        num_prefill = self._tallies.add_forward(batch)
+        self._tiers.store.costs.note_prefill(num_prefill, result.forward_s)
         group = self.decoding.group
         is_theirs = group is not None and not self.retry_alone and group.covers(batch)
         if is_theirs and (tokens := result.decoded()) is not None:
@@ -160,6 +161,7 @@ class Settler:
         if turn in self.retry_alone:
             self.retry_alone.remove(turn)
         self._watch.touch(turn.request.session_id)
+        self._tiers.note_rest(turn.request.session_id)
 
     def _settle_together(
         self, group: DecodeGroup, tokens: tuple[int, ...], forward_s: float, now_s: float

@@ -40,13 +40,13 @@ class Tallies:
     input_draft_tokens: int = 0
     used_draft_tokens: int = 0
 
-    def add_forward(self, batch: Batch) -> None:
-        """Count a forward, unless it has no rows."""
+    def add_forward(self, batch: Batch) -> int:
+        """Count a forward, unless it has no rows; return its positions of prompts."""
         if batch.decoding is not None:
             self.batch_rows.add(len(batch.decoding))
-            return
+            return 0
         if not batch.listed:
-            return
+            return 0
         num_prefill = 0
         for row in batch.listed:
             num_certain = row.num_tokens - row.num_drafts
@@ -55,3 +55,4 @@ class Tallies:
         self.batch_rows.add(len(batch.listed))
         if num_prefill:
             self.prefill_tokens.add(num_prefill)
+        return num_prefill

@@ -24,18 +24,21 @@ from session_server.core.events import TurnTimings
 class TurnState(enum.Enum):
     """Name the states of a turn in the engine; `TRANSITIONS` has the legal changes.
 
-    COMPILING: it waits for its grammar, and then for admission.
+    COMPILING: it waits for its grammar, and then for admission. RESTORING: it waits for a copy of
+    its session's KV, and then for admission.
     """
 
     COMPILING = enum.auto()
     WAITING = enum.auto()
+    RESTORING = enum.auto()
     RUNNING = enum.auto()
     FINISHED = enum.auto()
 
 
 TRANSITIONS: Final[Mapping[TurnState, frozenset[TurnState]]] = {
     TurnState.COMPILING: frozenset({TurnState.WAITING, TurnState.FINISHED}),
-    TurnState.WAITING: frozenset({TurnState.RUNNING, TurnState.FINISHED}),
+    TurnState.WAITING: frozenset({TurnState.RUNNING, TurnState.RESTORING, TurnState.FINISHED}),
+    TurnState.RESTORING: frozenset({TurnState.WAITING, TurnState.FINISHED}),
     TurnState.RUNNING: frozenset({TurnState.WAITING, TurnState.FINISHED}),
     TurnState.FINISHED: frozenset(),
 }
@@ -123,7 +126,8 @@ class Admission:
 class TurnClock:
     """Track when things happened to a turn, in the seconds given to `Engine.step`, and how often.
 
-    `times_bypassed`: turns admitted before it while it waited for pages.
+    `times_bypassed`: turns admitted before it while it waited for pages. `restored_for`: the
+    admission, counted from 1, for which its session's KV was copied back.
     """
 
     submitted_s: float
@@ -132,6 +136,7 @@ class TurnClock:
     first_token_s: float | None = None
     num_retractions: int = 0
     times_bypassed: int = 0
+    restored_for: int = 0
     pace: Pace = ALONE
     own_forward_s: float = 0.0
     own_num_steps: int = 0
@@ -315,9 +320,20 @@ class Turn:
         """Return whether it waits for its grammar."""
         return self.state is TurnState.COMPILING
 
-    def end_compiling(self) -> None:
-        """Start to wait for admission: its grammar was compiled."""
+    def wait(self) -> None:
+        """Start to wait for admission: its grammar was compiled, or its session's KV copied."""
         self._move(TurnState.WAITING)
+
+    def restore(self) -> None:
+        """Wait for a copy of its session's KV, once per admission."""
+        self._move(TurnState.RESTORING)
+        self.clock.restored_for = self.num_admissions + 1
+
+    @property
+    def is_restored(self) -> bool:
+        """Return whether its session's KV was copied back for the next admission, as far as it
+        could."""
+        return self.clock.restored_for > self.num_admissions
 
     def admit(self, loan: TurnLoan) -> None:
         """Start to run on a lease that was just lent."""

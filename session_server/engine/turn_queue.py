@@ -59,16 +59,16 @@ class Quotes:
     def _price(self, turn: Turn) -> _Known:
         cache, session_id = self._cache, turn.request.session_id
         slot = cache.slot(session_id)
-        reusable_len = _reusable_len(turn)
+        most = reusable_len(turn)
         if slot.state is SlotState.COLD:
             history = cache.tokens(session_id, 0, turn.request.base_len)
             tokens = np.concatenate((history, turn.uncommitted_tokens()))
-            match = cache.peek(tokens[: reusable_len + 1], slot.namespace)
+            match = cache.peek(tokens[: most + 1], slot.namespace)
             quote = self._quote(turn, match.matched_len, match, match.matched_len)
             return _Known(cache.match_version, match, quote)
         new_tokens = turn.uncommitted_tokens()
         base_len = turn.request.base_len
-        kept_len = cache.kept_len(session_id, base_len, new_tokens, reusable_len)
+        kept_len = cache.kept_len(session_id, base_len, new_tokens, most)
         # Pages of a tail are headroom until the turn has them.
         held_len = min(kept_len, slot.committed_len - slot.tail_len)
         return _Known(cache.match_version, None, self._quote(turn, kept_len, None, held_len))
@@ -95,7 +95,7 @@ class Quotes:
         )
 
 
-def _reusable_len(turn: Turn) -> int:
+def reusable_len(turn: Turn) -> int:
     """Return the positions it may reuse at most: one token at least must be computed."""
     max_reuse_len = max_reuse(turn)
     last = turn.known_len - 1

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple, TypeVar
 
 from session_server.core.batch import CompileResult, StepResult
 from session_server.core.commands import EngineCommand, OpenSession, SubmitTurn
+from session_server.core.tier_orders import TierResult
 
 MAX_INBOX_BYTES: Final = 64 << 20
 """Memory of commands that may wait for the next step. The one that reaches the bound may exceed
@@ -44,12 +45,13 @@ class Taken(NamedTuple):
     commands: Sequence[EngineCommand]
     results: Sequence[StepResult]
     compiled: Sequence[CompileResult]
+    copied: Sequence[TierResult]
 
 
 class Inbox:
     """Pass commands and results from any thread to the next step. `max_bytes` bounds commands.
 
-    Of results there are no more than forwards in flight and grammars asked for.
+    Of results there are no more than forwards in flight, grammars asked for and orders given.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -59,11 +61,12 @@ class Inbox:
         self._num_bytes = 0
         self._results: deque[StepResult] = deque()
         self._compiled: deque[CompileResult] = deque()
+        self._copied: deque[TierResult] = deque()
 
     @property
     def is_empty(self) -> bool:
         """Return whether nothing waits for the next step."""
-        return not (self._commands or self._results or self._compiled)
+        return not (self._commands or self._results or self._compiled or self._copied)
 
     def put(self, command: EngineCommand, *, block: bool = True) -> None:
         """Add one command. A reader that waits here leaves further ones in its socket.
@@ -87,10 +90,15 @@ class Inbox:
         """Add a grammar that was compiled."""
         self._compiled.append(result)
 
+    def put_copied(self, result: TierResult) -> None:
+        """Add the result of an order."""
+        self._copied.append(result)
+
     def take(self, *, max_items: int, max_bytes: int) -> Taken:
         """Remove and return all results, and the oldest commands up to a bound, of which the last
         may exceed `max_bytes`. One thread at a time."""
         results, compiled = _take_all(self._results), _take_all(self._compiled)
+        copied = _take_all(self._copied)
         commands: list[EngineCommand] = []
         if self._commands:
             with self._has_room:
@@ -100,7 +108,7 @@ class Inbox:
                     num_bytes += memory_bytes(commands[-1])
                 self._num_bytes -= num_bytes
                 self._has_room.notify_all()
-        return Taken(commands, results, compiled)
+        return Taken(commands, results, compiled, copied)
 
 
 def _take_all(waiting: deque[_T]) -> list[_T]:

@@ -13,18 +13,21 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
-from session_server.core.batch import CompileResult, Runner, StepResult
+from session_server.core.batch import Runner, StepResult
 from session_server.core.commands import EngineCommand, ReportMemory
 from session_server.core.events import EngineEvent, EnginePulse, EngineReady
+from session_server.core.tier_orders import TierCarrier
 from session_server.engine.engine import Engine
 from session_server.engine_host.audit_pace import AuditPace
-from session_server.engine_host.compiling import Compile, CompileThreads, refuse
+from session_server.engine_host.compiling import Compile, refuse
 from session_server.engine_host.device import DeviceThreads
 from session_server.engine_host.inbox import MAX_INBOX_BYTES, Inbox, Taken
 from session_server.engine_host.progress import Progress
+from session_server.engine_host.side_work import SideWork
+from session_server.engine_host.tier_threads import NoTiers
 
 MAX_ITEMS_PER_STEP: Final = 512
 """Commands that one step takes, so that many at once do not stop running turns."""
@@ -38,13 +41,14 @@ it."""
 class EngineAssembly:
     """Hold what a factory builds: an engine, its runner, and the event that introduces it.
 
-    `compile`: compiles grammars for the runner.
+    `compile`: compiles grammars for the runner. `carrier`: copies KV out of its pools and back.
     """
 
     engine: Engine
     runner: Runner
     ready: EngineReady
     compile: Compile = refuse
+    carrier: TierCarrier = field(default_factory=NoTiers)
 
 
 class EngineLoop:
@@ -66,11 +70,17 @@ class EngineLoop:
         self._clock = clock
         self._inbox = Inbox(MAX_INBOX_BYTES)
         self._device = DeviceThreads(assembly.runner, self._settle, self._fail)
-        self._compiling = CompileThreads(assembly.compile, self._take_grammar)
+        self._wake = threading.Event()
+        self._side_work = SideWork(
+            self._inbox,
+            self._wake.set,
+            self._fail,
+            compile_=assembly.compile,
+            carrier=assembly.carrier,
+        )
         self._audit_pace = AuditPace(clock())
         self._progress = Progress()
         self._stepping = threading.Lock()
-        self._wake = threading.Event()
         self._is_blocked = True
         self._crash: BaseException | None = None
 
@@ -151,10 +161,6 @@ class EngineLoop:
         self._crash = self._crash or error
         self._wake.set()
 
-    def _take_grammar(self, result: CompileResult) -> None:
-        self._inbox.put_compiled(result)
-        self._wake.set()
-
     # -- what only the thread that holds `_stepping` does
 
     def _advance_elsewhere(self, *, is_computing: bool) -> None:
@@ -182,14 +188,14 @@ class EngineLoop:
 
     def _step(self, taken: Taken) -> bool:
         """Take a step, and return whether it launched a batch."""
-        commands, results, compiled = taken
+        commands, results, compiled, copied = taken
         progress, started_s = self._progress, self._clock()
         is_recount = any(isinstance(each, ReportMemory) and each.full for each in commands)
         progress.begin_step(started_s, is_recount=is_recount)
         for result in results:
             progress.end_forward(result, started_s)
-        outcome = self._engine.step(started_s, commands, results, compiled)
-        self._compiling.submit(outcome.to_compile)
+        outcome = self._engine.step(started_s, commands, results, compiled, copied=copied)
+        self._side_work.submit(outcome)
         if outcome.batch is not None:
             self._device.launch(outcome.batch)
             progress.begin_forward(outcome.batch, self._clock())

@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 
-from cache import session_cache
+from cache import room
 from cache.errors import PinQuotaExceeded, SlotBusy
 from cache.session_cache import SessionAwareCache
 from cache.types import Retention, SlotState, TurnId
@@ -49,7 +49,7 @@ def test_an_eviction_leaves_a_sixteenth_of_the_pool_free() -> None:
 def test_one_eviction_goes_only_so_far_beyond_what_is_taken(
     monkeypatch: pytest.MonkeyPatch, num_ahead: int, num_free: int
 ) -> None:
-    monkeypatch.setattr(session_cache, "EVICTED_AHEAD", num_ahead)
+    monkeypatch.setattr(room, "EVICTED_AHEAD", num_ahead)
     world = make_world(1, num_pages=481)
     run_turn(world, A, [1] * 470, num_outputs=8)
     world.close(A)

@@ -120,7 +120,7 @@ SLICES = (
     ),
     _constant("engine.memory:SLICE_UNITS", "sessions, edges or rows recounted", "units", _NEXT),
     Constant(
-        "cache.session_cache:EVICTED_AHEAD",
+        "cache.room:EVICTED_AHEAD",
         "pages evicted beyond those that a turn takes",
         "pages",
         _NEXT,
@@ -322,7 +322,7 @@ BOUND_NOTHING = frozenset(
         # From where on another way of doing the same is cheaper.
         "cache.components:_FIRST_BLOCK",
         "cache.pair_check:_SHORT",
-        "cache.session_cache:_HIGH_WATER_DIVISOR",
+        "cache.room:_HIGH_WATER_DIVISOR",
         "cache.lockstep:LOW_WATER_DIVISOR",
         "session_server.attention.mla:BLOCK_LEN",
         "session_server.attention.recurrent:CHUNK",

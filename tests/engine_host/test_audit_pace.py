@@ -71,7 +71,9 @@ class EndlessAudit:
             self.loop.post(Shutdown())
         return False
 
-    def step(self, now_s: float, commands: list[EngineCommand], *_: object) -> StepOutcome:
+    def step(
+        self, now_s: float, commands: list[EngineCommand], *_: object, **__: object
+    ) -> StepOutcome:
         self.commands += commands
         self.has_shut_down = True
         return StepOutcome([], None, is_blocked=True)

@@ -1,0 +1,104 @@
+"""`Segment`: KV of consecutive whole pages of a path, outside of the pools.
+
+A segment is written once and never changed. It follows another one, at any page of that, or begins
+its namespace; so what two sessions have in common is stored once. Its *name* is a hash of all
+tokens up to and including its first page: no two segments of a tree have the same, and a file of
+that name is found without an index.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from cache.types import Namespace, PoolName, Tokens
+
+NAME_BYTES: Final = 16
+
+Chain = bytes
+"""Hash of the tokens before a page boundary, in order, and of the namespace: `NAME_BYTES` bytes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SegmentContent:
+    """Describe what a segment holds.
+
+    `start`: tokens before it; `tokens`: int32 [n], whole pages; `spans`: per pool, the pages that
+    it has, as a range [first, end) of indices into the path; `chain`, `end_chain`: those of its
+    beginning and its end; `num_bytes`: what it takes in host memory, or on disk.
+    """
+
+    namespace: Namespace
+    chain: Chain
+    name: Chain
+    end_chain: Chain
+    start: int
+    tokens: Tokens
+    spans: Mapping[PoolName, tuple[int, int]]
+    num_bytes: int
+
+    @property
+    def end(self) -> int:
+        """Return the tokens of the path up to its end."""
+        return self.start + len(self.tokens)
+
+
+class Segment:
+    """Say where a segment is, and what follows it. Written by `SegmentTree` and the tiers only.
+
+    `in_host`, `on_disk`: where it can be read. `is_writing`: it is being written to disk;
+    `is_refused`: the disk did not take it. `num_sessions`: sessions whose history ends in it.
+    """
+
+    __slots__ = (
+        "children",
+        "content",
+        "in_host",
+        "is_refused",
+        "is_writing",
+        "num_sessions",
+        "number",
+        "on_disk",
+        "parent",
+    )
+
+    def __init__(self, number: int, content: SegmentContent) -> None:
+        self.number = number
+        self.content = content
+        self.parent: Segment | None = None
+        self.children: dict[Chain, Segment] = {}
+        self.in_host = self.on_disk = self.is_writing = self.is_refused = False
+        self.num_sessions = 0
+
+    @property
+    def is_readable(self) -> bool:
+        """Return whether it can be read."""
+        return self.in_host or self.on_disk
+
+    def below(self) -> Iterator[Segment]:
+        """Yield all segments that follow it, parents first."""
+        pending = list(self.children.values())
+        while pending:
+            segment = pending.pop()
+            pending.extend(segment.children.values())
+            yield segment
+
+
+def first_chain(namespace: Namespace) -> Chain:
+    """Return the chain of a namespace without tokens."""
+    digest = hashlib.blake2b(digest_size=NAME_BYTES)
+    # A length before each, so that no two namespaces give the same bytes.
+    for part in (namespace.tenant_salt, namespace.model_fingerprint):
+        text = part.encode()
+        digest.update(len(text).to_bytes(4, "little") + text)
+    return digest.digest()
+
+
+def chain_after(chain: Chain, tokens: Tokens, page_size: int) -> Chain:
+    """Return the chain after whole pages of `tokens`, int32 [n]."""
+    data, page_bytes = tokens.tobytes(), page_size * tokens.itemsize
+    for at in range(0, len(data), page_bytes):
+        chain = hashlib.blake2b(chain + data[at : at + page_bytes], digest_size=NAME_BYTES).digest()
+    return chain

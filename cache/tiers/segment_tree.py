@@ -1,0 +1,185 @@
+"""`SegmentTree`: find segments by their tokens.
+
+A segment hangs below the one it follows, under its name. Unlike an edge of `RadixCache` it is never
+split: a segment may follow another one at any page of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from cache.components import Component
+from cache.tiers.segment import Chain, Segment, SegmentContent, chain_after, first_chain
+from cache.types import NULL_PAGE, Namespace, Pages, PoolName, Tokens
+
+SEGMENT_BYTES: Final = 4096
+"""What a segment takes beside its tokens and pages, in host memory and in its file: at most this
+much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Name the first pages of a segment, up to `end` tokens of the path."""
+
+    segment: Segment
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """Describe what the segments hold of some tokens: [0, length), whole pages.
+
+    `next_name`: the name that a segment which goes on would have; None where the tokens end.
+    """
+
+    parts: tuple[Part, ...]
+    length: int
+    chain: Chain
+    next_name: Chain | None
+
+    def readable(self) -> Path:
+        """Return the same up to the first segment that cannot be read yet."""
+        for index, part in enumerate(self.parts):
+            if not part.segment.is_readable:
+                length = part.segment.content.start
+                return Path(self.parts[:index], length, part.segment.content.chain, None)
+        return self
+
+
+class SegmentTree:
+    """Hold the segments of all namespaces. The caller accounts for where their bytes are."""
+
+    def __init__(
+        self, page_size: int, page_bytes: Mapping[PoolName, int], components: Sequence[Component]
+    ) -> None:
+        """Create an empty tree. `page_bytes`: of one page of each pool."""
+        self._page_size = page_size
+        self.page_bytes = page_bytes
+        self._components = tuple(components)
+        self._roots: dict[Namespace, dict[Chain, Segment]] = {}
+        self._segments: dict[int, Segment] = {}
+        self._num_added = 0
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    def get(self, number: int) -> Segment | None:
+        """Return a segment by its number; None if it was removed."""
+        return self._segments.get(number)
+
+    def segments(self) -> Sequence[Segment]:
+        """Return all segments; O(segments), for audits and for dropping everything."""
+        return tuple(self._segments.values())
+
+    def find(self, namespace: Namespace, tokens: Tokens) -> Path:
+        """Return what the segments hold of the whole pages of `tokens`. O(tokens)."""
+        page_size = self._page_size
+        num_whole = len(tokens) - len(tokens) % page_size
+        children = self._roots.get(namespace, {})
+        chain, at, parts = first_chain(namespace), 0, list[Part]()
+        while at < num_whole:
+            name = chain_after(chain, tokens[at : at + page_size], page_size)
+            segment = children.get(name)
+            if segment is None:
+                return Path(tuple(parts), at, chain, name)
+            held = segment.content.tokens
+            common = _common_pages(held, tokens[at:num_whole], page_size) * page_size
+            # The whole path is not hashed again, which would take a millisecond for 20,000 tokens.
+            is_whole = common == len(held)
+            chain = (
+                segment.content.end_chain
+                if is_whole
+                else chain_after(chain, held[:common], page_size)
+            )
+            at += common
+            parts.append(Part(segment, at))
+            children = segment.children
+        return Path(tuple(parts), at, chain, None)
+
+    def add(
+        self,
+        namespace: Namespace,
+        path: Path,
+        tokens: Tokens,
+        spans: Mapping[PoolName, tuple[int, int]],
+    ) -> Segment:
+        """Add a segment that follows a path, which `find` has just returned for its tokens.
+        `spans`: see `Segment`."""
+        assert len(tokens) >= self._page_size, "a segment has a page at least"
+        assert len(tokens) % self._page_size == 0, "a segment has whole pages"
+        first, rest = tokens[: self._page_size], tokens[self._page_size :]
+        name = chain_after(path.chain, first, self._page_size)
+        content = SegmentContent(
+            namespace=namespace,
+            chain=path.chain,
+            name=name,
+            end_chain=chain_after(name, rest, self._page_size),
+            start=path.length,
+            tokens=np.array(tokens, np.int32),
+            spans=dict(spans),
+            num_bytes=self.bytes_of(tokens, spans),
+        )
+        self._num_added += 1
+        segment = Segment(self._num_added, content)
+        if path.parts:
+            segment.parent = path.parts[-1].segment
+        siblings = self._siblings(segment)
+        assert segment.content.name not in siblings, "a path ends where no segment goes on"
+        siblings[segment.content.name] = segment
+        self._segments[segment.number] = segment
+        return segment
+
+    def bytes_of(self, tokens: Tokens, spans: Mapping[PoolName, tuple[int, int]]) -> int:
+        """Return the bytes that a segment takes."""
+        of_pools = [(end - first) * self.page_bytes[pool] for pool, (first, end) in spans.items()]
+        return SEGMENT_BYTES + tokens.nbytes + sum(of_pools)
+
+    def remove(self, segment: Segment) -> list[Segment]:
+        """Remove a segment and all that follow it, which can be reached no longer; return them."""
+        removed = [segment, *segment.below()]
+        siblings = self._siblings(segment)
+        del siblings[segment.content.name]
+        if not siblings and segment.parent is None:
+            del self._roots[segment.content.namespace]
+        for each in removed:
+            del self._segments[each.number]
+        return removed
+
+    def continuable_len(self, path: Path, start: int) -> int:
+        """Return the longest length of a path that a forward can continue from, if everything that
+        a forward at `start` reads is there beside the pages of the segments; 0 if there is none.
+
+        O(pages of the path) with bounded pools, else O(1).
+        """
+        length = path.length
+        for component in self._components:
+            if component.is_bounded:
+                entries = self._entries(path, component, start)
+                length = component.continuable_len(entries, length)
+                length -= length % self._page_size
+        return length
+
+    def _entries(self, path: Path, component: Component, start: int) -> Pages:
+        """Return 1 for each page of a path that is there, int32 [pages]; else `NULL_PAGE`."""
+        entries = np.full(path.length // self._page_size, NULL_PAGE, np.int32)
+        entries[component.first_page(start) : start // self._page_size] = 1
+        for part in path.parts:
+            first, end = part.segment.content.spans.get(component.pool, (0, 0))
+            entries[first : min(end, part.end // self._page_size)] = 1
+        return entries
+
+    def _siblings(self, segment: Segment) -> dict[Chain, Segment]:
+        if segment.parent is not None:
+            return segment.parent.children
+        return self._roots.setdefault(segment.content.namespace, {})
+
+
+def _common_pages(left: Tokens, right: Tokens, page_size: int) -> int:
+    """Return how many leading whole pages two token arrays have in common."""
+    length = min(len(left), len(right))
+    differs = np.flatnonzero(left[:length] != right[:length])
+    return (int(differs[0]) if len(differs) else length) // page_size

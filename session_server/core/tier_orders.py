@@ -1,0 +1,150 @@
+"""`TierOrder` and `TierResult`: copies of KV between the pools, host memory and disk.
+
+The contract between the engine, which decides what is where, and what carries it out beside the
+forwards. Orders of one kind may be carried out in any order: the engine waits for the result of one
+before it orders what depends on it. Each is answered once, but `Forget`, which is not answered.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import msgspec
+
+from cache.types import Namespace, Pages, PoolName, Tokens
+
+
+class FileKey(msgspec.Struct, frozen=True, gc=False):
+    """Identify a segment on disk: everything of a file's header that must be as expected.
+
+    `chain`: hash of everything before it; `start`: tokens before it. See `cache.tiers.segment`.
+    """
+
+    name: bytes
+    namespace: Namespace
+    chain: bytes
+    start: int
+
+
+class CopyOut(msgspec.Struct, frozen=True, gc=False):
+    """Copy pages to host memory, as `segment`. `pages`: int32 [n] per pool."""
+
+    number: int
+    segment: int
+    pages: Mapping[PoolName, Pages]
+    num_bytes: int
+
+
+class ReadPart(msgspec.Struct, frozen=True, gc=False):
+    """Read pages of one segment: of those it has of a pool the ones from `first` on, into `pages`.
+
+    `file`: where to read; None for host memory. `num_tokens`: of the whole segment.
+    """
+
+    segment: int
+    file: FileKey | None
+    num_tokens: int
+    pages: Mapping[PoolName, tuple[int, Pages]]
+
+
+class CopyIn(msgspec.Struct, frozen=True, gc=False):
+    """Copy pages back. A file that does not verify in every field fails all of it, and its
+    `ReadPart.segment` is named in the result."""
+
+    number: int
+    parts: tuple[ReadPart, ...]
+    num_bytes: int
+
+
+class WriteFile(msgspec.Struct, frozen=True, gc=False):
+    """Write a segment in host memory to disk. `spans`: see `Segment`."""
+
+    number: int
+    segment: int
+    file: FileKey
+    tokens: Tokens
+    spans: Mapping[PoolName, tuple[int, int]]
+    num_bytes: int
+
+
+class FindFiles(msgspec.Struct, frozen=True, gc=False):
+    """Read the headers of the segments that hold `tokens`, int32 [n], from `file.start` on."""
+
+    number: int
+    file: FileKey
+    tokens: Tokens
+
+
+class ListFiles(msgspec.Struct, frozen=True, gc=False):
+    """List all files, those used longest ago first."""
+
+    number: int
+
+
+class Forget(msgspec.Struct, frozen=True, gc=False):
+    """Drop segments from host memory, and files from disk. `is_everything`: all files."""
+
+    segments: tuple[int, ...] = ()
+    names: tuple[bytes, ...] = ()
+    is_everything: bool = False
+
+
+TierOrder = CopyOut | CopyIn | WriteFile | FindFiles | ListFiles | Forget
+
+
+class FoundFile(msgspec.Struct, frozen=True, gc=False):
+    """Describe a segment on disk, whose header was verified."""
+
+    file: FileKey
+    tokens: Tokens
+    spans: Mapping[PoolName, tuple[int, int]]
+
+
+class Refusal(enum.Enum):
+    """Say why a copy failed."""
+
+    FAILED = "failed"
+    """The memory or the disk did not do it."""
+
+    WRONG = "wrong"
+    """A file is not what it should be, or is gone. It is used no more."""
+
+
+class TierResult(msgspec.Struct, frozen=True, gc=False):
+    """Answer an order.
+
+    Attributes:
+        number: that of the order.
+        seconds: how long it took.
+        refusal: why it failed; None if it did not.
+        wrong_segment: the segment whose file is not what it should be.
+        found: for `FindFiles`, in order of the path.
+        files: for `ListFiles`, (name, bytes).
+    """
+
+    number: int
+    seconds: float
+    refusal: Refusal | None = None
+    wrong_segment: int | None = None
+    found: tuple[FoundFile, ...] = ()
+    files: tuple[tuple[bytes, int], ...] = ()
+
+
+class TierWork(msgspec.Struct, frozen=True, gc=False):
+    """Hold what carrying out an order takes. `uses_disk`: it may wait for the disk."""
+
+    uses_disk: bool
+    run: Callable[[], TierResult | None]
+
+
+class TierCarrier(Protocol):
+    """Carry out orders beside the forwards."""
+
+    def prepare(self, order: TierOrder) -> TierWork:
+        """Return the work of an order; called in the order of the orders, on the engine's thread.
+
+        What it reads of host memory stays until it has run, whatever is forgotten meanwhile. `run`
+        is called once, on any thread, and raises nothing that an order can cause.
+        """

@@ -1,0 +1,197 @@
+"""`Restoring`: copy KV back into the pools, ahead of the turn that reads it.
+
+A turn of a cold session whose KV lies outside of the pools waits for the copy instead of computing
+it again. The copy begins when the turn is submitted if there are pages that nobody needs, else when
+the turn is admitted and pages were found for it. A waiting turn holds none of them: they are in the
+tree once the copy is complete.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from cache.errors import OutOfPages
+from cache.session_cache import SessionAwareCache
+from cache.tiers.segment_tree import Path
+from cache.transit import Transit
+from cache.types import Namespace, SessionId, SlotState, Tokens
+from session_server.core.tier_orders import CopyIn, ReadPart, Refusal, TierResult
+from session_server.engine.tiers.spilling import Spilling
+from session_server.engine.tiers.store import TierStore
+
+Then = Callable[[], None]
+
+_AHEAD_DIVISOR: Final = 4
+"""Part of the pages into which sessions are copied back whose turns were not admitted. More would
+push each other out again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """Say what of a path is worth to be copied back."""
+
+    store: TierStore
+    path: Path
+
+    def longest_len(self, start: int) -> int:
+        end = self.store.tree.continuable_len(self.path, start)
+        num_bytes, from_disk = 0, False
+        for part in self.path.parts:
+            segment, last = part.segment, min(part.end, end)
+            if last > max(start, segment.content.start):
+                share = (last - max(start, segment.content.start)) / len(segment.content.tokens)
+                num_bytes += int(segment.content.num_bytes * share)
+                from_disk |= not segment.in_host
+        is_worth = self.store.costs.is_worth(end - start, num_bytes, from_disk=from_disk)
+        return end if is_worth else 0
+
+
+class Restoring:
+    """Copy sessions back. At most one copy per session is under way."""
+
+    def __init__(self, cache: SessionAwareCache, store: TierStore, spilling: Spilling) -> None:
+        self._cache, self._store, self._spilling = cache, store, spilling
+        self._page_size = cache.spec.page_size
+        self._waiting: dict[SessionId, list[Then]] = {}
+        """Sessions that are copied, and what is done when that has ended."""
+
+        self._ahead: dict[SessionId, int] = {}
+        """Pages that were copied back for sessions, until a turn has them."""
+
+        self._num_ahead = 0
+        self._max_ahead = max(each.pages for each in cache.accounts().values()) // _AHEAD_DIVISOR
+        self._held: deque[tuple[int, Callable[[], None]]] = deque()
+        """Copies that wait for forwards: the number of the last forward that may write their pages,
+        and what orders the copy."""
+
+    def begin(
+        self,
+        session_id: SessionId,
+        tokens: Tokens,
+        then: Then,
+        *,
+        num_launched: int,
+        is_ahead: bool,
+    ) -> bool:
+        """Begin to copy back what the pools lack of `tokens`, int32 [n], the context that a turn of
+        a cold session may reuse.
+
+        Args:
+            session_id: the session.
+            tokens: see above.
+            then: called when the copy has ended, whatever came of it.
+            num_launched: forwards launched so far.
+            is_ahead: nobody has found pages for it yet.
+
+        Returns:
+            Whether the session is copied now, so that `then` will be called.
+        """
+        if session_id in self._waiting:
+            self._waiting[session_id].append(then)
+            return True
+        num_pages = len(tokens) // self._page_size
+        slot = self._cache.slot(session_id)
+        if slot.state is not SlotState.COLD or num_pages == 0:
+            return False
+        if is_ahead and self._num_ahead + num_pages > self._max_ahead:
+            return False
+        path = self._store.find(slot.namespace, tokens).readable()
+        find_more = self._store.is_unread(path.next_name)
+        copy = partial(self._copy, session_id, slot.namespace, tokens, num_launched)
+        if find_more:
+            self._store.find_files(
+                slot.namespace, tokens, path, lambda: self._go_on(session_id, copy)
+            )
+        elif not copy():
+            return False
+        self._waiting[session_id] = [then]
+        self.note_used(session_id)
+        self._ahead[session_id] = num_pages
+        self._num_ahead += num_pages
+        return True
+
+    def note_used(self, session_id: SessionId) -> None:
+        """Note that a turn has what was copied back, or wants it no more."""
+        self._num_ahead -= self._ahead.pop(session_id, 0)
+
+    def release(self, num_settled: int) -> None:
+        """Order the copies whose pages no forward can write any more."""
+        while self._held and self._held[0][0] <= num_settled:
+            self._held.popleft()[1]()
+
+    def _go_on(self, session_id: SessionId, copy: Callable[[], bool]) -> None:
+        """Copy what was found on disk, or end."""
+        if not (session_id in self._cache and copy()):
+            self._finish(session_id)
+
+    def _finish(self, session_id: SessionId) -> None:
+        for then in self._waiting.pop(session_id):
+            then()
+
+    def _copy(
+        self, session_id: SessionId, namespace: Namespace, tokens: Tokens, num_launched: int
+    ) -> bool:
+        store, copies = self._store, self._cache.copies
+        path = store.find(namespace, tokens).readable()
+        try:
+            transit = copies.begin_in(namespace, tokens, _Wanted(store, path))
+        except OutOfPages:
+            return False
+        if transit is None:
+            return False
+        parts = self._parts(path, transit)
+        num_bytes = sum(
+            len(each.pages) * store.tree.page_bytes[p] for p, each in transit.pages.items()
+        )
+        store.touch(part.segment for part in path.parts)
+
+        def end(result: TierResult) -> None:
+            self._end(session_id, path, transit, result)
+
+        def order() -> None:
+            store.order(lambda number: CopyIn(number, parts, num_bytes), end)
+
+        self._held.append((num_launched, order))
+        return True
+
+    def _parts(self, path: Path, transit: Transit) -> tuple[ReadPart, ...]:
+        """Return what to read for the pages of a copy: each of them once."""
+        parts, page_size = [], self._page_size
+        for part in path.parts:
+            segment = part.segment
+            pages = {}
+            for pool, wanted in transit.pages.items():
+                has_first, has_end = segment.content.spans.get(pool, (0, 0))
+                first = max(wanted.first, has_first)
+                end = min(wanted.end, has_end, part.end // page_size)
+                if first < end:
+                    ids = wanted.pages[first - wanted.first : end - wanted.first]
+                    pages[pool] = (first - has_first, ids)
+            if pages:
+                file = None if segment.in_host else self._store.file_key(segment)
+                parts.append(ReadPart(segment.number, file, len(segment.content.tokens), pages))
+        num_read = sum(len(ids) for part in parts for _, ids in part.pages.values())
+        num_wanted = sum(len(each.pages) for each in transit.pages.values())
+        assert num_read == num_wanted, "every page that comes in is read once"
+        return tuple(parts)
+
+    def _end(self, session_id: SessionId, path: Path, transit: Transit, result: TierResult) -> None:
+        store, is_whole = self._store, result.refusal is None
+        num_tokens = transit.end - transit.start
+        if self._cache.copies.end_in(transit, is_whole=is_whole):
+            store.counts.restored_tokens += num_tokens
+            segments = [part.segment for part in path.parts]
+            last = [each for each in segments if each.content.start < transit.end][-1]
+            if session_id in self._cache and store.tree.get(last.number) is last:
+                self._spilling.note_restored(session_id, last)
+        elif not is_whole:
+            store.counts.failed_copies += 1
+        if result.refusal is Refusal.WRONG and result.wrong_segment is not None:
+            segment = store.tree.get(result.wrong_segment)
+            if segment is not None:
+                store.refuse_file(segment)
+        self._finish(session_id)

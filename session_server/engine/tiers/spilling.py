@@ -1,0 +1,180 @@
+"""`Spilling`: copy what sessions at rest have published to host memory, before it has to go.
+
+A session is spilled from the pools in the order in which pressure would cool it, and only what no
+segment has yet. While the pools are far from full nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Final
+
+from cache.session_cache import SessionAwareCache
+from cache.tiers.segment import Segment
+from cache.transit import Transit
+from cache.types import SessionId, SlotState
+from session_server.core.tier_orders import CopyOut, TierResult
+from session_server.engine.tiers.store import TierStore
+
+MAX_COPIES: Final = 2
+"""Sessions that are copied at the same time."""
+
+_DIRTY_DIVISOR: Final = 4
+"""Sessions are copied ahead of need while those at rest hold more than this part of the pages that
+was not copied."""
+
+
+class Spilling:
+    """Copy sessions at rest. `is_draining`: copy all there are, those used last first."""
+
+    def __init__(self, cache: SessionAwareCache, store: TierStore) -> None:
+        self._cache, self._store = cache, store
+        self._page_size = cache.spec.page_size
+        num_pages = max(accounts.pages for accounts in cache.accounts().values())
+        self._max_dirty = num_pages * self._page_size // _DIRTY_DIVISOR
+        self._dirty: OrderedDict[SessionId, int] = OrderedDict()
+        """Sessions at rest with published tokens that were not copied, and how many; those at rest
+        longest first."""
+
+        self._num_dirty = 0
+        self._last: dict[SessionId, Segment] = {}
+        """The segment in which the copied history of a session ends."""
+
+        self._copying: set[SessionId] = set()
+        self.is_draining = False
+
+    @property
+    def is_copying(self) -> bool:
+        """Return whether a session is being copied."""
+        return bool(self._copying)
+
+    @property
+    def has_dirty(self) -> bool:
+        """Return whether a session at rest was not copied."""
+        return bool(self._dirty)
+
+    def note_rest(self, session_id: SessionId) -> None:
+        """Note that the turn of a session has ended."""
+        self._forget_dirty(session_id)
+        if session_id not in self._cache:
+            return
+        slot = self._cache.slot(session_id)
+        last = self._last.get(session_id)
+        num_dirty = slot.protected_len - (last.content.end if last is not None else 0)
+        # A history that was cut may be shorter than what was copied and still be another one.
+        if slot.state is SlotState.PARKED and slot.protected_len > 0:
+            self._dirty[session_id] = max(num_dirty, self._page_size)
+            self._num_dirty += self._dirty[session_id]
+
+    def note_turn(self, session_id: SessionId) -> None:
+        """Note that a turn has borrowed a session."""
+        self._forget_dirty(session_id)
+
+    def note_restored(self, session_id: SessionId, segment: Segment) -> None:
+        """Note that the history of a session was found in segments that end with this one."""
+        self._set_last(session_id, segment)
+
+    def forget(self, session_id: SessionId, *, is_deleted: bool) -> None:
+        """Forget a session. One that `is_deleted` leaves nothing that only it had."""
+        self._forget_dirty(session_id)
+        segment = self._set_last(session_id, None)
+        while is_deleted and segment is not None and not segment.children:
+            if segment.num_sessions or self._store.tree.get(segment.number) is not segment:
+                return
+            parent = segment.parent
+            self._store.drop(segment)
+            segment = parent
+
+    def advance(self) -> None:
+        """Order copies that are due. O(1) while none is."""
+        while self._dirty and len(self._copying) < MAX_COPIES:
+            if not (self.is_draining or self._num_dirty > self._max_dirty):
+                return
+            session_id = next(reversed(self._dirty) if self.is_draining else iter(self._dirty))
+            if session_id in self._copying or not self._begin(session_id):
+                return
+
+    def holds(self, session_id: SessionId) -> bool:
+        """Return whether a session must be copied before it is cooled, and order that."""
+        if session_id in self._copying:
+            return True
+        if session_id not in self._dirty:
+            return False
+        if len(self._copying) >= MAX_COPIES:
+            return True  # it comes next
+        return self._begin(session_id) and session_id in self._copying
+
+    def _begin(self, session_id: SessionId) -> bool:
+        """Copy what no segment has of a session; return False if it has to be tried again."""
+        store, cache = self._store, self._cache
+        if not store.is_listed:
+            return False
+        slot = cache.slot(session_id)
+        tokens = cache.tokens(session_id, 0, slot.protected_len)
+        path = store.find(slot.namespace, tokens)
+        if store.is_unread(path.next_name):
+            self._copying.add(session_id)
+            store.find_files(slot.namespace, tokens, path, lambda: self._end_finding(session_id))
+            return True
+        if path.parts:
+            self._set_last(session_id, path.parts[-1].segment)
+        if path.length >= slot.protected_len:
+            self._forget_dirty(session_id)
+            store.touch(part.segment for part in path.parts)
+            return True
+        transit = cache.copies.begin_out(slot.namespace, tokens, path.length)
+        if transit is None:
+            self._forget_dirty(session_id)
+            return True
+        spans = {pool: (each.first, each.end) for pool, each in transit.pages.items()}
+        added = tokens[path.length : transit.end]
+        num_bytes = store.tree.bytes_of(added, spans)
+        is_worth = store.costs.is_worth(len(added), num_bytes, from_disk=False)
+        if not is_worth or not store.make_room(num_bytes):
+            cache.copies.end_out(transit)
+            # While something is written to disk there will be room; else there is none for it.
+            if not is_worth or not store.is_writing:
+                self._forget_dirty(session_id)
+            return False
+        segment = store.tree.add(slot.namespace, path, added, spans)
+        store.enter_host(segment)
+        self._forget_dirty(session_id)
+        self._copying.add(session_id)
+        self._set_last(session_id, segment)
+        self._order(session_id, segment, transit)
+        return True
+
+    def _order(self, session_id: SessionId, segment: Segment, transit: Transit) -> None:
+        pages = {pool: each.pages for pool, each in transit.pages.items()}
+        self._store.order(
+            lambda number: CopyOut(number, segment.number, pages, segment.content.num_bytes),
+            lambda result: self._end(session_id, segment, transit, result),
+        )
+
+    def _end(
+        self, session_id: SessionId, segment: Segment, transit: Transit, result: TierResult
+    ) -> None:
+        self._copying.discard(session_id)
+        counts, is_whole = self._store.counts, result.refusal is None
+        is_whole = self._cache.copies.end_out(transit) and is_whole
+        if self._store.end_copy(segment, is_whole=is_whole):
+            counts.spilled_tokens += len(segment.content.tokens)
+            counts.spilled_bytes += segment.content.num_bytes
+        elif not is_whole:
+            counts.failed_copies += 1
+
+    def _end_finding(self, session_id: SessionId) -> None:
+        self._copying.discard(session_id)
+
+    def _forget_dirty(self, session_id: SessionId) -> None:
+        self._num_dirty -= self._dirty.pop(session_id, 0)
+
+    def _set_last(self, session_id: SessionId, segment: Segment | None) -> Segment | None:
+        """Replace the segment in which a session ends, and return the one before."""
+        before = self._last.pop(session_id, None)
+        if before is not None:
+            before.num_sessions -= 1
+        if segment is not None:
+            self._last[session_id] = segment
+            segment.num_sessions += 1
+        return before

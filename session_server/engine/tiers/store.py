@@ -1,0 +1,333 @@
+"""`TierStore`: the segments in host memory and on disk, and the orders that move them between.
+
+What a spill needs of host memory is taken from the segments used longest ago. With a disk they are
+written there first, ahead of need: what is on disk can give way at once.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from cache.tiers.segment import Segment
+from cache.tiers.segment_tree import Path, SegmentTree
+from cache.tiers.tier_account import TierAccount
+from cache.types import Namespace, Tokens
+from session_server.core.tier_orders import (
+    FileKey,
+    FindFiles,
+    Forget,
+    FoundFile,
+    ListFiles,
+    TierOrder,
+    TierResult,
+    WriteFile,
+)
+from session_server.engine.tiers.costs import TierCosts
+
+_FULL_DIVISOR: Final = 4
+"""Segments are written to disk ahead of need while less than this part of host memory is free."""
+
+_NUM_TRIED: Final = 8
+"""Segments that one search for one that gives way looks at."""
+
+MAX_FILES: Final = 1 << 20
+"""Files on disk: what is known of each takes host memory too."""
+
+Continue = Callable[[TierResult], None]
+
+
+@dataclass(slots=True)
+class TierCounts:
+    """Count what the tiers did. Tokens and bytes of copies that are complete and were used."""
+
+    spilled_tokens: int = 0
+    spilled_bytes: int = 0
+    restored_tokens: int = 0
+    restored_bytes: int = 0
+    written_bytes: int = 0
+    dropped_segments: int = 0
+    refused_files: int = 0
+    failed_copies: int = 0
+
+
+class TierStore:
+    """Hold the segments. Nothing here touches a pool. `is_listed`: what the disk has from before
+    is known."""
+
+    def __init__(self, tree: SegmentTree, *, host_bytes: int, disk_bytes: int) -> None:
+        """Begin with nothing in host memory. `disk_bytes`: 0 for no disk; `start` finds what is
+        there."""
+        self.costs = TierCosts()
+        self.tree = tree
+        self.host = TierAccount(host_bytes)
+        self.disk = TierAccount(disk_bytes)
+        self.counts = TierCounts()
+        self._unread: OrderedDict[bytes, int] = OrderedDict()
+        """Files that no segment stands for, with their bytes; those used longest ago first."""
+
+        self._unread_bytes = 0
+        self.is_listed = disk_bytes == 0
+        self._orders: list[TierOrder] = []
+        self._continue: dict[int, Continue] = {}
+        self._num_orders = 0
+        self._num_writing = 0
+
+    @property
+    def has_disk(self) -> bool:
+        """Return whether segments may be written to disk."""
+        return self.disk.max_bytes > 0
+
+    @property
+    def is_writing(self) -> bool:
+        """Return whether a segment is being written to disk."""
+        return self._num_writing > 0
+
+    def start(self) -> None:
+        """Ask what the disk has from before."""
+        if not self.is_listed:
+            self.order(ListFiles, self._take_list)
+
+    # Orders
+
+    def order(self, make: Callable[[int], TierOrder], then: Continue) -> None:
+        """Order something, and have its result handled."""
+        self._num_orders += 1
+        self._continue[self._num_orders] = then
+        self._orders.append(make(self._num_orders))
+
+    def take_orders(self) -> list[TierOrder]:
+        """Return the orders since the last call, in order."""
+        if not self._orders:
+            return []
+        orders, self._orders = self._orders, []
+        return orders
+
+    def take(self, result: TierResult) -> None:
+        """Handle the result of an order."""
+        self._continue.pop(result.number)(result)
+
+    # Host memory
+
+    def make_room(self, num_bytes: int) -> bool:
+        """Free host memory for a segment; return whether it has room now."""
+        if num_bytes > self.host.max_bytes:
+            return False
+        while self.host.free_bytes < num_bytes:
+            segment = self.host.next_to_give(self._may_leave_host, _NUM_TRIED)
+            if segment is None:
+                self.write_ahead()
+                return False
+            self._leave_host(segment)
+        return True
+
+    def enter_host(self, segment: Segment) -> None:
+        """Count a segment whose copy to host memory is ordered, or is complete."""
+        self.host.add(segment)
+
+    def end_copy(self, segment: Segment, *, is_whole: bool) -> bool:
+        """Note that a segment was copied to host memory, or could not be; return whether it is
+        there. It is not if it was dropped meanwhile."""
+        is_known = self.tree.get(segment.number) is segment
+        if not (is_whole and is_known):
+            if is_known:
+                self.drop(segment)
+            self._forget_in_host(segment)
+            return False
+        segment.in_host = True
+        self.write_ahead()
+        return True
+
+    def write_ahead(self, *, is_draining: bool = False) -> None:
+        """Write the segment that is used longest ago to disk, if host memory is nearly full or
+        `is_draining`, and none is being written."""
+        if not self.has_disk or self.is_writing:
+            return
+        if not is_draining and self.host.free_bytes > self.host.max_bytes // _FULL_DIVISOR:
+            return
+        segment = self.host.next_to_give(_may_be_written, len(self.host) if is_draining else 64)
+        if segment is not None:
+            self._write(segment)
+
+    # Disk
+
+    def is_unread(self, name: bytes | None) -> bool:
+        """Return whether the disk may have a segment of this name that the tree lacks."""
+        return name is not None and (name in self._unread or not self.is_listed)
+
+    def find_files(
+        self, namespace: Namespace, tokens: Tokens, path: Path, then: Callable[[], None]
+    ) -> None:
+        """Read the headers of what the disk has of `tokens` behind a path, then go on."""
+        assert path.next_name is not None, "a path that goes on has a name"
+        key = FileKey(path.next_name, namespace, path.chain, path.length)
+
+        def take(result: TierResult) -> None:
+            self._enter_found(namespace, tokens, result.found)
+            if not result.found:
+                self._forget_unread(key.name)
+            then()
+
+        self.order(lambda number: FindFiles(number, key, tokens), take)
+
+    def file_key(self, segment: Segment) -> FileKey:
+        """Return what identifies the file of a segment."""
+        content = segment.content
+        return FileKey(content.name, content.namespace, content.chain, content.start)
+
+    # Use
+
+    def find(self, namespace: Namespace, tokens: Tokens) -> Path:
+        """Return what the segments hold of some tokens."""
+        return self.tree.find(namespace, tokens)
+
+    def touch(self, segments: Iterable[Segment]) -> None:
+        """Count segments of a path as used now."""
+        used = tuple(segments)
+        self.host.touch(used)
+        self.disk.touch(used)
+
+    def drop(self, segment: Segment) -> None:
+        """Drop a segment everywhere, and all that follow it."""
+        for each in self.tree.remove(segment):
+            self.counts.dropped_segments += 1
+            if each in self.host:
+                self.host.remove(each)
+                if each.in_host:
+                    self._forget_in_host(each)
+            if each in self.disk:
+                self.disk.remove(each)
+                if each.on_disk:
+                    self._orders.append(Forget(names=(each.content.name,)))
+
+    def refuse_file(self, segment: Segment) -> None:
+        """Drop a segment whose file is not what it should be."""
+        self.counts.refused_files += 1
+        if self.tree.get(segment.number) is segment:
+            self.drop(segment)
+
+    def clear(self) -> None:
+        """Drop everything: what the pools held may have been wrong."""
+        for segment in self.tree.segments():
+            if self.tree.get(segment.number) is segment:
+                self.drop(segment)
+        self._unread.clear()
+        self._unread_bytes = 0
+        if self.has_disk:
+            self._orders.append(Forget(is_everything=True))
+
+    # Private
+
+    def _may_leave_host(self, segment: Segment) -> bool:
+        if not segment.in_host or segment.is_writing:
+            return False
+        return segment.on_disk or segment.is_refused or not self.has_disk
+
+    def _leave_host(self, segment: Segment) -> None:
+        if not segment.on_disk:
+            self.drop(segment)
+            return
+        segment.in_host = False
+        self.host.remove(segment)
+        self._forget_in_host(segment)
+
+    def _forget_in_host(self, segment: Segment) -> None:
+        self._orders.append(Forget(segments=(segment.number,)))
+
+    def _write(self, segment: Segment) -> None:
+        if not self._make_room_on_disk(segment.content.num_bytes):
+            segment.is_refused = True
+            return
+        self.disk.add(segment)
+        segment.is_writing = True
+        self._num_writing += 1
+
+        def take(result: TierResult) -> None:
+            self._end_writing(segment, is_whole=result.refusal is None)
+
+        self.order(
+            lambda number: WriteFile(
+                number,
+                segment.number,
+                self.file_key(segment),
+                segment.content.tokens,
+                segment.content.spans,
+                segment.content.num_bytes,
+            ),
+            take,
+        )
+
+    def _end_writing(self, segment: Segment, *, is_whole: bool) -> None:
+        self._num_writing -= 1
+        segment.is_writing = False
+        if self.tree.get(segment.number) is not segment:
+            if is_whole:
+                self._orders.append(Forget(names=(segment.content.name,)))
+            return
+        segment.on_disk, segment.is_refused = is_whole, not is_whole
+        if is_whole:
+            self.counts.written_bytes += segment.content.num_bytes
+        else:
+            self.counts.failed_copies += 1
+            self.disk.remove(segment)
+        self.write_ahead()
+
+    def _make_room_on_disk(self, num_bytes: int) -> bool:
+        if num_bytes > self.disk.max_bytes:
+            return False
+        is_crowded = len(self.disk) + len(self._unread) >= MAX_FILES
+        while is_crowded or self.disk.free_bytes - self._unread_bytes < num_bytes:
+            is_crowded = False
+            if self._unread:
+                self._forget_unread(next(iter(self._unread)))
+                continue
+            segment = self.disk.next_to_give(lambda each: each.on_disk, _NUM_TRIED)
+            if segment is None:
+                return False
+            self._leave_disk(segment)
+        return True
+
+    def _leave_disk(self, segment: Segment) -> None:
+        if not segment.in_host:
+            self.drop(segment)
+            return
+        segment.on_disk = False
+        self.disk.remove(segment)
+        self._orders.append(Forget(names=(segment.content.name,)))
+
+    def _forget_unread(self, name: bytes) -> None:
+        if (num_bytes := self._unread.pop(name, None)) is not None:
+            self._unread_bytes -= num_bytes
+            self._orders.append(Forget(names=(name,)))
+
+    def _take_list(self, result: TierResult) -> None:
+        self.is_listed = True
+        known = {segment.content.name for segment in self.tree.segments() if segment in self.disk}
+        for name, num_bytes in result.files[-MAX_FILES:]:
+            if name not in known:
+                self._unread[name] = num_bytes
+                self._unread_bytes += num_bytes
+        self._make_room_on_disk(0)
+
+    def _enter_found(
+        self, namespace: Namespace, tokens: Tokens, found: Sequence[FoundFile]
+    ) -> None:
+        for each in found:
+            path = self.find(namespace, tokens[: each.file.start + len(each.tokens)])
+            if path.next_name != each.file.name or path.length != each.file.start:
+                continue  # it was found or written by somebody else meanwhile
+            segment = self.tree.add(namespace, path, each.tokens, each.spans)
+            self._unread_bytes -= self._unread.pop(segment.content.name, 0)
+            if self.disk.free_bytes - self._unread_bytes < segment.content.num_bytes:
+                self.tree.remove(segment)
+                self._orders.append(Forget(names=(segment.content.name,)))
+                return
+            segment.on_disk = True
+            self.disk.add(segment)
+
+
+def _may_be_written(segment: Segment) -> bool:
+    is_there = segment.on_disk or segment.is_writing or segment.is_refused
+    return segment.in_host and not is_there

@@ -1,0 +1,112 @@
+"""`Tiers`: KV outside of the pools, as the rest of the engine sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from cache.components import components_of
+from cache.session_cache import SessionAwareCache
+from cache.tiers.segment_tree import SegmentTree
+from cache.types import SessionId, SlotState, Tokens
+from session_server.core.tier_orders import TierOrder, TierResult
+from session_server.engine.config import TierPolicy
+from session_server.engine.in_flight import InFlight
+from session_server.engine.tiers.restoring import Restoring
+from session_server.engine.tiers.spilling import Spilling
+from session_server.engine.tiers.store import TierStore
+
+
+class Tiers:
+    """Keep KV in host memory and on disk, and bring it back. Without room for any, do nothing.
+
+    What is here may be lost at any time without losing more than time: a turn computes what is not
+    there.
+    """
+
+    def __init__(self, cache: SessionAwareCache, policy: TierPolicy, in_flight: InFlight) -> None:
+        spec = cache.spec
+        page_bytes = policy.page_bytes or spec.pool_bytes_per_page
+        tree = SegmentTree(spec.page_size, page_bytes, components_of(spec))
+        self.store = TierStore(tree, host_bytes=policy.host_bytes, disk_bytes=policy.disk_bytes)
+        self._spilling = Spilling(cache, self.store)
+        self._restoring = Restoring(cache, self.store, self._spilling)
+        self._cache, self._in_flight = cache, in_flight
+        self._is_on = policy.host_bytes > 0
+        if self._is_on:
+            self.store.start()
+
+    # What happens to sessions
+
+    def note_turn(self, session_id: SessionId) -> None:
+        """Note that a turn has borrowed a session, or that it was cooled."""
+        if self._is_on:
+            self._spilling.note_turn(session_id)
+            self._restoring.note_used(session_id)
+
+    def note_cooling(self, session_id: SessionId) -> None:
+        """Begin to copy a session that is about to be cooled, whether or not that is due."""
+        if self._is_on:
+            self._spilling.holds(session_id)
+            self._spilling.note_turn(session_id)
+
+    def note_rest(self, session_id: SessionId) -> None:
+        """Note that the turn of a session has ended."""
+        if self._is_on:
+            self._restoring.note_used(session_id)
+            self._spilling.note_rest(session_id)
+
+    def note_close(self, session_id: SessionId, *, is_deleted: bool) -> None:
+        """Note that a session is closed. One that `is_deleted` leaves nothing that only it had."""
+        if self._is_on:
+            self._restoring.note_used(session_id)
+            self._spilling.forget(session_id, is_deleted=is_deleted)
+
+    def holds(self, session_id: SessionId) -> bool:
+        """Return whether a session must not be cooled yet, because it is being copied first."""
+        return self._is_on and self._spilling.holds(session_id)
+
+    def may_restore(self, session_id: SessionId) -> bool:
+        """Return whether `restore` is worth a call: the pools have nothing of the session."""
+        return self._is_on and self._cache.slot(session_id).state is SlotState.COLD
+
+    def restore(
+        self, session_id: SessionId, tokens: Tokens, then: Callable[[], None], *, is_ahead: bool
+    ) -> bool:
+        """Bring back what the pools lack of `tokens`, see `Restoring.begin`."""
+        num_launched = self._in_flight.num_forwards
+        return self._is_on and self._restoring.begin(
+            session_id, tokens, then, num_launched=num_launched, is_ahead=is_ahead
+        )
+
+    def clear(self) -> None:
+        """Drop everything."""
+        if self._is_on:
+            self.store.clear()
+
+    # Steps
+
+    @property
+    def is_draining(self) -> bool:
+        """Return whether sessions at rest are still being written to disk, after `drain`."""
+        if not self._spilling.is_draining:
+            return False
+        return self._spilling.has_dirty or self._spilling.is_copying or self.store.is_writing
+
+    def drain(self) -> None:
+        """Write everything to disk that is there, if there is one."""
+        self._spilling.is_draining = self._is_on and self.store.has_disk
+
+    def take(self, results: Sequence[TierResult]) -> None:
+        """Handle results of orders."""
+        for result in results:
+            self.store.take(result)
+
+    def take_orders(self) -> Sequence[TierOrder]:
+        """Return what is to be done now. O(1) while nothing is."""
+        if not self._is_on:
+            return ()
+        self._spilling.advance()
+        if self._spilling.is_draining:
+            self.store.write_ahead(is_draining=True)
+        self._restoring.release(self._in_flight.num_forwards - len(self._in_flight))
+        return self.store.take_orders()

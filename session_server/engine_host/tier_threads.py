@@ -1,0 +1,74 @@
+"""`TierThreads`: carry out the orders of the tiers beside the forwards."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable
+
+from session_server.core.tier_orders import (
+    CopyIn,
+    CopyOut,
+    FindFiles,
+    Forget,
+    ListFiles,
+    Refusal,
+    TierCarrier,
+    TierOrder,
+    TierResult,
+    TierWork,
+    WriteFile,
+)
+
+
+class NoTiers:
+    """Keep nothing: for an engine that has pools alone."""
+
+    def prepare(self, order: TierOrder) -> TierWork:
+        """Fail every order."""
+
+        def run() -> TierResult | None:
+            match order:
+                case Forget():
+                    return None
+                case CopyOut() | CopyIn() | WriteFile() | FindFiles() | ListFiles():
+                    return TierResult(order.number, 0.0, Refusal.FAILED)
+
+        return TierWork(uses_disk=False, run=run)
+
+
+class TierThreads:
+    """Run copies between memory on one thread and what may wait for the disk on another, each in
+    the order of the orders, and call `deliver` with each result. The threads start with the first
+    order. What a copy raises is a bug: `fail` is called with it."""
+
+    def __init__(
+        self,
+        carrier: TierCarrier,
+        deliver: Callable[[TierResult], None],
+        fail: Callable[[BaseException], None],
+    ) -> None:
+        self._carrier, self._deliver, self._fail = carrier, deliver, fail
+        self._queues: dict[bool, queue.SimpleQueue[TierWork]] = {}
+
+    def submit(self, orders: Iterable[TierOrder]) -> None:
+        """Queue orders. Never blocks."""
+        for order in orders:
+            work = self._carrier.prepare(order)
+            waiting = self._queues.get(work.uses_disk)
+            if waiting is None:
+                waiting = self._queues[work.uses_disk] = queue.SimpleQueue()
+                name = "engine-disk" if work.uses_disk else "engine-copy"
+                threading.Thread(target=self._run, args=(waiting,), name=name, daemon=True).start()
+            waiting.put(work)
+
+    def _run(self, waiting: queue.SimpleQueue[TierWork]) -> None:
+        while True:
+            work = waiting.get()
+            try:
+                result = work.run()
+            except BaseException as error:  # noqa: BLE001 - raised again on the loop's thread
+                self._fail(error)
+                return
+            if result is not None:
+                self._deliver(result)
