@@ -38,8 +38,11 @@ class PageCopies:
         self._stores, self.room = stores, room
         self.num_begun = num_begun
 
-    def begin_out(self, namespace: Namespace, tokens: Tokens, start: int) -> Transit | None:
-        """Lock the published pages of `tokens` until `end_out`; return those that hold [start, ..).
+    def begin_out(
+        self, namespace: Namespace, tokens: Tokens, start: int, max_len: int
+    ) -> Transit | None:
+        """Lock the published pages of `tokens` until `end_out`; return those that hold the next
+        `max_len` positions from `start` on, both whole pages.
 
         They end where the tree ends, or where a window has lost a page. None if that leaves none.
         """
@@ -49,13 +52,13 @@ class PageCopies:
         if receipt.length <= start:
             stores.tree.unlock(receipt)
             return None
-        pages = {}
+        end, pages = min(receipt.length, start + max_len), {}
         for component in stores.components:
+            # Of a bounded pool only what a forward at the end of all that is locked.
             first = max(start // page_size, component.first_page(receipt.length))
-            pages[component.pool] = PageRange(
-                first, np.array(held[component.pool][first:], np.int32)
-            )
-        return self._enter(Transit(self._next(), receipt, start, receipt.length, pages))
+            ids = held[component.pool][first : end // page_size]
+            pages[component.pool] = PageRange(min(first, end // page_size), np.array(ids, np.int32))
+        return self._enter(Transit(self._next(), receipt, start, end, pages))
 
     def end_out(self, transit: Transit) -> bool:
         """Unlock the pages of a copy that is complete; return whether it may be used. It may not

@@ -140,6 +140,25 @@ class CacheOptions(_Section):
     ] = _setting(
         0.0, "share of all pages kept for pinned sessions; contexts are shorter by it", ge=0, le=0.9
     )
+    host_kv_bytes: Annotated[
+        int,
+        Bound("bytes", "the copies of whoever has most give way, those used longest ago first"),
+    ] = _setting(
+        1 << 30,
+        "host memory for copies of KV that has to leave the pools, an eighth of what is free at"
+        " most; 0: it is computed again",
+        ge=0,
+        le=1 << 44,
+    )
+    disk_kv_bytes: Annotated[
+        int,
+        Bound("bytes", "the files of whoever has most give way, those used longest ago first"),
+    ] = _setting(
+        0,
+        "disk for copies of KV, in --store; they outlive the server; 0: none are written",
+        ge=0,
+        le=1 << 50,
+    )
     share_prefixes: bool = _setting(
         True, "let sessions of one API key share the KV of common prefixes"
     )

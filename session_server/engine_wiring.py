@@ -29,11 +29,13 @@ from session_server.engine.config import (
     EngineConfig,
     MemoryPolicy,
     Speculation,
+    TierPolicy,
     num_ahead,
 )
 from session_server.engine.engine import Engine
 from session_server.engine_host.child import CannotStart, serve_engine
 from session_server.engine_host.loop import EngineAssembly
+from session_server.kv_tiers import make_tiers
 from session_server.metrics.logging import configure_logging
 from session_server.models.errors import DraftMismatch, ModelError
 from session_server.models.hub import model_fingerprint, resolve_model
@@ -82,12 +84,14 @@ def build_engine(settings: Settings) -> EngineAssembly:
     chunk_tokens = settings.engine.chunked_prefill_size or chunk_for(
         loaded.runner, loaded.plan.capacity.max_context_len
     )
+    tiers = make_tiers(settings, loaded, fingerprint)
     engine = _make_engine(
         settings,
         loaded,
         eos_token_ids=eos_token_ids,
         fingerprint=fingerprint,
         chunk_tokens=chunk_tokens,
+        tiers=tiers.policy,
     )
     if engine.max_turn_len < loaded.plan.capacity.max_context_len:
         _LOG.warning(
@@ -109,7 +113,8 @@ def build_engine(settings: Settings) -> EngineAssembly:
         vocab_size=loaded.config.vocab_size,
     )
     ready = _ready(loaded, engine, eos_token_ids)
-    return EngineAssembly(engine, loaded.runner, ready, GrammarCache(grammars).compile)
+    compile_ = GrammarCache(grammars).compile
+    return EngineAssembly(engine, loaded.runner, ready, compile_, tiers.carrier)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +152,7 @@ def _make_engine(
     eos_token_ids: tuple[int, ...],
     fingerprint: str,
     chunk_tokens: int,
+    tiers: TierPolicy | None = None,
 ) -> Engine:
     """Build cache and engine for a model; the device is not touched."""
     capacity = model.plan.capacity
@@ -165,6 +171,7 @@ def _make_engine(
             # new turns and cancels waiting for it.
             num_in_flight=2 if settings.engine.overlap and model.device != "cpu" else 1,
             speculation=_speculation(settings),
+            tiers=tiers or TierPolicy(),
             retract_interval=settings.debug.retract_interval,
             memory=MemoryPolicy(settings.cache.memory_check, settings.cache.probe_interval_s),
         ),

@@ -58,6 +58,8 @@ FLAGS: Final = (
     Flag(("--swa-full-tokens-ratio",), "cache", "window_ratio"),
     Flag(("--max-resident-sessions",), "cache", "max_resident_sessions"),
     Flag(("--pinned-fraction",), "cache", "pinned_fraction"),
+    Flag(("--host-kv-bytes",), "cache", "host_kv_bytes"),
+    Flag(("--disk-kv-bytes",), "cache", "disk_kv_bytes"),
     Flag(("--disable-radix-cache",), "cache", "share_prefixes", False),
     Flag(("--memory-check",), "cache", "memory_check"),
     Flag(("--memory-probe-interval",), "cache", "probe_interval_s"),

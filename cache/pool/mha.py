@@ -16,6 +16,8 @@ from cache.spec import LayerGroup, LayerKind
 class MhaPool(KvPool):
     """Hold the device memory of one `LayerGroup` of kind FULL or WINDOW."""
 
+    page_axis = 3
+
     def __init__(self, group: LayerGroup, pages: PageFormat) -> None:
         """Allocate the pages."""
         assert group.kind in {LayerKind.FULL, LayerKind.WINDOW}, "this pool stores K and V"

@@ -23,6 +23,8 @@ class MlaPool(KvPool):
     Readers see one KV head; the rotary key is the end of each row.
     """
 
+    page_axis = 1
+
     def __init__(self, group: LayerGroup, pages: PageFormat) -> None:
         """Allocate the pages."""
         assert group.kind is LayerKind.LATENT, "this pool stores latents only"

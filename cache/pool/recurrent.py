@@ -7,6 +7,8 @@ accumulates all tokens, so a rounding error at one token affects all that follow
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
@@ -19,8 +21,10 @@ class StatePool:
     """Hold the device memory of one `LayerGroup` of kind RECURRENT.
 
     A page keeps its contents when it changes hands: a row that starts a session uses zeros instead
-    of reading its page.
+    of reading its page. `page_axis`: the dimension of each part that counts pages.
     """
+
+    page_axis: Final = 1
 
     def __init__(self, group: LayerGroup, *, num_pages: int, device: torch.device) -> None:
         """Allocate the pages.

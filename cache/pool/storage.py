@@ -9,6 +9,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -42,8 +43,11 @@ class KvPool(ABC):
     are counted within the pool. `read_dtype`: the dtype that attention computes in.
 
     Pages start as zeros, so that padding never reads a NaN. A page keeps its contents when it
-    changes hands: readers must stop at their own length.
+    changes hands: readers must stop at their own length. `page_axis`: the dimension of `storage`
+    that counts pages.
     """
+
+    page_axis: ClassVar[int]
 
     def __init__(self, group: LayerGroup, pages: PageFormat, layer_shape: tuple[int, ...]) -> None:
         """Allocate the pages; `layer_shape` is the shape of one layer's tensor.

@@ -69,10 +69,13 @@ class TierPolicy:
 
     `host_bytes`: of host memory; 0 turns all of it off. `disk_bytes`: on disk; 0 for none.
     `page_bytes`: what a page of each pool takes there; by default what the spec says.
+    `segment_bytes`: pages that are copied at a time, and kept together. What is read of a file
+    passes through as much memory.
     """
 
     host_bytes: int = 0
     disk_bytes: int = 0
+    segment_bytes: int = 64 << 20
     page_bytes: Mapping[PoolName, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

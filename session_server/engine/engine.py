@@ -70,6 +70,7 @@ class EngineParts(NamedTuple):
     in_flight: InFlight
     watch: MemoryWatch
     guard: MemoryGuard
+    tiers: Tiers
 
 
 class Engine:
@@ -193,6 +194,7 @@ class Engine:
             self._in_flight,
             self._context.watch,
             self._guard,
+            self._context.tiers,
         )
 
     def _settle(self, result: StepResult, now_s: float) -> None:

@@ -100,8 +100,12 @@ def free_bytes(device: torch.device) -> int:
     """Return the free memory of an accelerator or of this host, container limits included."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    available = _available_host_bytes()
-    return min(available, *_cgroup_headroom()) if _cgroup_headroom() else available
+    return free_host_bytes()
+
+
+def free_host_bytes() -> int:
+    """Return the free memory of this host, container limits included."""
+    return min(_available_host_bytes(), *_cgroup_headroom())
 
 
 def _available_host_bytes() -> int:

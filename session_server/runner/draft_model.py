@@ -41,7 +41,7 @@ class DraftModel:
 
         `num_rows`: rows of the tables, the padding row excluded.
         """
-        self._model = model
+        self.model = model
         self._sampler = sampler
         device = model.decoder.device
         self._last_drafts = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
@@ -49,7 +49,7 @@ class DraftModel:
 
     def reserve(self, num_tokens: int) -> int:
         """Allocate what its forwards work in; see `PagedDecoder.reserve`."""
-        return self._model.reserve(num_tokens)
+        return self.model.reserve(num_tokens)
 
     def propose(self, certain: ForwardInputs, batch: Batch) -> Tensor | None:
         """Compute a forward's certain tokens, then propose drafts for rows started in the sampler.
@@ -63,7 +63,7 @@ class DraftModel:
         drafting = [row for row in batch.rows if needs_drafts(row)]
         ends = {span.row: span.offset + span.num_tokens - 1 for span in certain.attention.spans}
         last = torch.tensor([ends[row.row] for row in drafting], dtype=torch.int64)
-        hidden = self._model.forward(certain, upload(last, certain.token_ids.device))
+        hidden = self.model.forward(certain, upload(last, certain.token_ids.device))
         return self._decode_drafts(drafting, hidden) if drafting else None
 
     def _decode_drafts(self, rows: list[BatchRow], hidden: Tensor) -> Tensor:
@@ -82,13 +82,13 @@ class DraftModel:
                 active, hidden = [active[i] for i in continuing], hidden[continuing]
             draft_rows = [_draft_row(rows[index], step) for index in active]
             spans = [SampleSpan(row.row, row.start) for row in draft_rows]
-            tokens = self._sampler.sample(self._model.logits(hidden), spans)
+            tokens = self._sampler.sample(self.model.logits(hidden), spans)
             self._sampler.count_outputs(spans, tokens)
             counted.append((spans, tokens))
             drafts[active, step] = tokens
             self._last_drafts[[row.row for row in draft_rows]] = tokens
             inputs = self._steps.build(Batch(0, tuple(draft_rows), ()))
-            hidden = self._model.forward(inputs, inputs.logits_indices)
+            hidden = self.model.forward(inputs, inputs.logits_indices)
         for spans, tokens in counted:
             # Drafts are not output: the target counts what it samples.
             self._sampler.uncount_outputs(spans, tokens)

@@ -6,13 +6,14 @@ With a draft model, its forwards come first: they write its own KV and propose t
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Final, cast
 
 import torch
 from torch import Tensor
 
+from cache.pool.page_copy import PagedTensor
 from cache.pool.page_table import PageTable
 from cache.pool.recurrent import StatePool
 from cache.pool.storage import KvPool
@@ -98,6 +99,18 @@ class ModelRunner:
     def states(self) -> StatePool | None:
         """Return the pool of recurrent states; None if the model has none."""
         return self._model.states
+
+    def paged_tensors(self) -> Mapping[PoolName, Sequence[PagedTensor]]:
+        """Return what is kept of a page, by pool: the model's, then the draft model's."""
+        models = [self._model] if self._draft is None else [self._model, self._draft.model]
+        tensors: dict[PoolName, list[PagedTensor]] = {}
+        for model in models:
+            for pool, each in model.pools.items():
+                tensors.setdefault(pool, []).append(PagedTensor(each.storage, each.page_axis))
+            if (states := model.states) is not None:
+                parts = [PagedTensor(part, states.page_axis) for part in states.storage]
+                tensors.setdefault(states.name, []).extend(parts)
+        return tensors
 
     @property
     def backend_name(self) -> str:

@@ -50,8 +50,8 @@ def test_results_do_not_wait_behind_commands() -> None:
     inbox.put(opening("s"))
     inbox.put_result(results[1])
     inbox.put_compiled(compiled)
-    assert inbox.take(max_items=0, max_bytes=0) == ([], results, [compiled])
-    assert inbox.take(**ALL) == ([opening("s")], [], [])
+    assert inbox.take(max_items=0, max_bytes=0) == ([], results, [compiled], [])
+    assert inbox.take(**ALL) == ([opening("s")], [], [], [])
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,15 @@ class EchoMemory:
             assert page != 0, "a forward writes the padding page"
             cells[page][position % page_size] = tag
 
+    def copy_out(self, page: int) -> list[int]:
+        """The cells of a page, as a copy beside the forwards reads them."""
+        return list(self._cells[page])
+
+    def copy_in(self, page: int, cells: Sequence[int]) -> None:
+        """Write a page as a copy beside the forwards does."""
+        assert page != NULL_PAGE, "nothing is copied to the padding page"
+        self._cells[page] = list(cells)
+
     def damage(self, page: int) -> None:
         """Overwrite a page behind everybody's back: what a probe is there to find."""
         self._cells[page] = [GARBAGE] * self._page_size
@@ -148,7 +157,7 @@ class EchoRunner:
         truth_of: Callable[[TurnId], Truth] | None = None,
         draft_skill: int = 700,
     ) -> None:
-        self._memories = {pool: EchoMemory(shape) for pool, shape in shapes.items()}
+        self.memories = {pool: EchoMemory(shape) for pool, shape in shapes.items()}
         self.states = StateMemory(num_states) if num_states else None
         self._samplers: dict[RowId, Sampler] = {}
         self._spoilt: set[tuple[TurnId, int]] = set()
@@ -167,7 +176,7 @@ class EchoRunner:
     @property
     def memory(self) -> EchoMemory:
         """The first pool, which gives the text."""
-        return next(iter(self._memories.values()))
+        return next(iter(self.memories.values()))
 
     def assume_salt(self, salt: str) -> None:
         """Take every turn for one of this tenant: a live engine does not say whose it is."""
@@ -196,7 +205,7 @@ class EchoRunner:
         """
         batch = self._queue.popleft()
         for write in batch.table_writes:
-            self._memories[write.pool].point(write)
+            self.memories[write.pool].point(write)
         turns = {row.turn_id for row in batch.rows}
         if batch.step in self.faults.fail_steps or turns & self.faults.poison_turns:
             for row in batch.rows:
@@ -228,7 +237,7 @@ class EchoRunner:
             self._scribble(row)
             return RowResult((), (), (), finite=False)
         tokens = self._inputs(row, sampler)
-        for memory in self._memories.values():
+        for memory in self.memories.values():
             memory.put_chain(row.row, row.start, tokens, root=root)
         values = self.memory.read(row.row, row.start, row.start + len(tokens))
         token_ids: tuple[int, ...] = ()
@@ -269,7 +278,7 @@ class EchoRunner:
         if row.num_drafts == 0:
             return tuple(token_ids)
         drafts = self._drafts(row, values, last=last)
-        for memory in self._memories.values():
+        for memory in self.memories.values():
             memory.put_chain(row.row, position, drafts, root=0)
         for draft in drafts:
             if draft != token_ids[-1]:
@@ -340,7 +349,7 @@ class EchoRunner:
             expected = expected if len(expected) == len(values) else expected[first:end]
             if values != expected:
                 raise self._mismatch(self.memory, row, values, expected)
-        for memory in self._memories.values():
+        for memory in self.memories.values():
             if memory is self.memory:
                 continue
             seen, past = memory.read(row.row, row.start, end), memory.first_read(row.start) - first
@@ -368,7 +377,7 @@ class EchoRunner:
         root = name_value(self._salt_of(row.turn_id))
         self._samplers[row.row] = Sampler(seed=GARBAGE, root=root, last_token=1)
         self._spoilt.add((row.turn_id, row.attempt))
-        for memory in self._memories.values():
+        for memory in self.memories.values():
             for position in range(row.start, row.start + row.num_tokens):
                 memory.put(row.row, position, GARBAGE)
         if self.states is not None and row.states is not None:
@@ -377,7 +386,7 @@ class EchoRunner:
     def _probe(self, probe: Probe) -> bool:
         """Whether cells hold what the cells before them and their tokens give."""
         assert self.memory.is_page_start(probe.start), "a probe looks at a page"
-        if not all(self._holds(memory, probe) for memory in self._memories.values()):
+        if not all(self._holds(memory, probe) for memory in self.memories.values()):
             return False
         return self.states is None or self._state_holds(self.states, probe)
 

@@ -26,9 +26,11 @@ from session_server.engine.config import (
     MemoryCheck,
     MemoryPolicy,
     Speculation,
+    TierPolicy,
 )
 from session_server.engine.engine import Engine, StepOutcome
 from tests.cache.free_lists import FREE_LISTS, Allocation
+from tests.sim.carrier import EchoCarrier
 from tests.sim.device import EchoRunner
 from tests.sim.echo import EchoModel, Truth
 from tests.sim.layers import Layers
@@ -60,6 +62,9 @@ class Sizes:
     memory_check: MemoryCheck = MemoryCheck.STRICT
     share_prefixes: bool = True
     retract_interval: int = 0
+    host_kv_bytes: int = 0
+    disk_kv_bytes: int = 0
+    segment_pages: int = 64
 
     @property
     def capacity(self) -> Capacity:
@@ -86,6 +91,12 @@ class Sizes:
             memory=MemoryPolicy(self.memory_check, probe_interval_s),
             speculation=Speculation(self.num_drafts, self.drafter),
             retract_interval=self.retract_interval,
+            tiers=TierPolicy(
+                self.host_kv_bytes,
+                self.disk_kv_bytes,
+                self.segment_pages
+                * sum(self.layers.spec(self.page_size).pool_bytes_per_page.values()),
+            ),
         )
 
     def device(
@@ -193,6 +204,7 @@ class HandEngine:
         num_steps: steps so far.
         batches: everything launched so far.
         grammars: what it asked to be compiled.
+        carrier: what copies KV out of its pools; None where its device is a real one.
     """
 
     def __init__(
@@ -212,6 +224,9 @@ class HandEngine:
         self._sessions: dict[TurnId, SessionId] = {}
         self._results: deque[StepResult] = deque()
         self.device = make_device(self)
+        self.carrier: EchoCarrier | None = None
+        if isinstance(self.device, EchoRunner):
+            self.carrier = EchoCarrier(self.device, cache.spec.page_size)
 
     @classmethod
     def of(
@@ -267,12 +282,16 @@ class HandEngine:
                     self._sessions[draft_id] = session_id
                 case _:
                     pass
-        outcome = self.engine.step(now_s, commands, results, self.grammars.take())
+        copied = [] if self.carrier is None else self.carrier.take()
+        outcome = self.engine.step(now_s, commands, results, self.grammars.take(), copied=copied)
         self.grammars.ask(outcome.to_compile)
+        if self.carrier is not None:
+            self.carrier.ask(outcome.orders)
         if outcome.batch is not None:
             self.batches.append(outcome.batch)
             self.device.launch(outcome.batch)
-        self.is_blocked = outcome.is_blocked and not self.grammars.done
+        has_copied = self.carrier is not None and self.carrier.has_results
+        self.is_blocked = outcome.is_blocked and not (self.grammars.done or has_copied)
         return msgspec.structs.replace(outcome, is_blocked=self.is_blocked)
 
     def ready(self, epoch: int) -> EngineReady:

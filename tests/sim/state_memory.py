@@ -36,6 +36,15 @@ class StateMemory:
             assert page not in {NULL_PAGE, moves.source}, "nothing that is read is overwritten"
             self._states[page] = tags[length - 1]
 
+    def copy_out(self, page: int) -> list[int]:
+        """A state, as a copy beside the forwards reads it."""
+        return [self._states[page]]
+
+    def copy_in(self, page: int, cells: Sequence[int]) -> None:
+        """Write a state as a copy beside the forwards does."""
+        assert page != NULL_PAGE, "nothing is copied to the padding page"
+        (self._states[page],) = cells
+
     def spoil(self, moves: StateMoves) -> None:
         """A forward that failed may have written anything where it was to write."""
         for _, page in moves.targets:

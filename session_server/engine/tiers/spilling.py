@@ -27,11 +27,14 @@ was not copied."""
 class Spilling:
     """Copy sessions at rest. `is_draining`: copy all there are, those used last first."""
 
-    def __init__(self, cache: SessionAwareCache, store: TierStore) -> None:
+    def __init__(self, cache: SessionAwareCache, store: TierStore, segment_bytes: int) -> None:
+        """Begin with nothing to copy. `segment_bytes`: see `TierPolicy`."""
         self._cache, self._store = cache, store
         self._page_size = cache.spec.page_size
         num_pages = max(accounts.pages for accounts in cache.accounts().values())
         self._max_dirty = num_pages * self._page_size // _DIRTY_DIVISOR
+        num_pages = max(1, segment_bytes // sum(store.tree.page_bytes.values()))
+        self._max_len = num_pages * self._page_size
         self._dirty: OrderedDict[SessionId, int] = OrderedDict()
         """Sessions at rest with published tokens that were not copied, and how many; those at rest
         longest first."""
@@ -63,8 +66,7 @@ class Spilling:
         num_dirty = slot.protected_len - (last.content.end if last is not None else 0)
         # A history that was cut may be shorter than what was copied and still be another one.
         if slot.state is SlotState.PARKED and slot.protected_len > 0:
-            self._dirty[session_id] = max(num_dirty, self._page_size)
-            self._num_dirty += self._dirty[session_id]
+            self._set_dirty(session_id, max(num_dirty, self._page_size))
 
     def note_turn(self, session_id: SessionId) -> None:
         """Note that a turn has borrowed a session."""
@@ -122,7 +124,7 @@ class Spilling:
             self._forget_dirty(session_id)
             store.touch(part.segment for part in path.parts)
             return True
-        transit = cache.copies.begin_out(slot.namespace, tokens, path.length)
+        transit = cache.copies.begin_out(slot.namespace, tokens, path.length, self._max_len)
         if transit is None:
             self._forget_dirty(session_id)
             return True
@@ -139,6 +141,9 @@ class Spilling:
         segment = store.tree.add(slot.namespace, path, added, spans)
         store.enter_host(segment)
         self._forget_dirty(session_id)
+        if transit.end < slot.protected_len:
+            self._set_dirty(session_id, slot.protected_len - transit.end)
+            self._dirty.move_to_end(session_id, last=self.is_draining)
         self._copying.add(session_id)
         self._set_last(session_id, segment)
         self._order(session_id, segment, transit)
@@ -165,6 +170,10 @@ class Spilling:
 
     def _end_finding(self, session_id: SessionId) -> None:
         self._copying.discard(session_id)
+
+    def _set_dirty(self, session_id: SessionId, num_tokens: int) -> None:
+        self._dirty[session_id] = num_tokens
+        self._num_dirty += num_tokens
 
     def _forget_dirty(self, session_id: SessionId) -> None:
         self._num_dirty -= self._dirty.pop(session_id, 0)

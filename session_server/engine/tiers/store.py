@@ -166,7 +166,7 @@ class TierStore:
 
         def take(result: TierResult) -> None:
             self._enter_found(namespace, tokens, result.found)
-            if not result.found:
+            if result.refusal is None and not result.found:
                 self._forget_unread(key.name)
             then()
 

@@ -28,7 +28,7 @@ class Tiers:
         page_bytes = policy.page_bytes or spec.pool_bytes_per_page
         tree = SegmentTree(spec.page_size, page_bytes, components_of(spec))
         self.store = TierStore(tree, host_bytes=policy.host_bytes, disk_bytes=policy.disk_bytes)
-        self._spilling = Spilling(cache, self.store)
+        self._spilling = Spilling(cache, self.store, policy.segment_bytes)
         self._restoring = Restoring(cache, self.store, self._spilling)
         self._cache, self._in_flight = cache, in_flight
         self._is_on = policy.host_bytes > 0

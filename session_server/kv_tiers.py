@@ -1,0 +1,87 @@
+"""Compose what keeps KV outside of the pools: its sizes, its directory and what copies it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from cache.spec import CacheSpec, LayerKind
+from session_server.config import Settings
+from session_server.core.tier_orders import TierCarrier
+from session_server.engine.config import TierPolicy
+from session_server.engine_host.tier_threads import NoTiers
+from session_server.runner.capacity import free_host_bytes
+from session_server.runner.kv_carrier import KvCarrier
+from session_server.runner.loader import LoadedRunner
+from session_server.runner.segment_files import SegmentFiles
+from session_server.runner.segment_format import Layout, PoolLayout
+
+KV_DIRECTORY: Final = "kv"
+"""Of a store, where the files of KV are."""
+
+_FREE_DIVISOR: Final = 8
+"""Part of the free host memory that copies of KV take at most."""
+
+_STAGING_BYTES: Final = 256 << 20
+"""Host memory that what is written to disk passes through, where none is given."""
+
+_LOG: Final = logging.getLogger("session_server.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class KvTiers:
+    """Hold the policy of the tiers, and what carries out their orders."""
+
+    policy: TierPolicy
+    carrier: TierCarrier
+
+
+def make_tiers(settings: Settings, loaded: LoadedRunner, fingerprint: str) -> KvTiers:
+    """Return the tiers that the settings ask for.
+
+    Raises:
+        ValueError: the directory of files cannot be used.
+    """
+    cache, store = settings.cache, settings.sessions.store
+    disk_bytes = cache.disk_kv_bytes if store is not None else 0
+    host_bytes = max(cache.host_kv_bytes, min(disk_bytes, _STAGING_BYTES))
+    host_bytes = min(host_bytes, free_host_bytes() // _FREE_DIVISOR)
+    if host_bytes == 0:
+        return KvTiers(TierPolicy(), NoTiers())
+    files = None
+    if disk_bytes:
+        assert store is not None, "files of KV lie in a store"
+        files = _open_files(store / KV_DIRECTORY, _layout(loaded, fingerprint))
+    tensors = loaded.runner.paged_tensors()
+    carrier = KvCarrier(tensors, files, is_pinned=loaded.device != "cpu")
+    _LOG.info("kv host_mib=%.0f disk_mib=%.0f", host_bytes / 2**20, disk_bytes / 2**20)
+    policy = TierPolicy(host_bytes, disk_bytes, page_bytes=carrier.page_bytes)
+    return KvTiers(policy, carrier)
+
+
+def _open_files(directory: Path, layout: Layout) -> SegmentFiles:
+    try:
+        return SegmentFiles(directory, layout)
+    except OSError as error:
+        raise ValueError(f"--disk-kv-bytes: {directory} cannot be used: {error}") from error
+
+
+def _layout(loaded: LoadedRunner, fingerprint: str) -> Layout:
+    kinds = {group.pool: group.kind for group in loaded.spec.groups}
+    pools = {}
+    for pool, tensors in loaded.runner.paged_tensors().items():
+        axis = tensors[0].page_axis
+        assert all(tensor.page_axis == axis for tensor in tensors), "one axis per pool"
+        shapes = tuple(tensor.shape_of(0) for tensor in tensors)
+        is_whole = kinds[pool] in (LayerKind.FULL, LayerKind.LATENT)
+        pools[pool] = PoolLayout(shapes, axis, is_whole)
+    return Layout(loaded.spec.page_size, pools, _identity(loaded, loaded.spec, fingerprint))
+
+
+def _identity(loaded: LoadedRunner, spec: CacheSpec, fingerprint: str) -> str:
+    """Return what decides the bytes of a page beside its shape."""
+    windows = [(group.pool, group.window, group.layers) for group in spec.groups]
+    weights = "" if loaded.quantization is None else str(loaded.quantization)
+    return f"{fingerprint} {loaded.dtype} {loaded.kv_dtype} {weights} {windows}"

@@ -1,0 +1,166 @@
+"""`KvCarrier`: copy KV between the pools of a runner, host memory and files."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Final
+
+from cache.pool.page_copy import HostPages, PagedTensor, host_memory
+from cache.types import PoolName
+from session_server.core.tier_orders import (
+    CopyIn,
+    CopyOut,
+    FindFiles,
+    Forget,
+    ListFiles,
+    ReadPart,
+    Refusal,
+    TierOrder,
+    TierResult,
+    TierWork,
+    WriteFile,
+)
+from session_server.runner.segment_files import Payload, SegmentFiles
+from session_server.runner.segment_format import FileRefused
+
+_LOG: Final = logging.getLogger("session_server.engine")
+
+HostSegment = Mapping[PoolName, Sequence[HostPages]]
+"""Pages of a segment, per pool and tensor."""
+
+
+class KvCarrier:
+    """Carry out orders; implements `core.tier_orders.TierCarrier`.
+
+    `prepare` looks up what an order reads of host memory, so that it stays until it was read.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[PoolName, Sequence[PagedTensor]],
+        files: SegmentFiles | None = None,
+        *,
+        is_pinned: bool = False,
+    ) -> None:
+        """Start with nothing in host memory. `is_pinned`: see `host_memory`."""
+        self._tensors = tensors
+        self._files = files
+        self._is_pinned = is_pinned
+        self._segments: dict[int, HostSegment] = {}
+
+    @property
+    def page_bytes(self) -> Mapping[PoolName, int]:
+        """Return the bytes of one page of each pool, in all its tensors."""
+        return {pool: sum(t.page_bytes for t in each) for pool, each in self._tensors.items()}
+
+    def prepare(self, order: TierOrder) -> TierWork:
+        """Return the work of an order; implements `TierCarrier.prepare`."""
+        match order:
+            case CopyOut():
+                return _work(order.number, partial(self._copy_out, order), uses_disk=False)
+            case CopyIn():
+                held = {part.segment: self._segments.get(part.segment) for part in order.parts}
+                uses_disk = any(part.file is not None for part in order.parts)
+                return _work(order.number, partial(self._copy_in, order, held), uses_disk=uses_disk)
+            case WriteFile():
+                segment = self._segments.get(order.segment)
+                return _work(order.number, partial(self._write, order, segment), uses_disk=True)
+            case FindFiles():
+                return _work(order.number, partial(self._find, order), uses_disk=True)
+            case ListFiles():
+                return _work(order.number, partial(self._list, order), uses_disk=True)
+            case Forget():
+                for number in order.segments:
+                    self._segments.pop(number, None)
+                uses_disk = bool(order.names or order.is_everything)
+                return TierWork(uses_disk=uses_disk, run=partial(self._forget, order))
+
+    def _copy_out(self, order: CopyOut) -> TierResult:
+        shapes = [
+            tensor.shape_of(len(order.pages[pool]))
+            for pool, tensors in self._tensors.items()
+            for tensor in tensors
+        ]
+        memory = iter(host_memory(shapes, is_pinned=self._is_pinned))
+        segment = {pool: [next(memory) for _ in tensors] for pool, tensors in self._tensors.items()}
+        for pool, tensors in self._tensors.items():
+            for tensor, pages in zip(tensors, segment[pool], strict=True):
+                tensor.copy_out(order.pages[pool], pages)
+        self._segments[order.segment] = segment
+        return TierResult(order.number, 0.0)
+
+    def _copy_in(self, order: CopyIn, held: Mapping[int, HostSegment | None]) -> TierResult:
+        used = []
+        for part in order.parts:
+            try:
+                payload: HostSegment | Payload | None = held[part.segment]
+                if part.file is not None:
+                    payload = self._read(part)
+                    used.append(part.file.name)
+            except FileRefused as error:
+                _LOG.warning("a file of KV is not used: %s", error)
+                return TierResult(order.number, 0.0, Refusal.WRONG, part.segment)
+            if payload is None:
+                return TierResult(order.number, 0.0, Refusal.FAILED)
+            for pool, (first, pages) in part.pages.items():
+                for tensor, source in zip(self._tensors[pool], payload[pool], strict=True):
+                    tensor.copy_in(source, first, pages)
+        if self._files is not None:
+            self._files.touch(used)
+        return TierResult(order.number, 0.0)
+
+    def _read(self, part: ReadPart) -> Payload:
+        assert part.file is not None, "only a file is read"
+        found, payload = self._disk.read(part.file)
+        if len(found.tokens) != part.num_tokens:
+            raise FileRefused("it has other tokens than when it was found")
+        return payload
+
+    def _write(self, order: WriteFile, segment: HostSegment | None) -> TierResult:
+        if segment is None:
+            return TierResult(order.number, 0.0, Refusal.FAILED)
+        self._disk.write(order.file, order.tokens, order.spans, segment)
+        return TierResult(order.number, 0.0)
+
+    def _find(self, order: FindFiles) -> TierResult:
+        found = tuple(self._disk.find(order.file, order.tokens))
+        return TierResult(order.number, 0.0, found=found)
+
+    def _list(self, order: ListFiles) -> TierResult:
+        return TierResult(order.number, 0.0, files=tuple(self._disk.listing()))
+
+    def _forget(self, order: Forget) -> None:
+        if order.is_everything:
+            self._disk.remove_all()
+        if order.names:
+            self._disk.remove(order.names)
+
+    @property
+    def _disk(self) -> SegmentFiles:
+        assert self._files is not None, "without a disk nothing is ordered of it"
+        return self._files
+
+
+def _work(number: int, run: Callable[[], TierResult], *, uses_disk: bool) -> TierWork:
+    """Return work that says how long it took, and fails where memory or the disk does."""
+
+    def timed() -> TierResult:
+        started_s = time.perf_counter()
+        try:
+            result = run()
+        except (OSError, MemoryError, RuntimeError) as error:
+            _LOG.warning("a copy of KV failed: %s", error)
+            result = TierResult(number, 0.0, Refusal.FAILED)
+        return TierResult(
+            number=result.number,
+            seconds=time.perf_counter() - started_s,
+            refusal=result.refusal,
+            wrong_segment=result.wrong_segment,
+            found=result.found,
+            files=result.files,
+        )
+
+    return TierWork(uses_disk=uses_disk, run=timed)

@@ -1,0 +1,69 @@
+"""KV that has to leave the pools goes to host memory and to disk, and comes back."""
+
+from __future__ import annotations
+
+import pytest
+
+from cache.types import SessionId
+from session_server.engine.tiers.store import TierCounts
+from tests.engine.bench import Bench
+from tests.scenarios.lines import distinct
+from tests.sim.hand_engine import Sizes
+from tests.sim.layers import Layers, Mixture
+
+MIB = 1 << 20
+PROMPT_LEN = 40
+
+
+def counts(bench: Bench) -> TierCounts:
+    return bench.hand.engine.inspect().tiers.store.counts
+
+
+def first_turns(bench: Bench, num_sessions: int) -> dict[SessionId, tuple[int, ...]]:
+    """A turn of each session; together they need more than the pools have."""
+    histories = {}
+    for index in range(num_sessions):
+        session_id, prompt = bench.open(f"s{index}"), distinct(index, PROMPT_LEN)
+        bench.run(bench.submit_command(session_id, f"first {index}", prompt))
+        histories[session_id] = prompt + tuple(bench.tokens(f"first {index}"))
+        bench.expect(f"first {index}", prompt)
+    return histories
+
+
+def second_turns(bench: Bench, histories: dict[SessionId, tuple[int, ...]]) -> int:
+    """Another turn of each session; return how many positions they did not compute."""
+    num_cached = 0
+    for index, (session_id, history) in enumerate(histories.items()):
+        turn, new = f"second {index}", distinct(100 + index, 3)
+        command = bench.submit_command(session_id, turn, new, base_len=len(history))
+        bench.run(command)
+        bench.expect(turn, history + new)
+        num_cached += bench.finished(turn).cached_tokens
+    return num_cached
+
+
+@pytest.mark.parametrize("mixture", Mixture)
+@pytest.mark.parametrize("segment_pages", [2, 64])
+def test_what_is_cooled_comes_back_from_host_memory(mixture: Mixture, segment_pages: int) -> None:
+    sizes = Sizes(
+        layers=Layers(mixture),
+        num_pages=16 if mixture is Mixture.WINDOW else 40,  # windows are all that it keeps
+        host_kv_bytes=MIB,
+        segment_pages=segment_pages,
+    )
+    bench = Bench(sizes)
+    histories = first_turns(bench, 8)
+    num_cached = second_turns(bench, histories)
+    # All but the last page of each, which is not whole, and what windows and states end in.
+    assert num_cached >= 8 * (PROMPT_LEN - 2 * sizes.page_size)
+    assert counts(bench).restored_tokens > 4 * PROMPT_LEN
+    assert counts(bench).failed_copies == 0
+    bench.close_all()
+    assert len(bench.hand.engine.inspect().tiers.store.tree) == 0
+
+
+def test_without_room_outside_it_is_computed_again() -> None:
+    bench = Bench(Sizes(num_pages=40))
+    histories = first_turns(bench, 8)
+    assert second_turns(bench, histories) < 4 * PROMPT_LEN
+    assert counts(bench) == TierCounts()

@@ -1,0 +1,207 @@
+"""What copies KV out of the pools of the simulated device and back: host memory and a disk.
+
+Nothing happens when an order is given: it is carried out later, at a moment of the caller's
+choosing and in any order among those that wait. Whatever the engine does in between must not
+matter. The disk may outlive its engine.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cache.spec import LayerKind
+from cache.tiers.segment import chain_after
+from cache.types import PoolName
+from session_server.core.tier_orders import (
+    CopyIn,
+    CopyOut,
+    FileKey,
+    FindFiles,
+    Forget,
+    FoundFile,
+    ListFiles,
+    Refusal,
+    TierOrder,
+    TierResult,
+    WriteFile,
+)
+from tests.sim.device import EchoRunner
+from tests.sim.layers import POOLS
+
+Payload = Mapping[PoolName, list[list[int]]]
+"""The cells of each page, per pool."""
+
+_COPY_S = 1e-3
+
+
+@dataclass(slots=True)
+class StoredFile:
+    """A file of the simulated disk. `is_damaged`: its contents are not those that were written."""
+
+    found: FoundFile
+    payload: Payload
+    num_bytes: int
+    is_damaged: bool = False
+
+
+@dataclass(slots=True)
+class EchoDisk:
+    """Files by name, those used longest ago first. `is_full`: it takes no more."""
+
+    files: dict[bytes, StoredFile] = field(default_factory=dict)
+    is_full: bool = False
+
+
+class EchoCarrier:
+    """Carries out orders when told to; `at_once`: with the order.
+
+    `fails`: whether the next copy fails, asked each time.
+    """
+
+    def __init__(self, runner: EchoRunner, page_size: int, disk: EchoDisk | None = None) -> None:
+        self._page_size = page_size
+        self._pools = dict(runner.memories) | (
+            {} if runner.states is None else {POOLS[LayerKind.RECURRENT]: runner.states}
+        )
+        self._host: dict[int, Payload] = {}
+        self._waiting: list[tuple[TierOrder, Mapping[int, Payload | None]]] = []
+        self._done: list[TierResult] = []
+        self.disk = disk or EchoDisk()
+        self.at_once = True
+        self.fails: Callable[[], bool] = lambda: False
+        self.reached: Counter[str] = runner.reached
+
+    def __len__(self) -> int:
+        """Orders that were not carried out, and results that were not taken."""
+        return len(self._waiting) + len(self._done)
+
+    @property
+    def num_waiting(self) -> int:
+        """Orders that were not carried out."""
+        return len(self._waiting)
+
+    @property
+    def has_results(self) -> bool:
+        """Whether the next step is told of something."""
+        return bool(self._done)
+
+    def ask(self, orders: Iterable[TierOrder]) -> None:
+        """Take orders."""
+        for order in orders:
+            match order:
+                case Forget():
+                    self._forget(order)
+                    continue
+                case CopyIn():
+                    numbers = [part.segment for part in order.parts]
+                case WriteFile():
+                    numbers = [order.segment]
+                case _:
+                    numbers = []
+            self._waiting.append((order, {number: self._host.get(number) for number in numbers}))
+        if self.at_once:
+            self.carry_all()
+
+    def carry_all(self) -> None:
+        """Carry out everything."""
+        while self._waiting:
+            self.carry(0)
+
+    def carry(self, which: int) -> None:
+        """Carry out one of the orders that wait."""
+        order, held = self._waiting.pop(which % len(self._waiting))
+        match order:
+            case CopyOut():
+                result = self._copy_out(order)
+            case CopyIn():
+                result = self._copy_in(order, held)
+            case WriteFile():
+                result = self._write(order, held[order.segment])
+            case FindFiles():
+                found = tuple(self._find(order.file, order))
+                result = TierResult(order.number, _COPY_S, found=found)
+            case ListFiles():
+                listed = ((name, each.num_bytes) for name, each in self.disk.files.items())
+                result = TierResult(order.number, _COPY_S, files=tuple(listed))
+            case Forget():
+                raise AssertionError("it is carried out at once")
+        self._done.append(result)
+
+    def take(self) -> list[TierResult]:
+        """Return the results since the last call."""
+        done, self._done = self._done, []
+        return done
+
+    def _copy_out(self, order: CopyOut) -> TierResult:
+        if self.fails():
+            return TierResult(order.number, _COPY_S, Refusal.FAILED)
+        self._host[order.segment] = {
+            pool: [self._pools[pool].copy_out(page) for page in pages.tolist()]
+            for pool, pages in order.pages.items()
+        }
+        self.reached["tier: copied out"] += 1
+        return TierResult(order.number, _COPY_S)
+
+    def _copy_in(self, order: CopyIn, held: Mapping[int, Payload | None]) -> TierResult:
+        is_failing = self.fails()
+        for part in order.parts:
+            payload = held[part.segment]
+            if part.file is not None:
+                stored = self.disk.files.get(part.file.name)
+                if stored is None or stored.is_damaged or stored.found.file != part.file:
+                    self.reached["tier: file refused"] += 1
+                    return TierResult(order.number, _COPY_S, Refusal.WRONG, part.segment)
+                payload = stored.payload
+                self.reached["tier: read from disk"] += 1
+            if payload is None:
+                self.reached["tier: copy forgotten before it was read"] += 1
+                return TierResult(order.number, _COPY_S, Refusal.FAILED)
+            for pool, (first, pages) in part.pages.items():
+                for index, page in enumerate(pages.tolist(), first):
+                    self._pools[pool].copy_in(page, payload[pool][index])
+        if is_failing:  # it may have written anything where it was to write
+            return TierResult(order.number, _COPY_S, Refusal.FAILED)
+        self.reached["tier: copied in"] += 1
+        return TierResult(order.number, _COPY_S)
+
+    def _write(self, order: WriteFile, payload: Payload | None) -> TierResult:
+        if payload is None or self.disk.is_full or self.fails():
+            return TierResult(order.number, _COPY_S, Refusal.FAILED)
+        found = FoundFile(order.file, order.tokens, order.spans)
+        self.disk.files[order.file.name] = StoredFile(found, payload, order.num_bytes)
+        self.reached["tier: written to disk"] += 1
+        return TierResult(order.number, _COPY_S)
+
+    def _find(self, key: FileKey, order: FindFiles) -> Iterable[FoundFile]:
+        """As `SegmentFiles.find` does."""
+        tokens, page_size = order.tokens, self._page_size
+        end = len(tokens) - len(tokens) % page_size
+        while key.start < end:
+            stored = self.disk.files.get(key.name)
+            if stored is None or stored.found.file != key:
+                return
+            yield stored.found
+            self.reached["tier: found on disk"] += 1
+            rest, its = tokens[key.start : end], stored.found.tokens
+            num_common = min(len(rest), len(its))
+            differs = np.flatnonzero(its[:num_common] != rest[:num_common])
+            if len(differs):
+                num_common = int(differs[0]) // page_size * page_size
+            chain = chain_after(key.chain, its[:num_common], page_size)
+            start = key.start + num_common
+            if start >= end:
+                return
+            name = chain_after(chain, tokens[start : start + page_size], page_size)
+            key = FileKey(name, key.namespace, chain, start)
+
+    def _forget(self, order: Forget) -> None:
+        for number in order.segments:
+            self._host.pop(number, None)
+        if order.is_everything:
+            self.disk.files.clear()
+        for name in order.names:
+            self.disk.files.pop(name, None)
