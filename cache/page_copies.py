@@ -38,6 +38,11 @@ class PageCopies:
         self._stores, self.room = stores, room
         self.num_begun = num_begun
 
+    @property
+    def num_under_way(self) -> int:
+        """Return the number of copies that keep pages from being used."""
+        return len(self._stores.transits)
+
     def begin_out(
         self, namespace: Namespace, tokens: Tokens, start: int, max_len: int
     ) -> Transit | None:

@@ -41,6 +41,12 @@ class Path:
     chain: Chain
     next_name: Chain | None
 
+    def followed_by(self, segment: Segment) -> Path:
+        """Return the same with a segment that was added behind it."""
+        content = segment.content
+        part = Part(segment, content.end)
+        return Path((*self.parts, part), content.end, content.end_chain, None)
+
     def readable(self) -> Path:
         """Return the same up to the first segment that cannot be read yet."""
         for index, part in enumerate(self.parts):
@@ -70,6 +76,10 @@ class SegmentTree:
     def get(self, number: int) -> Segment | None:
         """Return a segment by its number; None if it was removed."""
         return self._segments.get(number)
+
+    def has(self, path: Path) -> bool:
+        """Return whether the segments of a path are still there."""
+        return not path.parts or self.get(path.parts[-1].segment.number) is not None
 
     def segments(self) -> Sequence[Segment]:
         """Return all segments; O(segments), for audits and for dropping everything."""

@@ -17,7 +17,6 @@ from cache.session_cache import SessionAwareCache
 from cache.types import TurnId
 from session_server.core.batch import (
     Batch,
-    BatchRow,
     CompileRequest,
     CompileResult,
     Probe,
@@ -37,7 +36,7 @@ from session_server.engine.input_drafts import InputDrafts
 from session_server.engine.memory import MemoryWatch
 from session_server.engine.plan import StepPlan, plan_step
 from session_server.engine.reporting import Reporter
-from session_server.engine.scheduler import Scheduler
+from session_server.engine.scheduler import Applied, Scheduler
 from session_server.engine.scheduler_view import Limits
 from session_server.engine.settle import Settler
 from session_server.engine.shares import share_len
@@ -59,6 +58,20 @@ class StepOutcome(msgspec.Struct, frozen=True, gc=False):
     is_blocked: bool
     to_compile: tuple[CompileRequest, ...] = ()
     orders: tuple[TierOrder, ...] = ()
+
+
+class _Next(NamedTuple):
+    """Hold what a step plans. `has_waited`: a plan came to nothing until a copy of KV ends."""
+
+    plan: StepPlan | None = None
+    batch: Batch | None = None
+    has_waited: bool = False
+
+    @property
+    def may_do_more(self) -> bool:
+        """Return whether another step may do something that this one has not."""
+        is_done = self.plan is None or self.plan.is_empty or self.has_waited
+        return self.batch is not None or not is_done
 
 
 class EngineParts(NamedTuple):
@@ -161,14 +174,16 @@ class Engine:
         for grammar in compiled:
             self._take_grammar(grammar)
         to_compile = self._scheduler.compiling.requests(is_shared=self._cache.num_tenants > 1)
-        plan, batch = self._next_batch(now_s)
+        planned = self._next_batch(now_s)
+        plan, batch = planned.plan, planned.batch
         has_repaired = self._guard.end_step(plan, batch)
         is_asked = any(isinstance(command, ReportMemory) for command in commands)
         self._reporter.report(now_s, has_worked=bool(results or batch), is_asked=is_asked)
-        has_planned = batch is not None or (plan is not None and not plan.is_empty)
         # Drafts that found no page have ended; the next step tries those behind them.
         has_drafts = bool(self._input_drafts) and not (self._scheduler or self._in_flight)
-        is_blocked = self._in_flight.is_full or not (has_planned or has_repaired or has_drafts)
+        is_blocked = self._in_flight.is_full or not (
+            planned.may_do_more or has_repaired or has_drafts
+        )
         orders = self._context.tiers.take_orders()
         events = self._context.outbox.take_events()
         return StepOutcome(events, batch, is_blocked, to_compile, tuple(orders))
@@ -230,25 +245,26 @@ class Engine:
         else:
             self._scheduler.compiled(result.turn_id, result.outcome)
 
-    def _next_batch(self, now_s: float) -> tuple[StepPlan | None, Batch | None]:
+    def _next_batch(self, now_s: float) -> _Next:
         """Return the next plan and the batch made from it; None where there is nothing to do."""
         retry_alone = self._settler.retry_alone
-        if self._command_handler.is_shutting_down or self._in_flight.is_full:
-            return None, None
         # A turn that is retried alone starts once no other forward is in flight. In a flood whoever
         # comes waits for a single one.
-        if self._in_flight and (retry_alone or self._scheduler.waiting.load.is_flood):
-            return None, None
+        must_wait = retry_alone or self._scheduler.waiting.load.is_flood
+        is_held = self._in_flight.is_full or (self._in_flight and must_wait)
+        if self._command_handler.is_shutting_down or is_held:
+            return _Next()
         if not retry_alone and (probe := self._next_probe(now_s)) is not None:
-            return None, self._in_flight.push((), self._context.outbox.take_writes(), probe)
+            writes = self._context.outbox.take_writes()
+            return _Next(batch=self._in_flight.push((), writes, probe))
         if not self._scheduler:
-            return None, self._next_draft_batch()
+            return _Next(batch=self._next_draft_batch())
         interval = self._context.config.retract_interval
         is_forced = interval > 0 and self._in_flight.num_forwards % interval == 0
         is_any = retry_alone or self._input_drafts or is_forced
         if not is_any and (decoding := self._settler.decoding.launch()) is not None:
             writes = self._context.outbox.take_writes()
-            return None, self._in_flight.push((), writes, decoding=decoding)
+            return _Next(batch=self._in_flight.push((), writes, decoding=decoding))
         # For such a turn the planner sees no other: none runs, is admitted or gives up pages.
         running = retry_alone[:1] if retry_alone else self._scheduler.running
         max_turn_pages = self._scheduler.turn_limits.max_turn_pages
@@ -260,7 +276,7 @@ class Engine:
             # Wait for the result, so that the next forward has all turns. Two forwards with half
             # of the turns each take nearly twice as long, and those held back would be in every
             # second one only.
-            return None, None
+            return _Next()
         view = LiveView(self._cache, running, queue, bool(self._in_flight), max_turn_pages)
         plan = plan_step(view, self._limits)
         queue.load = plan.load
@@ -269,15 +285,16 @@ class Engine:
         if is_forced:
             plan = _force_retraction(plan, [turn.turn_id for turn in running])
         try:
-            rows = self._apply(plan, now_s)
-            if not retry_alone:
+            applied = self._apply(plan, now_s)
+            rows = applied.rows
+            if not (retry_alone or applied.waits_for_copy):
                 rows += self._input_drafts.next_rows(self._num_spare(plan))
         except AuditFailed as error:
             self._guard.recover(error)
-            return plan, None
-        return plan, self._in_flight.push(
-            rows, self._context.outbox.take_writes()
-        ) if rows else None
+            return _Next(plan)
+        if not rows:
+            return _Next(plan, has_waited=applied.is_idle)
+        return _Next(plan, self._in_flight.push(rows, self._context.outbox.take_writes()))
 
     def _next_draft_batch(self) -> Batch | None:
         """Return a forward of drafts alone, behind which no turn waits for another one."""
@@ -293,7 +310,7 @@ class Engine:
     def _num_spare(self, plan: StepPlan) -> int:
         """Return how many tokens of drafts a forward with turns may have: a share at most, and none
         while a turn waits."""
-        if not plan.work or plan.blocked is not None:
+        if not plan.work or plan.blocked is not None or plan.load.has_postponed:
             return 0
         num_left = self._limits.num_tokens - sum(w.num_tokens + w.num_drafts for w in plan.work)
         return max(0, min(share_len(self._limits.num_tokens), num_left))
@@ -303,15 +320,18 @@ class Engine:
             now_s, is_working=bool(self._scheduler), num_forwards=self._in_flight.num_forwards
         )
 
-    def _apply(self, plan: StepPlan, now_s: float) -> list[BatchRow]:
+    def _apply(self, plan: StepPlan, now_s: float) -> Applied:
         applied = self._scheduler.apply(plan, now_s)
         for session_id in applied.dropped:
             self._context.watch.touch(session_id)
         for turn, error in applied.refused:
             self._settler.fail(turn, error)
         if plan.refuse is not None:
-            self._end_stuck_turn(plan.refuse)
-        return applied.rows
+            if self._cache.copies.num_under_way:
+                applied.waits_for_copy = True  # which gives pages back
+            else:
+                self._end_stuck_turn(plan.refuse)
+        return applied
 
     def _end_stuck_turn(self, turn_id: TurnId) -> None:
         """End or unblock a turn that no plan can fit while nothing else can free pages.

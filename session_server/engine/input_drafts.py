@@ -77,6 +77,8 @@ class InputDrafts:
         self._restoring[session_id] = command
         if is_first and not self._restore(command):
             self._begin_pending(session_id)
+        else:
+            self._pending.pop(session_id, None)
 
     def refuse(self, command: DraftInput) -> None:
         """Answer a draft of which nothing will be computed."""

@@ -31,11 +31,18 @@ class Applied:
     """Hold what applying a plan gave.
 
     `dropped`: sessions whose KV was dropped. `refused`: turns that have to end, and why.
+    `waits_for_copy`: something that was planned has to wait for a copy of KV.
     """
 
     rows: list[BatchRow] = field(default_factory=list)
     dropped: list[SessionId] = field(default_factory=list)
     refused: list[tuple[Turn, SessionServerError]] = field(default_factory=list)
+    waits_for_copy: bool = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether nothing was done but to begin a copy, whose end is worth another step."""
+        return self.waits_for_copy and not (self.rows or self.dropped or self.refused)
 
 
 class Scheduler:
@@ -117,7 +124,8 @@ class Scheduler:
         page once.
         """
         applied = Applied()
-        has_cooled = self._cool(plan.cool, applied)
+        self._cool(plan.cool, applied)
+        may_admit = not applied.waits_for_copy
         for turn_id in plan.retract:
             self._retract(self._turns[turn_id], applied)
         admitted = frozenset(plan.admit)
@@ -126,7 +134,7 @@ class Scheduler:
             num_tokens = work.num_tokens
             if turn.turn_id in admitted:
                 # What a session holds that is copied first was promised to these.
-                if not has_cooled or not self._admit(turn, now_s, applied):
+                if not may_admit or not self._admit(turn, now_s, applied):
                     continue
                 # Its match may have grown since it was priced: another turn has published pages.
                 num_tokens = min(num_tokens, turn.num_uncomputed)
@@ -169,19 +177,17 @@ class Scheduler:
         turn.restore()
         return True
 
-    def _cool(self, session_ids: Iterable[SessionId], applied: Applied) -> bool:
-        """Cool sessions; return False if one has to be copied first, which stays as it is."""
-        has_cooled = True
+    def _cool(self, session_ids: Iterable[SessionId], applied: Applied) -> None:
+        """Cool sessions, but not one that has to be copied first."""
         for session_id in session_ids:
             if self._tiers.holds(session_id):
-                has_cooled = False
+                applied.waits_for_copy = True
                 continue
             self._tiers.note_turn(session_id)
             self._cache.cool(session_id)
             self._counters.coolings += 1
             self._outbox.emit(SessionCooled(session_id=session_id))
             applied.dropped.append(session_id)
-        return has_cooled
 
     def _retract(self, turn: Turn, applied: Applied) -> None:
         uncommitted = self._cache.retract(turn.turn_id)
@@ -199,6 +205,7 @@ class Scheduler:
 
     def _admit(self, turn: Turn, now_s: float, applied: Applied) -> bool:
         if self._restore(turn, is_ahead=False):
+            applied.waits_for_copy = True
             return False
         request = turn.request
         try:

@@ -30,6 +30,7 @@ from session_server.core.tier_orders import (
     WriteFile,
 )
 from tests.sim.device import EchoRunner
+from tests.sim.faults import Site
 from tests.sim.layers import POOLS
 
 Payload = Mapping[PoolName, list[list[int]]]
@@ -59,7 +60,7 @@ class EchoDisk:
 class EchoCarrier:
     """Carries out orders when told to; `at_once`: with the order.
 
-    `fails`: whether the next copy fails, asked each time.
+    `fails`: whether a fault strikes, asked each time.
     """
 
     def __init__(self, runner: EchoRunner, page_size: int, disk: EchoDisk | None = None) -> None:
@@ -72,7 +73,7 @@ class EchoCarrier:
         self._done: list[TierResult] = []
         self.disk = disk or EchoDisk()
         self.at_once = True
-        self.fails: Callable[[], bool] = lambda: False
+        self.fails: Callable[[Site], bool] = lambda _: False
         self.reached: Counter[str] = runner.reached
 
     def __len__(self) -> int:
@@ -137,7 +138,7 @@ class EchoCarrier:
         return done
 
     def _copy_out(self, order: CopyOut) -> TierResult:
-        if self.fails():
+        if self.fails(Site.TIER_COPY):
             return TierResult(order.number, _COPY_S, Refusal.FAILED)
         self._host[order.segment] = {
             pool: [self._pools[pool].copy_out(page) for page in pages.tolist()]
@@ -147,7 +148,7 @@ class EchoCarrier:
         return TierResult(order.number, _COPY_S)
 
     def _copy_in(self, order: CopyIn, held: Mapping[int, Payload | None]) -> TierResult:
-        is_failing = self.fails()
+        is_failing = self.fails(Site.TIER_COPY)
         for part in order.parts:
             payload = held[part.segment]
             if part.file is not None:
@@ -169,10 +170,13 @@ class EchoCarrier:
         return TierResult(order.number, _COPY_S)
 
     def _write(self, order: WriteFile, payload: Payload | None) -> TierResult:
-        if payload is None or self.disk.is_full or self.fails():
+        if payload is None or self.disk.is_full or self.fails(Site.TIER_COPY):
             return TierResult(order.number, _COPY_S, Refusal.FAILED)
         found = FoundFile(order.file, order.tokens, order.spans)
-        self.disk.files[order.file.name] = StoredFile(found, payload, order.num_bytes)
+        is_damaged = self.fails(Site.TIER_FILE)
+        self.disk.files[order.file.name] = StoredFile(
+            found, payload, order.num_bytes, is_damaged=is_damaged
+        )
         self.reached["tier: written to disk"] += 1
         return TierResult(order.number, _COPY_S)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from cache.capacity import BoundedPools
+from cache.tiers.segment_tree import SEGMENT_BYTES
 from session_server.engine.config import Drafter, MemoryCheck
 from tests.sim.draws import Draws
 from tests.sim.faults import FaultRates, OneFault, Site
@@ -22,8 +23,15 @@ from tests.sim.layers import Layers, Mixture
 FIRST_DRAFTING: Final = 10**9
 """The first of the seeds whose clients draft."""
 
+FIRST_TIERED: Final = 2 * 10**9
+"""The first of the seeds whose engine keeps KV outside of its pools; its clients may draft."""
+
 STATES_AT_REST: Final = 2
 """Of a session: at its length, and a snapshot at what it has published."""
+
+
+_SEGMENT_BYTES: Final = 2 * SEGMENT_BYTES
+"""About what a segment of the simulated model takes."""
 
 
 class Front(enum.StrEnum):
@@ -87,15 +95,16 @@ def draw_config(seed: int) -> SimConfig:
     second seed has the whole server: the seeds before say what they always said."""
     draws = Draws(seed)
     is_drafting = seed >= FIRST_DRAFTING
+    is_tiered = seed >= FIRST_TIERED
     front = Front.DIRECT if draws.below("front", 2 if is_drafting else 8) else Front.WIRE
     return SimConfig(
         seed=seed,
         front=front,
         num_ops=draws.pick("num_ops", (200, 600, 1500)),
         audit_every=draws.pick("audit_every", (1, 16, 16, 16, *(64,) * 60)),
-        sizes=_draw_sizes(draws, is_drafting=is_drafting),
+        sizes=_draw_sizes(draws, is_drafting=is_drafting, is_tiered=is_tiered),
         habits=_draw_habits(draws, is_drafting=is_drafting),
-        faults=_draw_faults(draws, front),
+        faults=_draw_faults(draws, front, is_tiered=is_tiered),
     )
 
 
@@ -135,7 +144,7 @@ def _plain(value: Any) -> Any:
     return value.value if isinstance(value, enum.Enum) else value
 
 
-def _draw_sizes(draws: Draws, *, is_drafting: bool) -> Sizes:
+def _draw_sizes(draws: Draws, *, is_drafting: bool, is_tiered: bool) -> Sizes:
     num_pages = draws.between("num_pages", 18, 96)
     page_size = draws.pick("page_size", (1, 2, 4, 4, 16))
     chunk_tokens = draws.pick("chunk_tokens", (1, 2, 3, 5, 7, 8, 13, 16, 32, 64))
@@ -168,6 +177,9 @@ def _draw_sizes(draws: Draws, *, is_drafting: bool) -> Sizes:
         allocation=draws.pick("allocation", allocations),
         memory_check=draws.pick("memory_check", checks),
         share_prefixes=draws.pick("share_prefixes", (True, True, False)),
+        host_kv_bytes=draws.pick("host", (12, 30, 100)) * _SEGMENT_BYTES if is_tiered else 0,
+        disk_kv_bytes=draws.pick("disk", (0, 20, 200)) * _SEGMENT_BYTES if is_tiered else 0,
+        segment_pages=draws.pick("segment_pages", (1, 3, 64)) if is_tiered else 64,
     )
 
 
@@ -228,7 +240,7 @@ def _draw_habits(draws: Draws, *, is_drafting: bool) -> Habits:
     )
 
 
-def _draw_faults(draws: Draws, front: Front) -> FaultRates:
+def _draw_faults(draws: Draws, front: Front, *, is_tiered: bool) -> FaultRates:
     def rate(site: str, *per_mille: int) -> int:
         return draws.pick(f"rate of {site}", (0, 0, *per_mille))
 
@@ -243,4 +255,6 @@ def _draw_faults(draws: Draws, front: Front) -> FaultRates:
         net_drop=rate("net_drop", 10, 40) if is_wire else 0,
         net_stall=rate("net_stall", 20, 60) if is_wire else 0,
         tokenizer_slow=rate("tokenizer_slow", 200, 500) if is_wire else 0,
+        tier_copy=rate("tier_copy", 20, 200) if is_tiered else 0,
+        tier_file=rate("tier_file", 20, 200) if is_tiered else 0,
     )

@@ -38,6 +38,10 @@ class Site(enum.StrEnum):
     """Somebody is connected: a connection breaks, and what is on its way is lost."""
     NET_STALL = "net_stall"
     """Somebody is connected and reads: a client stops reading."""
+    TIER_COPY = "tier_copy"
+    """KV is copied out of the pools, back, or to disk: it fails."""
+    TIER_FILE = "tier_file"
+    """A file of KV is written: it is not what it should be when it is read."""
     TOKENIZER_SLOW = "tokenizer_slow"
     """A long input is tokenized: it takes longer than is waited for."""
 
@@ -58,6 +62,8 @@ class FaultRates:
     net_drop: int = 0
     net_stall: int = 0
     tokenizer_slow: int = 0
+    tier_copy: int = 0
+    tier_file: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -253,17 +253,21 @@ class HandEngine:
 
     @property
     def num_launched(self) -> int:
-        """Forwards that the engine has not been told the result of."""
-        return len(self.device) + len(self._results)
+        """Forwards, and copies of KV, that the engine has not been told the result of."""
+        num_copies = 0 if self.carrier is None else len(self.carrier)
+        return len(self.device) + len(self._results) + num_copies
 
     def execute(self) -> None:
         """Carry out the oldest forward; its result comes when it is asked for."""
         self._results.append(self.device.execute())
 
     def take_results(self, num_results: int) -> list[StepResult]:
-        """Return results of the oldest forwards, which are carried out now if need be."""
+        """Return results of the oldest forwards, which are carried out now if need be. Without any
+        the copies that wait are carried out, of which the next step is told."""
         while len(self._results) < num_results and len(self.device):
             self.execute()
+        if num_results and not self._results and self.carrier is not None:
+            self.carrier.carry_all()
         count = min(num_results, len(self._results))
         return [self._results.popleft() for _ in range(count)]
 

@@ -9,7 +9,8 @@ from typing import Protocol
 
 from tests.sim.config import Front, SimConfig, draw_config
 from tests.sim.context import SimContext
-from tests.sim.direct import DirectOps, DirectWorld
+from tests.sim.direct import DirectWorld
+from tests.sim.direct_ops import DirectOps
 from tests.sim.failure import Broken, Layer, SimFailure
 from tests.sim.loop import Deadlock
 from tests.sim.story import Story

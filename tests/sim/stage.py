@@ -22,7 +22,7 @@ from tests.sim.device import ContentMismatch, EchoRunner, Faults
 from tests.sim.echo import EchoModel
 from tests.sim.failure import Broken, Layer
 from tests.sim.fairness import FairnessWatch
-from tests.sim.faults import DEVICE_SITES
+from tests.sim.faults import DEVICE_SITES, Site
 from tests.sim.hand_engine import HandEngine
 from tests.sim.history import Bounds, EngineHistory
 from tests.sim.story import StepRecord
@@ -62,6 +62,7 @@ class Stage(HandEngine):
         self._model = model
         self._num_idle = 0
         super().__init__(cache, settings, Stage._watched_device)
+        self._watch_carrier()
         self._recount = Recount(self.cache)
         self._fairness = FairnessWatch(self.engine, self.cache, sizes, self.history)
 
@@ -136,7 +137,7 @@ class Stage(HandEngine):
             turn.faults.add("device_failed")
 
     def calm(self) -> None:
-        """No more faults."""
+        """No more faults, and copies wait no longer than forwards do."""
         self._context.faults.calm()
         self.device.faults = Faults()
 
@@ -159,6 +160,7 @@ class Stage(HandEngine):
             "turns": len(self.history.live),
             "namespaces": len(list(self.cache.inspect().stores.tree.roots())),
             "launches": self.num_launched,
+            "segments": len(self.engine.inspect().tiers.store.tree),
         }
         if any(left.values()):
             raise Broken(Layer.AUDIT, f"not given back: {left}")
@@ -172,6 +174,19 @@ class Stage(HandEngine):
         device = sizes.device(self._model, self.history.salt_of, truth_of=self.history.truth_of)
         device.reached = reached
         return device
+
+    def _watch_carrier(self) -> None:
+        """Let copies wait, fail as the configuration says, and find what an earlier engine has
+        written."""
+        assert self.carrier is not None, "the echo device has one"
+        self.carrier.at_once = False
+        self.carrier.disk = self._context.disk
+        self.carrier.fails = self._strikes_copy
+
+    def _strikes_copy(self, site: Site) -> bool:
+        does_strike = self._context.faults.strikes(site)
+        self.history.reached[f"fault {site.value}"] += does_strike
+        return does_strike
 
     def _record(
         self,

@@ -12,9 +12,11 @@ from cache.changes import Changes
 from cache.components import Component, RecurrentState
 from cache.errors import AuditFailed, OutOfPages, OutOfRows, PinQuotaExceeded
 from cache.ledger import Ledger
+from cache.page_copies import PageCopies
 from cache.pages import Extents
 from cache.radix import RadixCache
 from cache.radix_node import LockReceipt, MatchResult, PagesByPool, RadixNode, Walk
+from cache.room import Room
 from cache.session_cache import SessionAwareCache
 from cache.session_slot import SessionSlot
 from cache.spec import CacheSpec, Capacity
@@ -255,6 +257,7 @@ class WatchedCache(SessionAwareCache):
         self.touched: dict[SessionId, None] = {}
         self._strikes = strikes
         self.tails = WatchedTails(self, strikes)
+        self.copies = PageCopies(self.stores, Room(self.stores, self.tails))
         self._of_turn: dict[TurnId, SessionId] = {}
         self._way_back: dict[TurnId, int] = {}
         self._pinned_quota_pages = pinned_quota_pages

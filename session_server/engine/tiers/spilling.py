@@ -6,13 +6,14 @@ segment has yet. While the pools are far from full nothing is copied.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import Final
 
 from cache.session_cache import SessionAwareCache
 from cache.tiers.segment import Segment
+from cache.tiers.segment_tree import Path
 from cache.transit import Transit
-from cache.types import SessionId, SlotState
+from cache.types import Namespace, SessionId, SlotState, Tokens
 from session_server.core.tier_orders import CopyOut, TierResult
 from session_server.engine.tiers.store import TierStore
 
@@ -43,7 +44,9 @@ class Spilling:
         self._last: dict[SessionId, Segment] = {}
         """The segment in which the copied history of a session ends."""
 
-        self._copying: set[SessionId] = set()
+        self._copying: Counter[SessionId] = Counter()
+        """Copies under way."""
+
         self.is_draining = False
 
     @property
@@ -115,51 +118,56 @@ class Spilling:
         tokens = cache.tokens(session_id, 0, slot.protected_len)
         path = store.find(slot.namespace, tokens)
         if store.is_unread(path.next_name):
-            self._copying.add(session_id)
-            store.find_files(slot.namespace, tokens, path, lambda: self._end_finding(session_id))
+            self._copying[session_id] += 1
+            store.find_files(slot.namespace, tokens, path, lambda: self._note_end(session_id))
             return True
+        self._forget_dirty(session_id)
+        store.touch(part.segment for part in path.parts)
         if path.parts:
             self._set_last(session_id, path.parts[-1].segment)
-        if path.length >= slot.protected_len:
-            self._forget_dirty(session_id)
-            store.touch(part.segment for part in path.parts)
-            return True
-        transit = cache.copies.begin_out(slot.namespace, tokens, path.length, self._max_len)
+        while path.length < slot.protected_len:
+            added = self._copy(session_id, slot.namespace, tokens, path)
+            if added is None:
+                # While something is written to disk there will be room; else there is none for it.
+                if store.is_writing:
+                    self._set_dirty(session_id, slot.protected_len - path.length)
+                return False
+            path = path.followed_by(added)
+        return True
+
+    def _copy(
+        self, session_id: SessionId, namespace: Namespace, tokens: Tokens, path: Path
+    ) -> Segment | None:
+        """Copy the next pages of a session behind a path; return None if they have no room, or it
+        is not worth it."""
+        store, copies = self._store, self._cache.copies
+        transit = copies.begin_out(namespace, tokens, path.length, self._max_len)
         if transit is None:
-            self._forget_dirty(session_id)
-            return True
+            return None
         spans = {pool: (each.first, each.end) for pool, each in transit.pages.items()}
         added = tokens[path.length : transit.end]
         num_bytes = store.tree.bytes_of(added, spans)
         is_worth = store.costs.is_worth(len(added), num_bytes, from_disk=False)
-        if not is_worth or not store.make_room(num_bytes):
-            cache.copies.end_out(transit)
-            # While something is written to disk there will be room; else there is none for it.
-            if not is_worth or not store.is_writing:
-                self._forget_dirty(session_id)
-            return False
-        segment = store.tree.add(slot.namespace, path, added, spans)
+        has_room = is_worth and store.make_room(num_bytes)
+        # What gave way may have been the beginning of the same path.
+        if not (has_room and store.tree.has(path)):
+            copies.end_out(transit)
+            return None
+        segment = store.tree.add(namespace, path, added, spans)
         store.enter_host(segment)
-        self._forget_dirty(session_id)
-        if transit.end < slot.protected_len:
-            self._set_dirty(session_id, slot.protected_len - transit.end)
-            self._dirty.move_to_end(session_id, last=self.is_draining)
-        self._copying.add(session_id)
         self._set_last(session_id, segment)
-        self._order(session_id, segment, transit)
-        return True
-
-    def _order(self, session_id: SessionId, segment: Segment, transit: Transit) -> None:
+        self._copying[session_id] += 1
         pages = {pool: each.pages for pool, each in transit.pages.items()}
-        self._store.order(
-            lambda number: CopyOut(number, segment.number, pages, segment.content.num_bytes),
+        store.order(
+            lambda number: CopyOut(number, segment.number, pages, num_bytes),
             lambda result: self._end(session_id, segment, transit, result),
         )
+        return segment
 
     def _end(
         self, session_id: SessionId, segment: Segment, transit: Transit, result: TierResult
     ) -> None:
-        self._copying.discard(session_id)
+        self._note_end(session_id)
         counts, is_whole = self._store.counts, result.refusal is None
         is_whole = self._cache.copies.end_out(transit) and is_whole
         if self._store.end_copy(segment, is_whole=is_whole):
@@ -168,8 +176,10 @@ class Spilling:
         elif not is_whole:
             counts.failed_copies += 1
 
-    def _end_finding(self, session_id: SessionId) -> None:
-        self._copying.discard(session_id)
+    def _note_end(self, session_id: SessionId) -> None:
+        self._copying[session_id] -= 1
+        if not self._copying[session_id]:
+            del self._copying[session_id]
 
     def _set_dirty(self, session_id: SessionId, num_tokens: int) -> None:
         self._dirty[session_id] = num_tokens

@@ -293,7 +293,8 @@ class TierStore:
         if not segment.in_host:
             self.drop(segment)
             return
-        segment.on_disk = False
+        # It is not written again: it would push out what has just pushed it out.
+        segment.on_disk, segment.is_refused = False, True
         self.disk.remove(segment)
         self._orders.append(Forget(names=(segment.content.name,)))
 
