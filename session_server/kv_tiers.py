@@ -53,7 +53,7 @@ def make_tiers(settings: Settings, loaded: LoadedRunner, fingerprint: str) -> Kv
     files = None
     if disk_bytes:
         assert store is not None, "files of KV lie in a store"
-        files = _open_files(store / KV_DIRECTORY, _layout(loaded, fingerprint))
+        files = _open_files(store / KV_DIRECTORY, layout_of(loaded, fingerprint))
     tensors = loaded.runner.paged_tensors()
     carrier = KvCarrier(tensors, files, is_pinned=loaded.device != "cpu")
     _LOG.info("kv host_mib=%.0f disk_mib=%.0f", host_bytes / 2**20, disk_bytes / 2**20)
@@ -68,7 +68,8 @@ def _open_files(directory: Path, layout: Layout) -> SegmentFiles:
         raise ValueError(f"--disk-kv-bytes: {directory} cannot be used: {error}") from error
 
 
-def _layout(loaded: LoadedRunner, fingerprint: str) -> Layout:
+def layout_of(loaded: LoadedRunner, fingerprint: str) -> Layout:
+    """Return what the files of a runner's KV must agree on. `fingerprint`: of its checkpoint."""
     kinds = {group.pool: group.kind for group in loaded.spec.groups}
     pools = {}
     for pool, tensors in loaded.runner.paged_tensors().items():

@@ -105,7 +105,7 @@ def free_bytes(device: torch.device) -> int:
 
 def free_host_bytes() -> int:
     """Return the free memory of this host, container limits included."""
-    return min(_available_host_bytes(), *_cgroup_headroom())
+    return min((_available_host_bytes(), *_cgroup_headroom()))
 
 
 def _available_host_bytes() -> int:

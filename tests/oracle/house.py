@@ -20,6 +20,7 @@ from session_server.core.commands import (
 from session_server.core.events import TokensProduced, TurnFailed, TurnFinished
 from session_server.core.ids import SessionId, TurnId
 from session_server.core.sampling import SamplingParams, TokenLogprob
+from session_server.engine.engine import StepOutcome
 from tests.models.raw_configs import VOCAB_SIZE
 from tests.oracle.talks import Setup, load_engine
 
@@ -131,6 +132,9 @@ class House:
         self.flush()
         assert all(a.free == a.pages - 1 for a in self.cache.accounts().values())
 
+    def _advance(self, commands: list[EngineCommand], results: list[StepResult]) -> StepOutcome:
+        return self.engine.step(self.num_steps * 0.01, commands, results)
+
     def _guest(self, turn_id: TurnId) -> Guest:
         return self.guests[SessionId(turn_id.split("/")[0])]
 
@@ -142,7 +146,7 @@ class House:
             self.in_flight and not self.has_launched
         )
         results = [self.in_flight.pop(0)] if is_due else []
-        outcome = self.engine.step(self.num_steps * 0.01, commands, results)
+        outcome = self._advance(commands, results)
         self.has_launched = outcome.batch is not None
         if outcome.batch is not None:
             self.in_flight.append(self.runner.launch(outcome.batch).wait())

@@ -18,11 +18,17 @@ from session_server.core.commands import EngineCommand, OpenSession, SubmitTurn
 from session_server.core.events import TokensProduced, TurnFailed, TurnFinished
 from session_server.core.ids import SessionId, TurnId
 from session_server.core.sampling import SamplingParams, TokenLogprob
-from session_server.engine.config import EngineConfig, MemoryCheck, MemoryPolicy, Speculation
+from session_server.engine.config import (
+    EngineConfig,
+    MemoryCheck,
+    MemoryPolicy,
+    Speculation,
+    TierPolicy,
+)
 from session_server.engine.context import Counters
 from session_server.engine.engine import Engine
 from session_server.runner.capacity import MemoryLimits
-from session_server.runner.loader import RunnerOptions, load_runner
+from session_server.runner.loader import LoadedRunner, RunnerOptions, load_runner
 from session_server.runner.model_runner import ModelRunner
 from tests.models.raw_configs import VOCAB_SIZE
 from tests.oracle.device import DEVICE
@@ -102,7 +108,14 @@ def load_engine(
     setup: Setup, directory: Path, *, draft: Path | None = None
 ) -> tuple[ModelRunner, Engine, SessionAwareCache]:
     """A runner, and the engine that plans for it on a cache that is recounted in every step."""
-    loaded = load_runner(
+    loaded = load(setup, directory, draft=draft)
+    cache = SessionAwareCache(loaded.spec, loaded.plan.capacity)
+    return loaded.runner, Engine(cache, settings_of(setup)), cache
+
+
+def load(setup: Setup, directory: Path, *, draft: Path | None = None) -> LoadedRunner:
+    """A runner with pools as the setup has them."""
+    return load_runner(
         directory,
         RunnerOptions(
             page_size=setup.page_size,
@@ -117,7 +130,11 @@ def load_engine(
             ),
         ),
     )
-    settings = EngineConfig(
+
+
+def settings_of(setup: Setup, tiers: TierPolicy | None = None) -> EngineConfig:
+    """The settings of an engine."""
+    return EngineConfig(
         model_fingerprint="oracle",
         vocab_size=VOCAB_SIZE,
         eos_token_ids=(2,),
@@ -125,9 +142,8 @@ def load_engine(
         num_in_flight=2 if setup.overlap else 1,
         speculation=setup.speculation,
         memory=MemoryPolicy(MemoryCheck.STRICT),
+        tiers=tiers or TierPolicy(),
     )
-    cache = SessionAwareCache(loaded.spec, loaded.plan.capacity)
-    return loaded.runner, Engine(cache, settings), cache
 
 
 def run_talks(
