@@ -309,8 +309,8 @@ class Engine:
 
     def _num_spare(self, plan: StepPlan) -> int:
         """Return how many tokens of drafts a forward with turns may have: a share at most, and none
-        while a turn waits."""
-        if not plan.work or plan.blocked is not None or plan.load.has_postponed:
+        while a turn waits, or has less than it could because of a flood."""
+        if not plan.work or plan.blocked is not None or plan.load.is_flood:
             return 0
         num_left = self._limits.num_tokens - sum(w.num_tokens + w.num_drafts for w in plan.work)
         return max(0, min(share_len(self._limits.num_tokens), num_left))

@@ -60,7 +60,7 @@ class EchoDisk:
 class EchoCarrier:
     """Carries out orders when told to; `at_once`: with the order.
 
-    `fails`: whether a fault strikes, asked each time.
+    `fails`: whether a fault strikes, asked each time. `num_carried`: orders carried out.
     """
 
     def __init__(self, runner: EchoRunner, page_size: int, disk: EchoDisk | None = None) -> None:
@@ -73,6 +73,7 @@ class EchoCarrier:
         self._done: list[TierResult] = []
         self.disk = disk or EchoDisk()
         self.at_once = True
+        self.num_carried = 0
         self.fails: Callable[[Site], bool] = lambda _: False
         self.reached: Counter[str] = runner.reached
 
@@ -115,6 +116,7 @@ class EchoCarrier:
     def carry(self, which: int) -> None:
         """Carry out one of the orders that wait."""
         order, held = self._waiting.pop(which % len(self._waiting))
+        self.num_carried += 1
         match order:
             case CopyOut():
                 result = self._copy_out(order)

@@ -357,7 +357,9 @@ class WireWorld:
         engine = self.server.engine
         # The chunks of a draft show nowhere else.
         num_forwards = len(engine.hand.batches) if self.server.num_drafts else 0
-        engine_state = (engine.hand.num_launched, engine.is_resting, engine.hand.is_blocked)
+        hand = engine.hand
+        num_copies = hand.carrier.num_carried if hand.carrier is not None else 0
+        engine_state = (num_copies, hand.num_launched, engine.is_resting, hand.is_blocked)
         return seqs, heard, num_forwards, *engine_state
 
     def _rest_budget(self) -> int:
