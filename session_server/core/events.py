@@ -338,13 +338,44 @@ class SizeCounts(msgspec.Struct, frozen=True, gc=False):
     total: int = 0
 
 
+class TierReport(msgspec.Struct, frozen=True, gc=False):
+    """Report what was kept of KV outside of the pools since the engine's start.
+
+    Attributes:
+        spilled_tokens, spilled_bytes, spill_ms: copied out of the pools, and how long that took.
+        restored_tokens, restored_bytes, restore_ms: copied back, for turns that did not compute
+            them.
+        lookups, hits: turns of sessions without KV, and those of them that were copied back.
+        written_bytes: of files.
+        refused_files: files that were not what they should be.
+        failed_copies: copies that memory or the disk did not do.
+        dropped_segments: copies that gave way to others, or were of no use any more.
+        host_bytes, disk_bytes: held now.
+    """
+
+    spilled_tokens: int = 0
+    spilled_bytes: int = 0
+    spill_ms: float = 0.0
+    restored_tokens: int = 0
+    restored_bytes: int = 0
+    restore_ms: float = 0.0
+    lookups: int = 0
+    hits: int = 0
+    written_bytes: int = 0
+    refused_files: int = 0
+    failed_copies: int = 0
+    dropped_segments: int = 0
+    host_bytes: int = 0
+    disk_bytes: int = 0
+
+
 class EngineStats(Event, frozen=True, tag=True, kw_only=True):
     """Report totals since the engine's start, and gauges of now.
 
     Sent about once a second of work, when the last turn has ended, and behind a report.
     `host_ms`: time outside forwards. `draft_tokens`: drafts that forwards verified;
     `accepted_tokens`: drafts accepted. `input_draft_tokens` and the fields behind it: see
-    `engine.tallies`.
+    `engine.tallies`. `tiers`: of KV outside of the pools.
     """
 
     steps: int
@@ -366,6 +397,7 @@ class EngineStats(Event, frozen=True, tag=True, kw_only=True):
     used_draft_tokens: int = 0
     batch_rows: SizeCounts = SizeCounts()
     prefill_tokens: SizeCounts = SizeCounts()
+    tiers: TierReport = TierReport()
 
 
 EngineEvent = (

@@ -29,7 +29,7 @@ class Reporter:
     def __init__(self, context: EngineContext, scheduler: Scheduler) -> None:
         self._cache, self._watch = context.cache, context.watch
         self._outbox, self._counters = context.outbox, context.counters
-        self._tallies = context.tallies
+        self._tallies, self._tiers = context.tallies, context.tiers
         self._scheduler = scheduler
         self._sampled_s = -math.inf
         self._is_shown_busy = False
@@ -62,6 +62,7 @@ class Reporter:
             used_draft_tokens=tallies.used_draft_tokens,
             batch_rows=tallies.batch_rows.report(),
             prefill_tokens=tallies.prefill_tokens.report(),
+            tiers=self._tiers.store.report(),
         )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import Final, NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -55,6 +55,22 @@ _OF_STATS: Final[Mapping[str, _Total]] = {
         "input_draft_tokens_used", "Those of them that a turn then did not compute."
     ),
 }
+_OF_TIERS: Final[Mapping[str, _Total]] = {
+    "spilled_tokens": _Total("kv_spilled_tokens", "Tokens whose KV was copied out of the pools."),
+    "spilled_bytes": _Total("kv_spilled_bytes", "Bytes of KV copied out of the pools."),
+    "spill_ms": _Total("kv_spill_seconds", "Seconds that copies out of the pools took.", 1e-3),
+    "restored_tokens": _Total(
+        "kv_restored_tokens", "Tokens whose KV was copied back, and so not computed again."
+    ),
+    "restored_bytes": _Total("kv_restored_bytes", "Bytes of KV copied back into the pools."),
+    "restore_ms": _Total("kv_restore_seconds", "Seconds that copies back took.", 1e-3),
+    "lookups": _Total("kv_lookups", "Turns of sessions without KV in the pools."),
+    "hits": _Total("kv_hits", "Those of them for which KV was copied back."),
+    "written_bytes": _Total("kv_written_bytes", "Bytes of KV written to files."),
+    "refused_files": _Total("kv_refused_files", "Files of KV that were not what they should be."),
+    "failed_copies": _Total("kv_failed_copies", "Copies of KV that memory or the disk refused."),
+    "dropped_segments": _Total("kv_dropped_segments", "Copies of KV that gave way to others."),
+}
 _OF_CHECKS: Final[Mapping[str, _Total]] = {
     "runs": _Total("memory_checks", "Checks of the memory's books."),
     "probes": _Total(
@@ -75,8 +91,15 @@ class EngineTotals:
             total.counter: Counter(
                 total.counter, total.text, namespace=namespace, registry=registry
             )
-            for total in (*_OF_STATS.values(), *_OF_CHECKS.values())
+            for total in (*_OF_STATS.values(), *_OF_TIERS.values(), *_OF_CHECKS.values())
         }
+        self._tier_bytes = Gauge(
+            "kv_tier_bytes",
+            "KV outside of the pools, in host memory and on disk.",
+            ["tier"],
+            namespace=namespace,
+            registry=registry,
+        )
         self._last: dict[str, float] = {}
         self._sizes = SizeHistograms(namespace)
         registry.register(self._sizes)
@@ -84,6 +107,9 @@ class EngineTotals:
     def add_stats(self, event: EngineStats) -> None:
         """Add a sample of the engine that runs."""
         self._add(event, _OF_STATS)
+        self._add(event.tiers, _OF_TIERS)
+        self._tier_bytes.labels("host").set(event.tiers.host_bytes)
+        self._tier_bytes.labels("disk").set(event.tiers.disk_bytes)
         self._sizes.add(event.batch_rows, event.prefill_tokens)
 
     def add_checks(self, report: CheckerReport) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from session_server.core.commands import OpenSession
+from session_server.core.commands import CloseSession, OpenSession
 from session_server.sessions.engine_link import EngineLink
 from session_server.sessions.prompt import Prompt
 from session_server.sessions.salts import TenantSalts
@@ -47,3 +47,9 @@ class EngineCopies:
             )
         )
         copy.set_known_len(base_len, self._link.generation)
+
+    def delete(self, session: Session) -> None:
+        """Let the engine forget a session that is closed, and what it keeps of its KV anywhere."""
+        copy = session.copy
+        if copy.known_len(self._link.generation) is not None:
+            self._link.send_or_queue(CloseSession(session_id=copy.session_id, is_deleted=True))

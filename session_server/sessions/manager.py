@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from session_server.core.commands import MAX_REPORTED_SESSIONS, CloseSession
+from session_server.core.commands import MAX_REPORTED_SESSIONS
 from session_server.core.engine_client import EngineClient, EventListener
 from session_server.core.errors import (
     EngineUnavailable,
@@ -514,8 +514,7 @@ class SessionManager:
             self.drafts.start(session)
             return
         self.drafts.stop(session)
-        if session.copy.known_len(self._link.generation) is not None:
-            self._link.send_or_queue(CloseSession(session_id=session.copy.session_id))
+        self._flow.copies.delete(session)
         self._sessions.remove(session, session.closing)
         self._sessions.deadlines.remove(session)
         self._flow.residents.drop(session)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from session_server.core.commands import CloseSession
+from session_server.core.commands import CloseSession, CoolSession
 from session_server.core.owner import Owner
 from session_server.sessions.drafts import SessionDrafts
 from session_server.sessions.opening import check_can_pin
@@ -31,7 +31,11 @@ class SessionRetention:
             SessionBusy: a turn has not ended.
         """
         session = self.parts.resting(owner, session_id)
-        self._cool(session)
+        self.drafts.stop(session)
+        link, copy = self.parts.link, session.copy
+        if copy.state == "resident" and copy.known_len(link.generation) is not None:
+            link.send_or_queue(CoolSession(session_id=copy.session_id))
+        self.parts.mark_cold(session)
         return session.view()
 
     def pin(self, owner: Owner, session_id: str, *, pinned: bool) -> SessionView:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from session_server.core.commands import CloseSession, OpenSession
+from session_server.core.commands import CoolSession, OpenSession
 from session_server.core.errors import SessionBusy, UnsupportedOperation
 from session_server.core.session_events import SessionStateChanged
 from session_server.sessions.quotas import SessionLimits
@@ -23,7 +23,7 @@ def test_a_cooled_session_goes_on_from_its_tokens(world: World) -> None:
     assert world.manager.edits.retention.cool(OWNER, session).state == "cold"
     assert world.entries(session)[-1] == SessionStateChanged("cold", "client")
     world.manager.edits.retention.cool(OWNER, session)
-    assert len([c for c in world.engine.seen if isinstance(c, CloseSession)]) == 1
+    assert len([c for c in world.engine.seen if isinstance(c, CoolSession)]) == 1
     ends = [completed(world.run(each, turn("t2", "And?", seed=1))) for each in (session, twin)]
     assert ends[0].outcome.token_ids == ends[1].outcome.token_ids
     assert world.history(session) == world.history(twin)

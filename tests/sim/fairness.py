@@ -134,8 +134,10 @@ class FairnessWatch:
 
     def _check_passers(self, started: set[TurnId]) -> None:
         """Where nothing runs the first of the line comes first: what it waits for comes to it, and
-        would not if others took it.
+        would not if others took it. Whoever was to run may be waiting for a copy of its KV.
         """
+        if self._cache.copies.num_under_way:
+            return
         waiting, running = self._scheduler.waiting, self._scheduler.running
         if all(turn.turn_id in started for turn in running):
             first = next(iter(waiting), running[0])

@@ -99,6 +99,7 @@ class Restoring:
             return False
         if is_ahead and self._num_ahead + num_pages > self._max_ahead:
             return False
+        self._store.counts.lookups += 1
         path = self._store.find(slot.namespace, tokens).readable()
         find_more = self._store.is_unread(path.next_name)
         copy = partial(self._copy, session_id, slot.namespace, tokens, num_launched)
@@ -179,11 +180,20 @@ class Restoring:
         assert num_read == num_wanted, "every page that comes in is read once"
         return tuple(parts)
 
+    def _count(self, transit: Transit, path: Path, seconds: float) -> None:
+        counts, page_bytes = self._store.counts, self._store.tree.page_bytes
+        num_bytes = sum(len(each.pages) * page_bytes[p] for p, each in transit.pages.items())
+        counts.restored_tokens += transit.end - transit.start
+        counts.restored_bytes += num_bytes
+        counts.restore_ms += seconds * 1e3
+        counts.hits += 1
+        from_disk = not all(part.segment.in_host for part in path.parts)
+        self._store.costs.note_copy(num_bytes, seconds, from_disk=from_disk)
+
     def _end(self, session_id: SessionId, path: Path, transit: Transit, result: TierResult) -> None:
         store, is_whole = self._store, result.refusal is None
-        num_tokens = transit.end - transit.start
         if self._cache.copies.end_in(transit, is_whole=is_whole):
-            store.counts.restored_tokens += num_tokens
+            self._count(transit, path, result.seconds)
             segments = [part.segment for part in path.parts]
             last = [each for each in segments if each.content.start < transit.end][-1]
             if session_id in self._cache and store.tree.get(last.number) is last:

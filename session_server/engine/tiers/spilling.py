@@ -173,6 +173,7 @@ class Spilling:
         if self._store.end_copy(segment, is_whole=is_whole):
             counts.spilled_tokens += len(segment.content.tokens)
             counts.spilled_bytes += segment.content.num_bytes
+            counts.spill_ms += result.seconds * 1e3
         elif not is_whole:
             counts.failed_copies += 1
 

@@ -15,6 +15,7 @@ from cache.tiers.segment import Segment
 from cache.tiers.segment_tree import Path, SegmentTree
 from cache.tiers.tier_account import TierAccount
 from cache.types import Namespace, Tokens
+from session_server.core.events import TierReport
 from session_server.core.tier_orders import (
     FileKey,
     FindFiles,
@@ -41,16 +42,20 @@ Continue = Callable[[TierResult], None]
 
 @dataclass(slots=True)
 class TierCounts:
-    """Count what the tiers did. Tokens and bytes of copies that are complete and were used."""
+    """Count what the tiers did, see `TierReport`."""
 
     spilled_tokens: int = 0
     spilled_bytes: int = 0
+    spill_ms: float = 0.0
     restored_tokens: int = 0
     restored_bytes: int = 0
+    restore_ms: float = 0.0
+    lookups: int = 0
+    hits: int = 0
     written_bytes: int = 0
-    dropped_segments: int = 0
     refused_files: int = 0
     failed_copies: int = 0
+    dropped_segments: int = 0
 
 
 class TierStore:
@@ -84,6 +89,12 @@ class TierStore:
     def is_writing(self) -> bool:
         """Return whether a segment is being written to disk."""
         return self._num_writing > 0
+
+    def report(self) -> TierReport:
+        """Return what was done so far, and what is held now."""
+        disk_bytes = self.disk.num_bytes + self._unread_bytes
+        counted = {name: getattr(self.counts, name) for name in TierCounts.__slots__}
+        return TierReport(**counted, host_bytes=self.host.num_bytes, disk_bytes=disk_bytes)
 
     def start(self) -> None:
         """Ask what the disk has from before."""
