@@ -57,7 +57,9 @@ def make_tiers(settings: Settings, loaded: LoadedRunner, fingerprint: str) -> Kv
     tensors = loaded.runner.paged_tensors()
     carrier = KvCarrier(tensors, files, is_pinned=loaded.device != "cpu")
     _LOG.info("kv host_mib=%.0f disk_mib=%.0f", host_bytes / 2**20, disk_bytes / 2**20)
-    policy = TierPolicy(host_bytes, disk_bytes, page_bytes=carrier.page_bytes)
+    policy = TierPolicy(
+        host_bytes, disk_bytes, page_bytes=carrier.page_bytes, drain_s=settings.http.drain_s
+    )
     return KvTiers(policy, carrier)
 
 

@@ -28,7 +28,7 @@ import msgspec
 
 from session_server.config import LOOPBACK, EngineMode, HttpOptions, Settings
 from session_server.core.child_process import PROGRAM
-from session_server.core.engine_client import EngineClient, EventListener
+from session_server.core.engine_client import STOP_TIMEOUT_S, EngineClient, EventListener
 from session_server.core.errors import EngineUnavailable
 from session_server.core.events import EngineReady
 from session_server.core.owner import KEY_VARIABLE
@@ -352,16 +352,19 @@ def make_engine(settings: Settings) -> EngineProcess | InlineEngine:
     # Spinning threads of a forward keep the thread they wait for off its core as soon as anything
     # else runs: a 1 ms step then took 50 to 400 ms in measurements.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # An engine that keeps KV on disk writes it before it ends, for as long as turns may drain.
+    stop_timeout_s = STOP_TIMEOUT_S + (settings.http.drain_s if settings.cache.disk_kv_bytes else 0)
     if settings.engine.mode is EngineMode.INLINE:
         # Only with an inline engine does the server process load torch.
         from session_server.engine_wiring import build_engine
 
-        return InlineEngine(lambda: build_engine(settings))
+        return InlineEngine(lambda: build_engine(settings), stop_timeout_s=stop_timeout_s)
     frame = settings.model_dump_json(exclude=_SECRET).encode()
     return EngineProcess(
         ProcessSettings(
             argv=(*PROGRAM, "_engine"),
             settings=frame,
+            stop_timeout_s=stop_timeout_s,
             restarts=RestartPolicy(max_failures=settings.engine.max_restarts),
         )
     )

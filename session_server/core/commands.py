@@ -147,7 +147,8 @@ class ReportMemory(Command, frozen=True, tag=True, kw_only=True):
 
 
 class Shutdown(Command, frozen=True, tag=True, kw_only=True):
-    """Finish the forwards in flight, and end the engine."""
+    """Finish the forwards in flight, and end the engine. Where KV is kept on disk, that of the
+    sessions at rest is written first, within `TierPolicy.drain_s`."""
 
 
 EngineCommand = (

@@ -7,10 +7,13 @@ the event loop's thread, in order, one event at a time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Final, Protocol
 
 from session_server.core.commands import EngineCommand
 from session_server.core.events import EngineEvent, EngineReady
+
+STOP_TIMEOUT_S: Final = 10.0
+"""Seconds that the forwards in flight may take to finish when the engine stops."""
 
 EventListener = Callable[[EngineEvent], None]
 

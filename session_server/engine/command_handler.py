@@ -105,7 +105,7 @@ class CommandHandler:
                 self._outbox.emit(self._guard.report(command, now_s))
             case Shutdown():
                 self.is_shutting_down = True
-                self._tiers.drain()
+                self._tiers.drain(now_s)
             case _:
                 assert_never(command)
 

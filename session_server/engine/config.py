@@ -70,12 +70,13 @@ class TierPolicy:
     `host_bytes`: of host memory; 0 turns all of it off. `disk_bytes`: on disk; 0 for none.
     `page_bytes`: what a page of each pool takes there; by default what the spec says.
     `segment_bytes`: pages that are copied at a time, and kept together. What is read of a file
-    passes through as much memory.
+    passes through as much memory. `drain_s`: how long an engine that ends writes to disk.
     """
 
     host_bytes: int = 0
     disk_bytes: int = 0
     segment_bytes: int = 64 << 20
+    drain_s: float = 10.0
     page_bytes: Mapping[PoolName, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

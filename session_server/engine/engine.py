@@ -184,7 +184,7 @@ class Engine:
         is_blocked = self._in_flight.is_full or not (
             planned.may_do_more or has_repaired or has_drafts
         )
-        orders = self._context.tiers.take_orders()
+        orders = self._context.tiers.take_orders(now_s)
         events = self._context.outbox.take_events()
         return StepOutcome(events, batch, is_blocked, to_compile, tuple(orders))
 

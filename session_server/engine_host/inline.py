@@ -13,15 +13,12 @@ from collections.abc import Callable
 from typing import Final
 
 from session_server.core.commands import EngineCommand, Shutdown
-from session_server.core.engine_client import EventListener
+from session_server.core.engine_client import STOP_TIMEOUT_S, EventListener
 from session_server.core.errors import EngineUnavailable
 from session_server.core.events import EngineDied, EngineEvent, EngineReady
 from session_server.engine_host.event_slices import EventSlices
 from session_server.engine_host.loop import EngineAssembly, EngineLoop
 from session_server.engine_host.watchdog import HANG_LIMIT_S, Watchdog
-
-STOP_TIMEOUT_S: Final = 10.0
-"""Seconds that the forwards in flight may take to finish when the engine stops."""
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -35,10 +32,15 @@ class InlineEngine:
     """
 
     def __init__(
-        self, build: Callable[[], EngineAssembly], *, hang_limit_s: float = HANG_LIMIT_S
+        self,
+        build: Callable[[], EngineAssembly],
+        *,
+        hang_limit_s: float = HANG_LIMIT_S,
+        stop_timeout_s: float = STOP_TIMEOUT_S,
     ) -> None:
+        """`stop_timeout_s`: how long `stop` waits for the engine's thread."""
         self._build = build
-        self._hang_limit_s = hang_limit_s
+        self._hang_limit_s, self._stop_timeout_s = hang_limit_s, stop_timeout_s
         self._watchdog: Watchdog | None = None
         self._watch: asyncio.Task[None] | None = None
         self._loop: EngineLoop | None = None
@@ -87,7 +89,7 @@ class InlineEngine:
         with contextlib.suppress(queue.Full):
             self._loop.post(Shutdown(), block=False)
         # Do not wait for a step that hangs: the thread is a daemon and ends with the process.
-        await asyncio.to_thread(self._thread.join, STOP_TIMEOUT_S)
+        await asyncio.to_thread(self._thread.join, self._stop_timeout_s)
         self._events.finish()
 
     def _run(self) -> None:

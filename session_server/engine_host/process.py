@@ -18,7 +18,7 @@ import msgspec
 
 from session_server.core.child_process import start_child
 from session_server.core.commands import EngineCommand, Shutdown
-from session_server.core.engine_client import EventListener
+from session_server.core.engine_client import STOP_TIMEOUT_S, EventListener
 from session_server.core.errors import EngineUnavailable
 from session_server.core.events import EngineDied, EngineEvent, EnginePulse, EngineReady
 from session_server.engine_host.child import EXIT_UNUSABLE
@@ -52,7 +52,7 @@ class ProcessSettings:
     argv: tuple[str, ...]
     settings: bytes
     ready_timeout_s: float = 600.0
-    stop_timeout_s: float = 10.0
+    stop_timeout_s: float = STOP_TIMEOUT_S
     hang_limit_s: float = HANG_LIMIT_S
     restarts: RestartPolicy = field(default_factory=RestartPolicy)
 

@@ -50,6 +50,7 @@ class EngineCopies:
 
     def delete(self, session: Session) -> None:
         """Let the engine forget a session that is closed, and what it keeps of its KV anywhere."""
-        copy = session.copy
-        if copy.known_len(self._link.generation) is not None:
+        copy, comes_back = session.copy, session.closing == "draining" and session.life.log
+        # What comes back when the server does goes on with its KV.
+        if copy.known_len(self._link.generation) is not None and not comes_back:
             self._link.send_or_queue(CloseSession(session_id=copy.session_id, is_deleted=True))

@@ -884,10 +884,10 @@ ENGINE = (
         "it ends at once",
     ),
     _constant(
-        "engine_host.inline:STOP_TIMEOUT_S",
-        "time for the last step of an inline engine",
+        "core.engine_client:STOP_TIMEOUT_S",
+        "time for the last forwards of an engine that stops; with KV on disk, --drain-timeout more",
         "s",
-        "it is not waited for",
+        "it is ended",
     ),
     _constant(
         "engine.plan_admission:MAX_BYPASSES",

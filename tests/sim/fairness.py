@@ -169,6 +169,8 @@ class FairnessWatch:
         that fits into a share at once, another one soon after tokens are left over.
         """
         scheduler, sizes = self._scheduler, self._sizes
+        if self._cache.copies.num_under_way:
+            return  # what it was to have may come of that
         is_shared = self._cache.num_tenants > 1
         num_kept = sizes.max_running // KEPT_PLACES if is_shared else 0
         if not scheduler.waiting or len(scheduler.running) >= sizes.max_running - num_kept:

@@ -16,6 +16,7 @@ from cache.types import SessionId, TurnId
 from session_server.core.commands import (
     CancelTurn,
     CloseSession,
+    CoolSession,
     DraftInput,
     DropDraft,
     EngineCommand,
@@ -178,6 +179,8 @@ class EngineHistory:
                     self._wish(turn_id, FinishReason.CANCELLED, num_outputs)
                 case StopTurn(turn_id=turn_id, num_outputs=num_outputs):
                     self._wish(turn_id, FinishReason.STOP, num_outputs)
+                case CoolSession(session_id=session_id):
+                    self.drafts.drop(session_id)  # nothing is said of it any more
                 case CloseSession(session_id=session_id):
                     self._close(session_id)
                 case FlushCache(request_id=request_id):

@@ -32,6 +32,7 @@ class Tiers:
         self._restoring = Restoring(cache, self.store, self._spilling)
         self._cache, self._in_flight = cache, in_flight
         self._is_on = policy.host_bytes > 0
+        self._drain_s, self._drain_until_s = policy.drain_s, 0.0
         if self._is_on:
             self.store.start()
 
@@ -92,21 +93,23 @@ class Tiers:
             return False
         return self._spilling.has_dirty or self._spilling.is_copying or self.store.is_writing
 
-    def drain(self) -> None:
-        """Write everything to disk that is there, if there is one."""
+    def drain(self, now_s: float) -> None:
+        """Write to disk what is there, if there is one, within `TierPolicy.drain_s`."""
         self._spilling.is_draining = self._is_on and self.store.has_disk
+        self._drain_until_s = now_s + self._drain_s
 
     def take(self, results: Sequence[TierResult]) -> None:
         """Handle results of orders."""
         for result in results:
             self.store.take(result)
 
-    def take_orders(self) -> Sequence[TierOrder]:
+    def take_orders(self, now_s: float) -> Sequence[TierOrder]:
         """Return what is to be done now. O(1) while nothing is."""
         if not self._is_on:
             return ()
-        self._spilling.advance()
         if self._spilling.is_draining:
+            self._spilling.is_draining = now_s < self._drain_until_s
             self.store.write_ahead(is_draining=True)
+        self._spilling.advance()
         self._restoring.release(self._in_flight.num_forwards - len(self._in_flight))
         return self.store.take_orders()
