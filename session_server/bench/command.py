@@ -7,6 +7,7 @@
   speculation   answers with drafts from the session's own text, and without
   memory-check  what the memory checker adds to a step, beside idle sessions
   structured    what holding answers to a JSON schema adds to a step
+  tiers         more sessions than memory holds, and the first turn after a restart
 
 Shared machines are noisy: quote ratios of one run, and run twice before
 believing one.
@@ -34,7 +35,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from session_server.bench import drafts, growth, kept, memory_check, speculation, structured
+from session_server.bench import drafts, growth, kept, memory_check, speculation, structured, tiers
 from session_server.bench.peers import benchmark as peers
 from session_server.bench.peers import flags as peers_flags
 from session_server.bench.peers import page
@@ -54,6 +55,7 @@ BENCHMARKS: Final[Mapping[str, tuple[ModuleType, Callable[..., Any]]]] = Mapping
         "peers": (peers, peers.PeersWorkload),
         "speculation": (speculation, speculation.SpeculationWorkload),
         "structured": (structured, structured.StructuredWorkload),
+        "tiers": (tiers, tiers.TiersWorkload),
     }
 )
 """Each workload has `total_steps`; each module has `measure(workload, on_step=...)`, which returns
