@@ -1,0 +1,110 @@
+"""Bugs of a store that only a disk shows; a campaign must find each of them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.mutants.mutant import Edit, Mutant
+
+_DATABASE: Final = "session_server.sessions.store.database"
+_WRITER: Final = "session_server.sessions.store.writer:GroupCommits"
+
+WRITING: Final = {
+    "no sync": Mutant(
+        "a commit does not wait for the disk",
+        "systematic",
+        Edit(f"{_DATABASE}:Database.__init__", '"FULL" if', '"OFF" if'),
+    ),
+    "sync at checkpoints": Mutant(
+        "a commit is left to the system, as with `--durability relaxed`",
+        "systematic",
+        Edit(f"{_DATABASE}:Database.__init__", '"FULL" if', '"NORMAL" if'),
+    ),
+    "told early": Mutant(
+        "a group is told before it is committed",
+        "systematic",
+        Edit(
+            f"{_WRITER}._run",
+            "errors = self._commit(group)",
+            "errors, held = [None] * len(group), getattr(self, 'held', [])\n"
+            "                self.held = group\n"
+            "                self._commit(held)",
+        ),
+    ),
+    "error ignored": Mutant(
+        "a commit that has failed is told as one that has not",
+        "systematic",
+        Edit(f"{_WRITER}._try", "return error", "return None"),
+    ),
+    "parent not synced": Mutant(
+        "the directory of a new store is not synced into its parent",
+        "systematic",
+        Edit(f"{_DATABASE}:_lock", "_sync_above(directory.resolve())", "pass"),
+    ),
+    "journal in memory": Mutant(
+        "pages are changed in place, and what they were is in memory",
+        "systematic",
+        Edit(
+            f"{_DATABASE}:Database.__init__",
+            'WAL").fetchone()\n            if mode != "wal"',
+            'MEMORY").fetchone()\n            if mode == "wal"',
+        ),
+    ),
+    "put in two commits": Mutant(
+        "a session that is written whole is deleted in a commit of its own",
+        "systematic",
+        Edit(
+            f"{_DATABASE}:Database.put",
+            "names)\n",
+            'names)\n        execute("COMMIT")\n        execute("BEGIN IMMEDIATE")\n',
+        ),
+    ),
+    "secret in another commit": Mutant(
+        "the tables of a new store are committed before its secret",
+        "systematic",
+        Edit(
+            f"{_DATABASE}:Database._migrate",
+            "                secret = secrets",
+            '                self._writer.execute("COMMIT")\n'
+            '                self._writer.execute("BEGIN IMMEDIATE")\n'
+            "                secret = secrets",
+        ),
+    ),
+    "vacuum by a rename": Mutant(
+        "a smaller database is written beside the old one, and renamed without a sync",
+        "systematic",
+        Edit(
+            f"{_DATABASE}:Database.vacuum",
+            'self._writer.execute("VACUUM")',
+            'self._writer.execute("PRAGMA synchronous = OFF")\n'
+            "        smaller = f'{self.path}.smaller'\n"
+            "        Path(smaller).unlink(missing_ok=True)\n"
+            "        self._writer.execute('VACUUM INTO ?', (smaller,))\n"
+            "        os.rename(smaller, self.path)",
+        ),
+    ),
+}
+"""Bugs of whoever ran before the crash."""
+
+READING: Final = {
+    "log removed": Mutant(
+        "a log that an earlier server left is removed",
+        "systematic",
+        Edit(
+            f"{_DATABASE}:Database.__init__",
+            "            self._inodes =",
+            "            Path(f'{self.path}-wal').unlink(missing_ok=True)\n"
+            "            self._inodes =",
+        ),
+    ),
+    "checksum of entries ignored": Mutant(
+        "an entry is read whatever its checksum is",
+        "systematic",
+        Edit(
+            "session_server.sessions.store.records:_decoded",
+            "zlib.crc32(payload) != int.from_bytes",
+            "0 == int.from_bytes",
+        ),
+    ),
+}
+"""Bugs of whoever opens what a crash left."""
