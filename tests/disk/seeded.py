@@ -31,11 +31,6 @@ WRITING: Final = {
             "                self._commit(held)",
         ),
     ),
-    "error ignored": Mutant(
-        "a commit that has failed is told as one that has not",
-        "systematic",
-        Edit(f"{_WRITER}._try", "return error", "return None"),
-    ),
     "parent not synced": Mutant(
         "the directory of a new store is not synced into its parent",
         "systematic",
@@ -85,6 +80,15 @@ WRITING: Final = {
     ),
 }
 """Bugs of whoever ran before the crash."""
+
+FAILING: Final = {
+    "error ignored": Mutant(
+        "a commit that has failed is told as one that has not",
+        "systematic",
+        Edit(f"{_WRITER}._try", "return error", "return None"),
+    ),
+}
+"""Bugs that show where calls fail."""
 
 READING: Final = {
     "log removed": Mutant(

@@ -2,13 +2,12 @@
 
 It knows nothing of files. A store has what it told to be on disk, as it was asked for, in the order
 in which it was asked for. Behind the last of that it may have what it has told nothing of, or that
-it failed: nothing, or what follows each other.
+it failed: nothing, or what follows each other. Where calls fail, some of that may be missing.
 """
 
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Any, Final, NamedTuple
 from session_server.sessions.history_change import AnswersChange, HistoryChange, ItemsChange
 from session_server.sessions.store.database import StoreUnusable
 from session_server.sessions.store.records import (
-    Damaged,
     EndRecord,
     LogEntry,
     SessionRow,
@@ -91,8 +89,8 @@ def row_of(asked: Asked, num_entries: int) -> SessionRow:
 class StoreHistory:
     """Judge images of a store by the notes of a program that used it, taken one by one."""
 
-    def __init__(self, directory: str = "store") -> None:
-        self._directory = directory
+    def __init__(self, directory: str, *, may_fail: bool = False) -> None:
+        self._directory, self._may_fail = directory, may_fail
         self._secret: str | None = None
         self._states: list[State] = [{}]
         """What it may have held when the last thing was told of."""
@@ -135,10 +133,8 @@ class StoreHistory:
     def allowed(self) -> list[State]:
         """Return what a store may hold now."""
         found = list(self._states)
-        starts = [0]  # what is not told of follows what was; what has failed may be missing
-        starts += [
-            at + 1 for at, asked in enumerate(self._tail) if asked.order in self._failed
-        ]
+        # A commit may have failed, and the next one not, before anybody is told of either.
+        starts = range(len(self._tail) if self._may_fail else 1)
         for state in self._states:
             for start in starts:
                 after = state
@@ -161,7 +157,7 @@ class StoreHistory:
             problem = self._problem(store)
             if problem is None:
                 problem = await _goes_on(store)
-        except (Damaged, sqlite3.Error) as error:
+        except Exception as error:  # noqa: BLE001 - no error is right
             problem = f"cannot be used: {error!r}"
         finally:
             await store.close()

@@ -123,18 +123,27 @@ def recorded(*, seed: int, bug: str = "", killed_at: int | None = None) -> Recor
         return Recorded(watched.inode, watched.operations())
 
 
-def crashed(record: Recorded, chance: Decisions, *, share: float, least: int = 0) -> Report:
+def crashed(
+    record: Recorded,
+    chance: Decisions,
+    *,
+    share: float = 1.0,
+    least: int = 0,
+    may_fail: bool = False,
+) -> Report:
     """Crash a recorded store at its points, and judge what is left."""
     campaign = Campaign(chance, share, least, watch=labels_of, mess=with_any_memory)
-    return campaign.run(record.root, record.done, StoreHistory(STORE))
+    return campaign.run(record.root, record.done, StoreHistory(STORE, may_fail=may_fail))
 
 
-def failed(name: str, sites: Iterable[int], chance: Decisions, *, share: float) -> Report:
+def failed(
+    name: str, sites: Iterable[int], chance: Decisions, *, share: float, bug: str = ""
+) -> Report:
     """Let a store fail at each of these calls, and go on once nothing fails; judge what it holds
     then, and what a crash at a share of the points would have left."""
     report, fault = Report(), FAULTS[name]
     with watched_disk() as watched:
-        program = Program(watched)
+        program = Program(watched, bug)
         for site in sites:
             watched.forget()
             end = 1 << 62 if fault.until_healed else site + 1
@@ -145,13 +154,13 @@ def failed(name: str, sites: Iterable[int], chance: Decisions, *, share: float) 
             report.saw["a call failed"] += watched.num_failed > 0
             if how == "over":
                 done = watched.operations()
-                at_site = crashed(Recorded(watched.inode, done), chance, share=share)
-                report.add(at_site)
+                record = Recorded(watched.inode, done)
+                report.add(crashed(record, chance, share=share, may_fail=True))
                 report.problems += _judged(watched, done, report)
             else:
                 report.problems.append(how)
                 program.end()
-                program = Program(watched)
+                program = Program(watched, bug)
             report.problems = [f"{name}, {site}: {text}" for text in report.problems]
             if report.problems:
                 break
@@ -162,7 +171,7 @@ def failed(name: str, sites: Iterable[int], chance: Decisions, *, share: float) 
 
 def _judged(watched: Watched, done: list[Operation], report: Report) -> list[str]:
     """Return what is wrong with what is there in the end; count what the program was told."""
-    history = StoreHistory(STORE)
+    history = StoreHistory(STORE, may_fail=True)
     for operation in done:
         if operation.kind is not Kind.NOTE:
             continue

@@ -110,6 +110,10 @@ class Database:
             self._writer.execute("PRAGMA foreign_keys = ON")
             self._migrate()
             self._check_writable()
+            # A sync says nothing of pages that an earlier one could not write: what the log has is
+            # written once more, if there is room.
+            with suppress(sqlite3.Error):
+                self._writer.execute("PRAGMA wal_checkpoint")
             self._reader = _connect(self.path)
             self._reader.execute("PRAGMA query_only = ON")
             self.secret = self._find_secret()
