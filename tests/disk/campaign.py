@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -44,7 +43,6 @@ class Report:
     problems: list[str] = field(default_factory=list)
     num_points: int = 0
     num_images: int = 0
-    seconds: float = 0.0
 
     def add(self, other: Report) -> None:
         """Count what another has found."""
@@ -52,7 +50,6 @@ class Report:
         self.problems += other.problems
         self.num_points += other.num_points
         self.num_images += other.num_images
-        self.seconds += other.seconds
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,7 @@ class Campaign:
 
     def run(self, root: int, done: Sequence[Operation], history: History) -> Report:
         """Return what was found, up to the first problem."""
-        report, begun_s = Report(), time.perf_counter()
+        report = Report()
         disk = SimulatedDisk(root)
         seen: set[int] = set()
         with tempfile.TemporaryDirectory(dir=IN_MEMORY) as name:
@@ -94,7 +91,6 @@ class Campaign:
                     if problem is not None:
                         report.problems.append(f"at {number} of {len(done)}: {problem}")
                         return report
-        report.seconds = time.perf_counter() - begun_s
         return report
 
     def _is_chosen(self, disk: SimulatedDisk, history: History, report: Report) -> bool:

@@ -230,13 +230,21 @@ ssize_t writev(int fd, const struct iovec *parts, int num_parts) {
                        : syscall(SYS_writev, fd, parts, num_parts);
 }
 
-ssize_t pwritev64(int fd, const struct iovec *parts, int num_parts, off64_t offset) {
+ssize_t pwritev64v2(int fd, const struct iovec *parts, int num_parts, off64_t offset, int flags) {
     return is_seen(fd) ? do_writev(fd, parts, num_parts, offset)
-                       : syscall(SYS_pwritev, fd, parts, num_parts, offset, 0);
+                       : syscall(SYS_pwritev2, fd, parts, num_parts, offset, 0, flags);
+}
+
+ssize_t pwritev2(int fd, const struct iovec *parts, int num_parts, off_t offset, int flags) {
+    return pwritev64v2(fd, parts, num_parts, offset, flags);
+}
+
+ssize_t pwritev64(int fd, const struct iovec *parts, int num_parts, off64_t offset) {
+    return pwritev64v2(fd, parts, num_parts, offset, 0);
 }
 
 ssize_t pwritev(int fd, const struct iovec *parts, int num_parts, off_t offset) {
-    return pwritev64(fd, parts, num_parts, offset);
+    return pwritev64v2(fd, parts, num_parts, offset, 0);
 }
 
 int ftruncate64(int fd, off64_t size) {

@@ -1,11 +1,11 @@
 """A disk that is played from a recording, and what a crash may leave of it.
 
 Assumed is what POSIX says, and no more: `fsync` of a file puts on disk what was written to it,
-`fsync` of a directory the names in it. Everything else may be there or not, whatever came before or
-after it: a write whole, in part (at the borders of sectors, or of bytes) or as a longer file full of
-zeros or of rubbish; a file's new length; a name. One rename is one step. A sync that fails has put
-nothing on disk, and no later one does it for what was written to the file before: a system may
-forget pages that it could not write. Names it does not forget: they are in a journal.
+`fsync` of a directory the names in it. Everything else may be there or not, whatever came before
+or after it: a write whole, in part (at the borders of sectors, or of bytes) or as a longer file
+full of zeros or of rubbish; a file's new length; a name. One rename is one step. A sync that fails
+has put nothing on disk, and no later one does it for what was written to the file before: a system
+may forget pages that it could not write. Names it does not forget: they are in a journal.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ SECTOR: Final = 512
 Piece = tuple[int, int]
 
 Fate = Callable[[int, "Pending"], Sequence[Piece]]
-"""Return which bytes are kept of the n-th thing that is not on disk for sure. Of a name, a length or
-a missing byte nothing or anything counts."""
+"""Return which bytes are kept of the n-th thing that is not on disk for sure. Of a name or a length
+nothing or anything counts."""
 
 Image = Mapping[str, bytes | None]
 """Files by path, and directories: None."""

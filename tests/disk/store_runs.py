@@ -147,9 +147,7 @@ def failed(
         for site in sites:
             watched.forget()
             end = 1 << 62 if fault.until_healed else site + 1
-            watched.fail(
-                fault.error, fault.kinds, first=site, end=end, is_short=fault.is_short
-            )
+            watched.fail(fault.error, fault.kinds, first=site, end=end, is_short=fault.is_short)
             how = program.use(seed=site)
             report.saw["a call failed"] += watched.num_failed > 0
             if how == "over":

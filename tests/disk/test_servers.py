@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from session_server.core.child_process import PROGRAM
 from session_server.sessions.store.session_file import file_of
 from session_server.sessions.store.session_store import SessionStore
 from tests.disk.campaign import Campaign
@@ -148,3 +150,27 @@ def test_a_server_lives_through_a_disk_that_fails_and_loses_nothing_by_a_crash(n
             found = httpx.get(f"{server.url}/v1/sessions/{items[0]['id']}/items").json()["data"]
         answers = [(item["id"], item["content"]) for item in found if item["role"] == "assistant"]
         assert answers == said
+
+
+@pytest.mark.parametrize("words", [("vacuum",), ("delete", "s"), ("import", "talk.json")])
+def test_a_command_on_a_full_disk_says_so_in_a_line_and_changes_nothing(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    def sessions(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [*PROGRAM, "sessions", *words, "--store", str(watched.root / "store")]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    with watched_disk() as watched:
+        with echo_server(["--store", str(watched.root / "store")]) as server:
+            httpx.post(f"{server.url}/v1/sessions", json={}).raise_for_status()
+        held = sessions("list").stdout
+        (name,) = [word for word in held.split() if word.startswith("s_")]
+        assert sessions("export", name, "talk.json").returncode == 0
+        with environment(watched.environment):
+            watched.fail(errno.ENOSPC, {Kind.WRITE}, first=20)  # it is open by then
+            more = ("--id", "other") if words[0] == "import" else ()
+            refused = sessions(*words, *more)
+        assert watched.num_failed
+        assert (refused.returncode, refused.stderr.count("\n")) == (1, 1), refused.stderr
+        assert "full" in refused.stderr
+        assert sessions("list").stdout == held

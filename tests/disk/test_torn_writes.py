@@ -1,8 +1,7 @@
-"""What a store told to be on disk is there after any crash, whatever the disk had not synced yet."""
+"""What a store told to be on disk is there after any crash, whatever the disk had not synced."""
 
 from __future__ import annotations
 
-import asyncio
 import sqlite3
 from functools import cache
 from pathlib import Path
@@ -93,7 +92,9 @@ def num_rotten(directory: Path) -> int:
     assert data is not None
     num_wrong = 0
     for number in range(300):
-        place = chance.between(4096, len(data) - 1)  # the first page says what SQLite's file this is
+        place = chance.between(
+            4096, len(data) - 1
+        )  # the first page says what SQLite's file this is
         changed = bytes([data[place] ^ 1 << chance.below(8)])
         image[file] = data[:place] + changed + data[place + 1 :]
         num_wrong += wrong_entries(image, directory / str(number))
