@@ -18,7 +18,7 @@ from typing import Final
 
 from tests.disk.campaign import Report
 from tests.disk.recording import Kind
-from tests.disk.store_runs import FAULTS, crashed, failed, recorded
+from tests.disk.store_runs import FAULTS, WANTED, crashed, failed, recorded
 from tests.rig.decisions import Decisions
 
 SHARE: Final = 0.002
@@ -27,7 +27,9 @@ SHARE: Final = 0.002
 
 def crash(seed: int) -> Report:
     """Crash a life at all of its points."""
-    return crashed(recorded(seed=seed), Decisions(seed, "crash"))
+    report = crashed(recorded(seed=seed), Decisions(seed, "crash"))
+    report.problems += [f"never happened: {label}" for label in WANTED - report.saw.keys()]
+    return report
 
 
 def kill(seed: int, sites: Iterable[int]) -> Report:

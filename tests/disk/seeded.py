@@ -81,11 +81,41 @@ WRITING: Final = {
 }
 """Bugs of whoever ran before the crash."""
 
+KILLED: Final = {
+    "what was left is believed": Mutant(
+        "what a killed process had not synced is told of by the next one as it is",
+        "systematic",
+        Edit(f"{_DATABASE}:Database.__init__", '"PRAGMA wal_checkpoint"', '"SELECT 1"'),
+    ),
+    "only a new directory is synced": Mutant(
+        "the name of a directory that is there already is taken to be on disk",
+        "systematic",
+        Edit(
+            f"{_DATABASE}:_lock",
+            "        directory.mkdir(mode=0o700, parents=True, exist_ok=True)\n",
+            "        if directory.exists():\n"
+            "            return os.open(directory / _LOCK_NAME, os.O_RDWR | os.O_CREAT)\n"
+            "        directory.mkdir(mode=0o700, parents=True)\n",
+        ),
+    ),
+}
+"""Bugs that show where a process was killed."""
+
 FAILING: Final = {
     "error ignored": Mutant(
         "a commit that has failed is told as one that has not",
         "systematic",
         Edit(f"{_WRITER}._try", "return error", "return None"),
+    ),
+    "a failed sync of names": Mutant(
+        "the names in the directory are left to SQLite, which ignores that it fails",
+        "systematic",
+        Edit(f"{_DATABASE}:Database.__init__", "            _sync(directory)\n", ""),
+    ),
+    "an end that raises": Mutant(
+        "a store that cannot write its last pages cannot be closed",
+        "systematic",
+        Edit(f"{_DATABASE}:Database.close", "suppress(sqlite3.Error)", "suppress()"),
     ),
 }
 """Bugs that show where calls fail."""

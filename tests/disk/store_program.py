@@ -21,7 +21,7 @@ from session_server.sessions.store.database import Database, StoreUnusable
 from session_server.sessions.store.records import encode_entry
 from session_server.sessions.store.session_store import SessionStore
 from tests.disk.recording import Notes
-from tests.disk.seeded import FAILING, WRITING
+from tests.disk.seeded import FAILING, KILLED, WRITING
 from tests.disk.store_history import NOW_S, Asked, entry_of, row_of
 from tests.rig.decisions import Decisions
 
@@ -190,7 +190,7 @@ def main() -> None:
         print("now", flush=True)
         sys.stdin.readline()
 
-    with (WRITING | FAILING)[bug].apply() if bug else contextlib.nullcontext():
+    with (WRITING | KILLED | FAILING)[bug].apply() if bug else contextlib.nullcontext():
         for line in sys.stdin:
             asked = json.loads(line)
             user = User(Path(asked["name"]), notes, asked["seed"], asked["first"])

@@ -22,6 +22,13 @@ from tests.disk.store_history import StoreHistory
 from tests.rig.decisions import Decisions
 
 STORE: Final = "new/directories/store"
+WANTED: Final = {
+    *("creation", "opening", "writing", "vacuum", "closing", "recovery"),
+    *("put", "append", "touch", "delete"),
+    *("a commit", "pages in place", "a rollback journal", "names"),
+}
+"""What goes on at some point of each life that is crashed."""
+
 _PROJECT: Final = Path(__file__).parents[2]
 _EVERYTHING: Final = frozenset(Kind)
 _NEEDS_SPACE: Final = frozenset({Kind.CREATE, Kind.WRITE, Kind.TRUNCATE, Kind.SYNC, Kind.MKDIR})

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import errno
 import sqlite3
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from session_server.sessions.store.database import StoreUnusable
+from session_server.sessions.store.database import Database, StoreUnusable
 from session_server.sessions.store.records import Damaged
 from session_server.sessions.store.session_store import SessionStore
-from tests.disk.recording import Kind
-from tests.disk.seeded import FAILING, READING, WRITING
+from tests.disk.recording import Kind, environment
+from tests.disk.seeded import FAILING, KILLED, READING, WRITING
 from tests.disk.simulated_disk import SimulatedDisk, write_image
 from tests.disk.store_history import entry_of
-from tests.disk.store_runs import FAULTS, STORE, Recorded, crashed, failed, recorded
+from tests.disk.store_runs import (
+    FAULTS,
+    STORE,
+    WANTED,
+    Recorded,
+    crashed,
+    failed,
+    recorded,
+    watched_disk,
+)
 from tests.rig.decisions import Decisions
 
 SEED = 1
-WANTED = {
-    *("creation", "opening", "writing", "vacuum", "closing", "recovery"),
-    *("put", "append", "touch", "delete"),
-    *("a commit", "pages in place", "a rollback journal", "names"),
-}
 
 
 @cache
@@ -49,6 +56,16 @@ def test_what_a_process_that_was_killed_had_not_synced_is_not_believed(killed_at
 def test_a_bug_of_what_ran_before_a_crash_is_found(bug: str) -> None:
     report = crashed(recorded(seed=SEED, bug=bug), Decisions(SEED), share=0.1, least=30)
     assert report.problems
+
+
+@pytest.mark.parametrize("bug", KILLED)
+def test_a_bug_where_a_process_was_killed_is_found(bug: str) -> None:
+    assert any(
+        crashed(
+            recorded(seed=SEED, bug=bug, killed_at=site), Decisions(SEED), share=0.01, least=2
+        ).problems
+        for site in (4, 6, *range(50, 56))
+    )
 
 
 def test_a_bug_of_what_opens_the_files_after_a_crash_is_found() -> None:
@@ -122,6 +139,32 @@ def test_a_store_lives_through_calls_that_fail_and_loses_nothing(name: str) -> N
 
 @pytest.mark.parametrize("bug", FAILING)
 def test_a_bug_where_calls_fail_is_found(bug: str) -> None:
-    chance = Decisions(SEED, bug)
-    report = failed("a full disk", range(60, 200, 20), chance, share=0.01, bug=bug)
-    assert report.problems
+    name = "EIO once" if bug == "a failed sync of names" else "a full disk"
+    sites = range(34, 42) if bug == "a failed sync of names" else range(60, 200, 20)
+    assert failed(name, sites, Decisions(SEED, bug), share=0.02, bug=bug).problems
+
+
+def test_a_database_that_cannot_be_opened_to_write_is_not_opened_to_read() -> None:
+    program = """
+from pathlib import Path
+from session_server.sessions.store.database import Database, StoreUnusable
+try:
+    database = Database(Path("store"))
+except StoreUnusable as error:
+    print("refused", error)
+else:
+    with database.transaction():
+        database.delete(1)
+    print("writes")
+"""
+    with watched_disk() as watched:
+        Database(watched.root / "store").close()
+        with environment(watched.environment):
+            said = set()
+            for site in range(12):
+                watched.forget()
+                watched.fail(errno.EMFILE, {Kind.OPEN, Kind.CREATE}, first=site, end=site + 1)
+                command = [sys.executable, "-c", program]
+                told = subprocess.check_output(command, text=True, cwd=watched.root)
+                said.add(told.split()[0])
+        assert said == {"refused", "writes"}

@@ -90,10 +90,6 @@ class Database:
             if is_read_only:
                 self._open_beside()
                 return
-            # One that was killed may have left what it had written and not synced. From now on it
-            # is told of as what is on disk.
-            for path in directory.glob(f"{self.FILE}*"):
-                _sync(path)
             # SQLite would make its files with the permissions that the umask leaves.
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
             self._inodes = self._find_inodes()
@@ -110,15 +106,15 @@ class Database:
             self._writer.execute("PRAGMA foreign_keys = ON")
             self._migrate()
             self._check_writable()
-            # A sync says nothing of pages that an earlier one could not write: what the log has is
-            # written once more, if there is room.
-            with suppress(sqlite3.Error):
-                self._writer.execute("PRAGMA wal_checkpoint")
+            # SQLite does so too, for its log, and goes on if that fails.
+            _sync(directory)
+            # What a server that was killed had written may be in the system's memory alone, and
+            # from now on it is told of as what is on disk. To sync it is not enough: that says
+            # nothing of pages that an earlier sync could not write. So it is written once more.
+            self._writer.execute("PRAGMA wal_checkpoint")
             self._reader = _connect(self.path)
             self._reader.execute("PRAGMA query_only = ON")
             self.secret = self._find_secret()
-            # SQLite does so too, for its log, and goes on if that fails.
-            _sync(directory)
         except (OSError, sqlite3.Error) as error:
             self._unlock()
             raise StoreUnusable(f"--store {directory}: {error}") from error
@@ -355,9 +351,9 @@ def _sync_above(directory: Path) -> None:
             _sync(parent)
 
 
-def _sync(path: Path) -> None:
-    """Have a file on disk, or the names in a directory."""
-    fd = os.open(path, os.O_RDONLY)
+def _sync(directory: Path) -> None:
+    """Have the names in a directory on disk."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
     finally:
