@@ -75,6 +75,14 @@ crashes: $(STAMPS)/dev ## a thousand servers killed with kill -9 under sixteen c
 	$(SAY) 'crashes: $(CYCLES) servers with one store, and clients that remember'
 	@$(TEST_ENV) $(BIN)/python -m tests.chaos.crashes --cycles $(CYCLES) --seed $(SEED)
 
+LIVES ?= 3
+
+.PHONY: torn-disk
+torn-disk: SEED ?= 1
+torn-disk: $(STAMPS)/dev ## crash, kill and fail a store at every point, on a simulated disk (LIVES=, SEED=; needs a C compiler)
+	$(SAY) 'torn-disk: $(LIVES) lives of a store, from seed $(SEED) on'
+	@$(TEST_ENV) $(BIN)/python -m tests.disk --lives $(LIVES) --seed $(SEED) --workers $(WORKERS)
+
 .PHONY: load
 load: $(STAMPS)/dev ## two thousand idle sockets, two hundred streams, then SIGTERM (wants a quiet machine)
 	$(SAY) 'load: 2000 idle sockets, 200 turns that stream, SIGTERM'
@@ -208,7 +216,7 @@ browser: $(STAMPS)/prove ## drive the page in Chromium (CHROMIUM=PATH; needs Nod
 	$(SAY) 'browser: the page and the dashboard in Chromium'
 	@CLIENTS=$(CLIENTS) $(TEST_ENV) $(BIN)/python -m pytest tests/browser $(if $(KEYS),-k '$(KEYS)')
 
-PROOFS ?= everything cpus sanitizers sglang fuzz schemathesis structured oracle agents observe clients browser chaos crashes load seeded soak \
+PROOFS ?= everything cpus sanitizers sglang fuzz schemathesis structured oracle agents observe clients browser chaos crashes torn-disk load seeded soak \
 	mutation
 
 .PHONY: prove

@@ -19,6 +19,7 @@ examples:
 from __future__ import annotations
 
 import argparse
+import sqlite3
 import sys
 import time
 from contextlib import closing
@@ -67,6 +68,9 @@ class _Refused(Exception):
     """Report what cannot be done, and what to do."""
 
 
+_ERRORS: Final = (StoreUnusable, UnusableFile, Damaged, _Refused, sqlite3.Error)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `sessions`."""
     parser.add_argument("action", choices=_WORDS, metavar="ACTION", help=", ".join(_WORDS))
@@ -97,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
             raise _Refused(f"{args.store} is no store: `serve --store {args.store}` makes one")
         with closing(Database(args.store, is_read_only=args.action in _READS)) as database:
             _ACTIONS[args.action](database, args)
-    except (StoreUnusable, UnusableFile, Damaged, _Refused, OSError, ValueError) as error:
+    except (*_ERRORS, OSError, ValueError) as error:
         print(f"session-server sessions: {error}", file=sys.stderr)
         return 1
     return 0

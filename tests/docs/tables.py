@@ -12,7 +12,7 @@ from session_server.foreign_flags import RENAMED_FLAGS, UNSUPPORTED_FLAGS
 from session_server.metrics.prometheus import ServerMetrics
 from session_server.sources import variable_of
 from tests.docs import import_graph, limits, protocol_tables, published
-from tests.faults.programme import EXPECTED, FEWER, NOT_YET, injections
+from tests.faults.programme import ELSEWHERE, EXPECTED, FEWER, NOT_YET, injections
 from tests.mutants.at_access import CAUGHT
 from tests.mutants.registry import MUTANTS, SURVIVORS
 from tests.mutants.search import recorded
@@ -115,6 +115,8 @@ def fault_table() -> str:
         yield ""
         for fault, why in FEWER.items():
             yield f"* Fewer points, {fault}: {why}."
+        for fault, where in ELSEWHERE.items():
+            yield f"* Elsewhere, {fault}: {where}."
         for fault, why in NOT_YET.items():
             yield f"* Not yet, {fault}: {why}."
 

@@ -66,14 +66,17 @@ EXPECTED: Final[Mapping[str, str]] = MappingProxyType(
 FEWER: Final[Mapping[str, str]] = MappingProxyType({})
 """Faults with fewer points than `WANTED`, and why."""
 
-NOT_YET: Final[Mapping[str, str]] = MappingProxyType(
+ELSEWHERE: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "crash and restart of the server": "sessions live in memory; there is no log to restore "
-        "them from",
-        "torn or partial write": "nothing is written",
-        "version or model mismatch of spilled KV": "KV is never spilled",
-        "disk full, EIO": "nothing is written",
+        "crash and restart of the server": "[chaos](#chaos)",
+        "torn or partial write": "[a simulated disk](#a-simulated-disk)",
+        "disk full, EIO": "[a simulated disk](#a-simulated-disk)",
     }
+)
+"""Faults that tests of another folder inject."""
+
+NOT_YET: Final[Mapping[str, str]] = MappingProxyType(
+    {"version or model mismatch of spilled KV": "KV is never spilled"}
 )
 
 

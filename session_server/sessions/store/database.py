@@ -11,7 +11,7 @@ import os
 import secrets
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
@@ -104,9 +104,17 @@ class Database:
             level = "FULL" if durability == "turn" else "NORMAL"
             self._writer.execute(f"PRAGMA synchronous = {level}")
             self._writer.execute("PRAGMA foreign_keys = ON")
-            self.secret = self._migrate()
+            self._migrate()
+            self._check_writable()
+            # SQLite does so too, for its log, and goes on if that fails.
+            _sync(directory)
+            # What a server that was killed had written may be in the system's memory alone, and
+            # from now on it is told of as what is on disk. To sync it is not enough: that says
+            # nothing of pages that an earlier sync could not write. So it is written once more.
+            self._writer.execute("PRAGMA wal_checkpoint")
             self._reader = _connect(self.path)
             self._reader.execute("PRAGMA query_only = ON")
+            self.secret = self._find_secret()
         except (OSError, sqlite3.Error) as error:
             self._unlock()
             raise StoreUnusable(f"--store {directory}: {error}") from error
@@ -128,7 +136,9 @@ class Database:
     def close(self) -> None:
         """Close the database; another server may open it then."""
         if self._lock_fd is not None:
-            self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            # On a full disk the log stays as it is: it has all that was committed.
+            with suppress(sqlite3.Error):
+                self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self._reader.close()
         self._writer.close()
         self._unlock()
@@ -274,8 +284,8 @@ class Database:
             raise StoreUnusable(f"{self.path} is no store of this server: pass another --store")
         return int(version)
 
-    def _migrate(self) -> bytes:
-        """Make the tables of a new store, and return its secret. Raises StoreUnusable."""
+    def _migrate(self) -> None:
+        """Make the tables of a new store. Raises StoreUnusable."""
         if self._check_version() == 0:
             with self.transaction():
                 for statement in _SCHEMA.split(";\n"):
@@ -284,8 +294,20 @@ class Database:
                 self._writer.execute("INSERT INTO facts VALUES ('secret', ?)", (secret,))
                 self._writer.execute(f"PRAGMA application_id = {APPLICATION_ID}")
                 self._writer.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+    def _check_writable(self) -> None:
+        """Raise sqlite3.OperationalError if nothing can be written. Where SQLite cannot open a file
+        to write, for want of memory or of descriptors, it opens it to read, and says nothing."""
+        self._writer.execute("BEGIN")
+        try:
+            self._writer.execute("UPDATE facts SET value = value")
+        finally:
+            self._writer.execute("ROLLBACK")
+
+    def _find_secret(self) -> bytes:
+        """Return the secret of the store. Raises StoreUnusable."""
         query = "SELECT value FROM facts WHERE name = 'secret'"
-        found = self._writer.execute(query).fetchone()
+        found = self._reader.execute(query).fetchone()
         if found is None:
             raise StoreUnusable(f"{self.path} has lost its secret: pass another --store")
         return bytes(found[0])
@@ -300,9 +322,8 @@ def _lock(directory: Path) -> int:
     """Make the directory and lock it for this process; return the descriptor that holds the lock.
     Raises StoreUnusable."""
     try:
-        if not directory.is_dir():
-            directory.mkdir(mode=0o700, parents=True)
-            _sync(directory.parent)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _sync_above(directory.resolve())
         fd = os.open(
             directory / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
         )
@@ -319,8 +340,19 @@ def _lock(directory: Path) -> int:
     return fd
 
 
+def _sync_above(directory: Path) -> None:
+    """Have the name of a directory on disk, and those of the ones that it is in: whoever has made
+    one of them may have been killed before that."""
+    device = directory.stat().st_dev
+    for parent in directory.parents:
+        if parent.stat().st_dev != device:
+            return
+        with suppress(PermissionError):  # then the user who runs this has made nothing in it
+            _sync(parent)
+
+
 def _sync(directory: Path) -> None:
-    """Have the entries of a directory on disk."""
+    """Have the names in a directory on disk."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

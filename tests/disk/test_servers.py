@@ -1,0 +1,176 @@
+"""A server process over a disk that fails, and over one that loses what was not synced."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from session_server.core.child_process import PROGRAM
+from session_server.sessions.store.session_file import file_of
+from session_server.sessions.store.session_store import SessionStore
+from tests.disk.campaign import Campaign
+from tests.disk.recording import Kind, Notes, Watched, environment
+from tests.disk.store_runs import labels_of, watched_disk, with_any_memory
+from tests.rig.decisions import Decisions
+from tests.rig.echo_server import echo_server
+from tests.rig.history import ENDS
+from tests.rig.scene import echo_turn
+from tests.web.wire_client import Wire, greeted, http_client
+
+SPACE = {Kind.CREATE, Kind.WRITE, Kind.TRUNCATE}
+FAULTS = {
+    "no space": (errno.ENOSPC, SPACE, False),
+    "no quota": (errno.EDQUOT, SPACE, False),
+    "half a write, then no space": (errno.ENOSPC, SPACE, True),
+    "no sync": (errno.EIO, {Kind.SYNC}, False),
+    "nothing": (errno.EIO, set(Kind), False),
+}
+
+Said = tuple[str, Any]
+
+
+class ServerHistory:
+    """Know what clients of one session were told to be on disk. What was asked for and not told may
+    be there behind that."""
+
+    def __init__(self) -> None:
+        self.num_notes = 0
+        self._told: list[Said] = []
+        self._asked: set[str] = set()
+
+    @property
+    def labels(self) -> Iterator[str]:
+        """Yield whether a turn is under way."""
+        yield "a turn" if len(self._asked) > len(self._told) else "no turn"
+
+    def take(self, note: dict[str, Any]) -> None:
+        """Know what a client was told."""
+        self.num_notes += 1
+        self._asked.add(note["asked"])
+        if note.get("durable"):
+            self._told = [tuple(said) for said in note["said"]]
+
+    def check(self, image: Path) -> str | None:
+        """Open an image. Return what is wrong, if anything."""
+        return asyncio.run(self._check(image / "store"))
+
+    async def _check(self, directory: Path) -> str | None:
+        store = SessionStore(directory, model=b"any")
+        store.start(asyncio.get_running_loop())
+        try:
+            found: list[Said] = []
+            for row in store._database.walk(None):
+                items = file_of(row, store.entries(row)[0]).items
+                answers = [item for item in items if item.role == "assistant"]
+                found = [(item.id, item.content) for item in answers]
+                if any(item.turn_id not in self._asked for item in answers):
+                    return f"nobody asked for all of {found}"
+            if found[: len(self._told)] != self._told:
+                return f"told {self._told}, found {found}"
+        finally:
+            await store.close()
+        return None
+
+
+class Client:
+    """A client of one session that writes down what it was told."""
+
+    def __init__(self, wire: Wire, notes: Notes) -> None:
+        self._wire, self._notes = wire, notes
+        self._chance = Decisions(1, "client")
+        self.said: list[Said] = []
+        self._num_asked = 0
+
+    async def ask(self) -> bool:
+        """Have a turn; return whether it was told to be on disk."""
+        self._num_asked += 1
+        name = f"t{self._num_asked}"
+        self._notes.add(asked=name)
+        await self._wire.send("turn.create", **echo_turn(self._chance, name, max_tokens=8))
+        end = await self._wire.until(*ENDS, "error")
+        assert end["type"] == "turn.completed", end
+        self.said.append((end["item"]["id"], end["item"]["content"]))
+        self._notes.add(asked=name, durable=end["durable"], said=self.said)
+        return bool(end["durable"])
+
+
+async def scraped(http: httpx.AsyncClient, name: str) -> float:
+    lines = (await http.get("/metrics")).text.splitlines()
+    (line,) = [line for line in lines if line.startswith(f"session_server_store_{name} ")]
+    return float(line.rpartition(" ")[2])
+
+
+async def live(watched: Watched, url: str, fault: tuple[int, set[Kind], bool]) -> list[Said]:
+    """Talk before, while and after calls fail."""
+    error, kinds, is_short = fault
+    notes = Notes(watched.log)
+    async with http_client(url) as http, greeted(url) as wire:
+        client = Client(wire, notes)
+        assert [await client.ask(), await client.ask()] == [True, True]
+        watched.fail(error, kinds, is_short=is_short)
+        assert [await client.ask(), await client.ask()] == [False, False]
+        health = await http.get("/health")
+        assert (health.status_code, health.json()) == (200, {"status": "store_failing"})
+        assert await scraped(http, "failing") == 1.0
+        assert await scraped(http, "sessions_behind") == 1.0
+        watched.heal()
+        while await scraped(http, "sessions_behind"):
+            await asyncio.sleep(0.05)
+        assert (await http.get("/health")).json() == {"status": "ok"}
+        assert [await client.ask(), await client.ask()] == [True, True]
+    notes.close()
+    return client.said
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_server_lives_through_a_disk_that_fails_and_loses_nothing_by_a_crash(name: str) -> None:
+    with watched_disk() as watched:
+        flags = ["--store", str(watched.root / "store")]
+        with environment(watched.environment), echo_server(flags) as server:
+            said = asyncio.run(live(watched, server.url, FAULTS[name]))
+            os.kill(server.pid, signal.SIGKILL)
+            server.wait(timeout_s=60)
+        done = watched.operations()
+        campaign = Campaign(Decisions(1, name), 0.02, 6, watch=labels_of, mess=with_any_memory)
+        report = campaign.run(watched.inode, done, ServerHistory())
+        assert not report.problems, report.problems[0]
+        assert report.saw["a turn"]
+        assert report.saw["a commit"]
+        with echo_server(flags) as server:
+            items = httpx.get(f"{server.url}/v1/sessions").json()["data"]
+            found = httpx.get(f"{server.url}/v1/sessions/{items[0]['id']}/items").json()["data"]
+        answers = [(item["id"], item["content"]) for item in found if item["role"] == "assistant"]
+        assert answers == said
+
+
+@pytest.mark.parametrize("words", [("vacuum",), ("delete", "s"), ("import", "talk.json")])
+def test_a_command_on_a_full_disk_says_so_in_a_line_and_changes_nothing(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    def sessions(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [*PROGRAM, "sessions", *words, "--store", str(watched.root / "store")]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    with watched_disk() as watched:
+        with echo_server(["--store", str(watched.root / "store")]) as server:
+            httpx.post(f"{server.url}/v1/sessions", json={}).raise_for_status()
+        held = sessions("list").stdout
+        (name,) = [word for word in held.split() if word.startswith("s_")]
+        assert sessions("export", name, "talk.json").returncode == 0
+        with environment(watched.environment):
+            watched.fail(errno.ENOSPC, {Kind.WRITE}, first=20)  # it is open by then
+            more = ("--id", "other") if words[0] == "import" else ()
+            refused = sessions(*words, *more)
+        assert watched.num_failed
+        assert (refused.returncode, refused.stderr.count("\n")) == (1, 1), refused.stderr
+        assert "full" in refused.stderr
+        assert sessions("list").stdout == held
