@@ -6,15 +6,16 @@ database of a store has one server: a lock on a file beside it says whose it is.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import secrets
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
+from session_server.sessions.store.lost_pages import check_pages, index_of, log_of, size_of
 from session_server.sessions.store.records import SessionRow
 
 Durability = Literal["turn", "relaxed"]
@@ -23,7 +24,13 @@ APPLICATION_ID: Final = 0x53535253
 SCHEMA_VERSION: Final = 1
 
 _LOCK_NAME: Final = "lock"
+_MADE: Final = b"sessions were kept here\n"
+"""What the lock says once a store was made beside it: a database without content has lost it."""
+
 _SECRET_BYTES: Final = 32
+_MIN_PAGE_BYTES: Final = 512
+"""The least that a page of SQLite has. Of a file with less it drops the log."""
+
 _PAGE_ROWS: Final = 256
 _BUSY_S: Final = 1.0
 """How long a statement waits for whoever else has locked the database."""
@@ -77,19 +84,22 @@ class Database:
     def __init__(
         self, directory: Path, *, durability: Durability = "turn", is_read_only: bool = False
     ) -> None:
-        """Open the database, and bring its schema to this version. One that `is_read_only` is open
-        beside a server, and has no verbs.
+        """Open the database, and bring its schema to this version. One that `is_read_only` may be
+        open beside a server, has no verbs, and changes no file.
 
         Raises:
             StoreUnusable: the directory cannot be used, another server has it open, or what is in
-                it was written by a later version or is no store.
+                it was written by a later version, is no store, or has lost its content.
         """
         self.path = directory / self.FILE
-        self._lock_fd = None if is_read_only else _lock(directory)
+        self._is_read_only = is_read_only
+        self._lock_fd = _find_lock(directory) if is_read_only else _lock(directory)
         try:
+            self._check_content()
             if is_read_only:
                 self._open_beside()
                 return
+            self._probe()
             # SQLite would make its files with the permissions that the umask leaves.
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
             self._inodes = self._find_inodes()
@@ -105,21 +115,73 @@ class Database:
             self._writer.execute(f"PRAGMA synchronous = {level}")
             self._writer.execute("PRAGMA foreign_keys = ON")
             self.secret = self._migrate()
+            self._note_made()
             self._reader = _connect(self.path)
             self._reader.execute("PRAGMA query_only = ON")
-        except (OSError, sqlite3.Error) as error:
+        except (OSError, sqlite3.OperationalError) as error:
             self._unlock()
             raise StoreUnusable(f"--store {directory}: {error}") from error
+        except sqlite3.DatabaseError as error:
+            self._unlock()
+            raise StoreUnusable(self._say(f"is damaged ({error})")) from error
         except StoreUnusable:
             self._unlock()
             raise
 
     def _open_beside(self) -> None:
-        """Open the database to read it beside a server. Raises StoreUnusable, sqlite3.Error."""
-        self._writer = self._reader = _connect(self.path)
-        self._reader.execute("PRAGMA query_only = ON")
-        self._check_version()
+        """Open the database to read it, whether or not a server has it open. Raises StoreUnusable,
+        OSError, sqlite3.Error."""
+        # SQLite would make the files of a log; where nothing is in one, nobody needs them.
+        is_still = not self._has_server and not size_of(log_of(self.path))
+        mode = "mode=ro&immutable=1" if is_still else "mode=ro"
+        self._has_index = index_of(self.path).exists()
+        self._writer = self._reader = _connect(f"{self.path.absolute().as_uri()}?{mode}")
+        check_pages(self._reader, self.path)
+        if self._check_version() == 0:
+            raise StoreUnusable(self._say("has no content"))
         self.secret = b""
+
+    def _probe(self) -> None:
+        """Read the database before anything can be written to it: to close one that is damaged
+        would put there what its log has. Raises sqlite3.Error."""
+        if size_of(self.path):
+            with contextlib.closing(_connect(f"{self.path.absolute().as_uri()}?mode=ro")) as probe:
+                check_pages(probe, self.path)
+
+    @property
+    def _has_server(self) -> bool:
+        return self._lock_fd is None and self.path.with_name(_LOCK_NAME).exists()
+
+    def _check_content(self) -> None:
+        """Raise StoreUnusable if the database has no content, and had some: SQLite would begin a
+        new one, and drop what its log still has of the old one."""
+        size = size_of(self.path)
+        is_new = not (self._is_read_only or self._was_made or size_of(log_of(self.path)))
+        if size == 0 and not is_new:
+            raise StoreUnusable(self._say("is empty" if self.path.exists() else "is gone"))
+        if 0 < size < _MIN_PAGE_BYTES:
+            raise StoreUnusable(self._say(f"is damaged ({size} bytes are no database)"))
+
+    @property
+    def _was_made(self) -> bool:
+        return self._lock_fd is not None and os.fstat(self._lock_fd).st_size > 0
+
+    def _note_made(self) -> None:
+        """Have it on disk that this store was made, behind the store itself."""
+        if self._was_made or self._lock_fd is None:
+            return
+        self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        _sync(self.path.parent)
+        os.write(self._lock_fd, _MADE)
+        os.fsync(self._lock_fd)
+
+    def _say(self, how: str) -> str:
+        """Return what is wrong with the database, and what to do."""
+        directory = self.path.parent
+        return (
+            f"--store {directory}: {self.path} {how}: put a backup in its place, or move the store "
+            f"away (mv {directory} {directory}.lost) and begin a new one"
+        )
 
     def _unlock(self) -> None:
         if self._lock_fd is not None:
@@ -127,10 +189,12 @@ class Database:
 
     def close(self) -> None:
         """Close the database; another server may open it then."""
-        if self._lock_fd is not None:
+        if not self._is_read_only:
             self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self._reader.close()
         self._writer.close()
+        if self._is_read_only and not self._has_server and not self._has_index:
+            index_of(self.path).unlink(missing_ok=True)  # made to read a log that a crash left
         self._unlock()
 
     def vacuum(self) -> None:
@@ -140,7 +204,7 @@ class Database:
 
     # -- verbs, inside a transaction
 
-    @contextmanager
+    @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
         """Commit what happens in the block, all or nothing. Raises sqlite3.Error, Behind."""
         self._check_files()
@@ -277,6 +341,8 @@ class Database:
     def _migrate(self) -> bytes:
         """Make the tables of a new store, and return its secret. Raises StoreUnusable."""
         if self._check_version() == 0:
+            if self._was_made:
+                raise StoreUnusable(self._say("has no content"))
             with self.transaction():
                 for statement in _SCHEMA.split(";\n"):
                     self._writer.execute(statement)
@@ -291,9 +357,30 @@ class Database:
         return bytes(found[0])
 
 
-def _connect(path: Path) -> sqlite3.Connection:
+def _connect(place: Path | str) -> sqlite3.Connection:
+    """Open a database at a path, or at a URI that says how."""
     # Whoever opens it uses it on another thread; each connection is used by one at a time.
-    return sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+    is_uri = isinstance(place, str)
+    return sqlite3.connect(
+        place, timeout=_BUSY_S, isolation_level=None, check_same_thread=False, uri=is_uri
+    )
+
+
+def _find_lock(directory: Path) -> int | None:
+    """Keep servers from a store while it is read; return the descriptor of the lock, or None where
+    a server has it, or there is none. Raises StoreUnusable."""
+    try:
+        fd = os.open(directory / _LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StoreUnusable(f"--store {directory}: {error}") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        return None
+    return fd
 
 
 def _lock(directory: Path) -> int:
@@ -313,8 +400,8 @@ def _lock(directory: Path) -> int:
     except OSError as error:
         os.close(fd)
         raise StoreUnusable(
-            f"--store {directory}: another server has it open; pass another directory, or stop "
-            "that server"
+            f"--store {directory}: another server has it open, or a command that reads it; pass "
+            "another directory, or stop that server"
         ) from error
     return fd
 
