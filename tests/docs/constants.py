@@ -405,6 +405,12 @@ SESSIONS = (
         "it fails",
     ),
     _constant(
+        "sessions.store.examination:MAX_NAMED",
+        "faults of one kind that `doctor --store` names",
+        "faults",
+        "the others are counted",
+    ),
+    _constant(
         "sessions.session_logs:BUSY_S",
         "time on disk of a session whose turns run, beyond its own",
         "s",

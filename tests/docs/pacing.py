@@ -98,7 +98,10 @@ SLICES = (
         "the rest a second later",
     ),
     _constant(
-        "sessions.store.database:_PAGE_ROWS", "sessions read by `sessions list`", "sessions", _NEXT
+        "sessions.store.database:_PAGE_ROWS",
+        "sessions read by `sessions list` and `doctor`",
+        "sessions",
+        _NEXT,
     ),
     _constant("sessions.turn_flow:RETRY_TOKENS", "history sent to a new engine", "tokens", _NEXT),
     _constant("sessions.replay:ENTRIES_PER_SLICE", "journal entries dropped", "entries", _NEXT),
@@ -263,6 +266,8 @@ BOUND_NOTHING = frozenset(
         "session_server.sessions.store.database:APPLICATION_ID",
         "session_server.sessions.store.database:SCHEMA_VERSION",
         "session_server.sessions.store.database:_SECRET_BYTES",
+        "session_server.sessions.store.lost_pages:_FRAME_HEADER_BYTES",
+        "session_server.sessions.store.lost_pages:_LOG_HEADER_BYTES",
         "session_server.sessions.store.records:_CHECKSUM_BYTES",
         # How much of a digest is shown.
         "session_server.web.key_store:SHORT_DIGEST_CHARS",

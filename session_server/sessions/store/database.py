@@ -314,6 +314,29 @@ class Database:
                 return
             after = rows[-1].number
 
+    def slices(self) -> Iterator[list[SessionRow]]:
+        """Yield all sessions, some at a time; what is read while those are looked at is of the same
+        commit."""
+        after, rows = 0, list[SessionRow]()
+        while not after or len(rows) == _PAGE_ROWS:
+            self._reader.execute("BEGIN")
+            try:
+                rows = self._rows("number > ? ORDER BY number LIMIT ?", (after, _PAGE_ROWS))
+                yield rows
+            finally:
+                self._reader.execute("COMMIT")
+            after = rows[-1].number if rows else after + 1
+
+    def faults(self, most: int) -> list[str]:
+        """Return what SQLite finds wrong with its pages, tables and indexes, up to `most` faults.
+        Reads all of the database."""
+        found = [said for (said,) in self._reader.execute(f"PRAGMA integrity_check({most})")]
+        return [] if found == ["ok"] else found
+
+    def num_strays(self) -> int:
+        """Return how many rows refer to one that is not there. Reads all of the database."""
+        return sum(1 for _ in self._reader.execute("PRAGMA foreign_key_check"))
+
     def count(self) -> tuple[int, int]:
         """Return how many sessions there are, and the highest number."""
         query = "SELECT count(*), coalesce(max(number), 0) FROM sessions"
@@ -324,9 +347,15 @@ class Database:
         query = f"SELECT {_COLUMNS} FROM sessions WHERE {condition}"  # noqa: S608 - our own words
         return [SessionRow(*columns) for columns in self._reader.execute(query, values)]
 
+    @property
+    def version(self) -> int:
+        """Return the version of the schema, 0 for a new file."""
+        (version,) = self._writer.execute("PRAGMA user_version").fetchone()
+        return int(version)
+
     def _check_version(self) -> int:
         """Return the version of the schema, 0 for a new file. Raises StoreUnusable."""
-        (version,) = self._writer.execute("PRAGMA user_version").fetchone()
+        version = self.version
         (application,) = self._writer.execute("PRAGMA application_id").fetchone()
         (num_tables,) = self._writer.execute("SELECT count(*) FROM sqlite_schema").fetchone()
         if version > SCHEMA_VERSION and application == APPLICATION_ID:
@@ -336,7 +365,7 @@ class Database:
             )
         if (version or num_tables) and application != APPLICATION_ID:
             raise StoreUnusable(f"{self.path} is no store of this server: pass another --store")
-        return int(version)
+        return version
 
     def _migrate(self) -> bytes:
         """Make the tables of a new store, and return its secret. Raises StoreUnusable."""
