@@ -132,6 +132,11 @@ class Journal:
         return self._entries[0].at_s
 
     @property
+    def has_listeners(self) -> bool:
+        """Return whether anybody is told of each entry."""
+        return bool(self._listeners)
+
+    @property
     def newest(self) -> JournalEntry:
         """Return the newest entry, which must be kept."""
         return self._entries[-1]

@@ -19,6 +19,7 @@ from session_server.core.session_events import CloseReason
 from session_server.sessions.backlog import SLICE
 from session_server.sessions.deadlines import Deadlines
 from session_server.sessions.session import Session
+from session_server.sessions.use_order import UseOrder
 from session_server.sessions.views import SessionPage, SessionView
 
 _logger: Final = logging.getLogger("session_server.sessions")
@@ -34,9 +35,6 @@ class OnDisk(Protocol):
 
     def restore(self, owner: Owner, session_id: str) -> Session | None:
         """Return a session, registered, or None if there is none."""
-
-    def check_room(self, owner: Owner) -> None:
-        """Reject a session beyond those that an owner may have. Raises QuotaExceeded."""
 
     def order_of(self, owner: Owner, session_id: str) -> int | None:
         """Return the place of a session in the order, or None if there is none."""
@@ -65,7 +63,10 @@ class SessionRegistry:
         """The sessions of each owner, oldest first, so that a place is found by bisection."""
 
         self._last_order = 0
+        self.by_use = UseOrder()
         self.num_opened = 0
+        self.num_loaded = 0
+        self.num_unloaded = 0
         self.num_closed: Counter[CloseReason] = Counter()
         self.deadlines = Deadlines()
 
@@ -98,6 +99,7 @@ class SessionRegistry:
 
     def restored(self, session: Session) -> None:
         """Add a session that is on disk, at the place in the order that it has."""
+        self.num_loaded += 1
         _logger.debug("session restored session=%s", session.session_id)
         self._register(session)
 
@@ -110,6 +112,16 @@ class SessionRegistry:
         """Remove a session that was closed for a reason; its id is free again."""
         self.num_closed[reason] += 1
         _logger.debug("session closed session=%s reason=%s", session.session_id, reason)
+        self._unregister(session)
+
+    def unload(self, session: Session) -> None:
+        """Remove a session that stays on disk."""
+        self.num_unloaded += 1
+        _logger.debug("session unloaded session=%s", session.session_id)
+        self._unregister(session)
+
+    def _unregister(self, session: Session) -> None:
+        self.by_use.remove(session)
         owned, in_order = self._by_owner[session.owner], self._in_order[session.owner]
         del owned[session.session_id]
         del in_order[bisect_left(in_order, session.life.order, key=_order)]
@@ -137,6 +149,7 @@ class SessionRegistry:
             session = self.on_disk.restore(owner, session_id)
         if session is None:
             raise SessionNotFound(_NOT_FOUND)
+        self.by_use.use(session)
         return session
 
     def use(self, owner: Owner, session_id: str) -> Session:

@@ -81,6 +81,7 @@ class LogPlace:
     One write is under way at a time (`is_writing`); what comes meanwhile waits for the next one:
     `has_changed` if it needs an entry, `is_touched` if not, with the `ends` of turns and those that
     are `told`. `is_behind`: a write has failed, so the next one has all of the session.
+    `expires_s`: when the session expires as the last write has it, in monotonic seconds.
     """
 
     num_entries: int = 0
@@ -91,6 +92,7 @@ class LogPlace:
     is_behind: bool = False
     ends: list[EndRecord] = field(default_factory=list)
     told: list[Callable[[Exception | None], None]] = field(default_factory=list)
+    expires_s: float = 0.0
 
     @property
     def is_written(self) -> bool:

@@ -202,14 +202,17 @@ class SessionLogs:
     ) -> SessionRow:
         """Return what a list says of a session; `num_new` turns are about to be recorded."""
         rests = not session.queue and (session.live is None or session.is_concluding)
-        left_s = session.expires_s - self._clock()
+        now_s = self._clock()
+        left_s = session.expires_s - now_s
+        # While turns run or wait it does not expire; each of them writes it anew.
+        left_s = left_s if rests else max(left_s, 0.0) + BUSY_S
+        place.expires_s = now_s + left_s
         return SessionRow(
             number=session.life.order,
             owner_id=session.owner.owner_id,
             session_id=session.session_id,
             model=store.model,
-            # While turns run or wait it does not expire; each of them writes it anew.
-            expires_s=store.wall_clock() + (left_s if rests else max(left_s, 0.0) + BUSY_S),
+            expires_s=store.wall_clock() + left_s,
             settings=encode_settings(_stored(session)),
             num_tokens=len(session.transcript),
             num_turns=len(session.ended) + num_new,

@@ -22,8 +22,11 @@ def manager_stats(
     }
     return ManagerStats(
         sessions=len(sessions),
+        unread_sessions=quotas.owned_sessions.total - quotas.sessions.total,
         resident_sessions=len(flow.residents),
         opened_sessions=sessions.num_opened,
+        loaded_sessions=sessions.num_loaded,
+        unloaded_sessions=sessions.num_unloaded,
         closed_sessions=dict(sessions.num_closed),
         evictions=dict(flow.residents.evictions),
         live_turns=flow.counts.live,

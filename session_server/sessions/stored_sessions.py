@@ -12,7 +12,6 @@ from typing import Final
 
 from session_server.core.errors import (
     InternalInconsistency,
-    QuotaExceeded,
     ServerBusy,
     UnknownModel,
 )
@@ -71,21 +70,11 @@ class StoredSessions:
             session.session_id = session_id
             session.transcript.now = datetime.fromtimestamp(stored.now_s).astimezone()
             self._fill(session, row)
-        self.quotas.take_session(session)
+        self.sessions.by_use.in_hand = None
+        self.quotas.load_session(session)
         self.sessions.restored(session)
         self.sessions.deadlines.watch(session)
         return session
-
-    def check_room(self, owner: Owner) -> None:
-        """Reject a session beyond those that an owner may have, on disk or in memory. Raises
-        QuotaExceeded; ServerBusy if the disk cannot be read."""
-        limit = owner.limits.max_sessions
-        if limit is None or owner.is_exempt:
-            return
-        with _reading():
-            is_full = self.store.holds(owner.owner_id, limit)
-        if is_full:
-            raise QuotaExceeded(f"you have {limit:,} sessions, as many as you may: close one")
 
     def order_of(self, owner: Owner, session_id: str) -> int | None:
         """Return the place of a session on disk in the order of its owner's, or None. Raises
@@ -113,7 +102,7 @@ class StoredSessions:
             row = self.store.find(owner.owner_id, session_id)
         if row is None:
             return None
-        self.store.delete(row.number)
+        self._delete(row)
         return self._view(row, "closing")
 
     def expire(self) -> bool:
@@ -128,11 +117,15 @@ class StoredSessions:
         for row in rows:
             session = self.sessions.find(Owner(row.owner_id), row.session_id)
             if session is None:
-                self.store.delete(row.number)
+                self._delete(row)
                 num_deleted += 1
             elif session.life.log is not None and session.life.log.is_written:
                 self.logs.touch(session)
         return num_deleted == SLICE
+
+    def _delete(self, row: SessionRow) -> None:
+        self.quotas.owned_sessions.add(Owner(row.owner_id), -1)
+        self.store.delete(row.number)
 
     def _fill(self, session: Session, row: SessionRow) -> None:
         """Give a new session the conversation that is in the store. Raises UnknownModel,
@@ -147,7 +140,7 @@ class StoredSessions:
                     session.ended.restore(turn)
         except (Damaged, ValueError) as error:
             raise _damaged(row, error) from error
-        session.life.log = LogPlace(row.num_entries, num_bytes)
+        session.life.log = LogPlace(row.num_entries, num_bytes, expires_s=session.expires_s)
 
     def _view(self, row: SessionRow, state: SessionState) -> SessionView:
         """Return what is known of a session without its conversation; of one whose settings are

@@ -179,11 +179,18 @@ class StoreUse:
 @dataclass(frozen=True, slots=True)
 class ManagerStats:
     """Hold what the manager counts now, what it has counted by reason or outcome since it was made,
-    and the engine's last statistics. `store`: None where no session is stored."""
+    and the engine's last statistics. `store`: None where no session is stored.
+
+    `sessions` are in memory, `unread_sessions` on disk alone. `loaded_sessions` came from there,
+    `unloaded_sessions` left the memory to make room.
+    """
 
     sessions: int
+    unread_sessions: int
     resident_sessions: int
     opened_sessions: int
+    loaded_sessions: int
+    unloaded_sessions: int
     closed_sessions: Mapping[CloseReason, int]
     evictions: Mapping[StateReason, int]
     live_turns: int

@@ -111,6 +111,7 @@ def create_app(services: AppServices) -> FastAPI:
     app.state.services = services
     app.state.authenticator = Authenticator(services.settings.keys, now_s=services.now_s)
     app.state.readers = Readers(services)
+    services.sessions.exits.count_readers = app.state.readers.num_readers
     app.state.sglang = SGLangState(services.sessions)
     app.state.unnamed = UnnamedConversations(
         services.sessions, count_readers=app.state.readers.num_readers

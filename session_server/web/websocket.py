@@ -130,13 +130,14 @@ class SessionSocket:
             return
         except WebSocketDisconnect:
             return
-        await self._peer.accept()
-        with (
-            call.readers.reading(call.owner, view.session_id, is_bounded=False) as readers,
-            call.authenticator.track(call.credential, self),
-            self._sockets.attach(call.owner, view.session_id, self),
-        ):
-            await self._serve(call, view, readers)
+        # Before anything is awaited: a session that nobody reads may leave the memory.
+        with call.readers.reading(call.owner, view.session_id, is_bounded=False) as readers:
+            await self._peer.accept()
+            with (
+                call.authenticator.track(call.credential, self),
+                self._sockets.attach(call.owner, view.session_id, self),
+            ):
+                await self._serve(call, view, readers)
 
     async def _first_message_credential(self) -> Credential:
         """Return whose key a first message `session.auth` holds.

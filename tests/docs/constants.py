@@ -525,6 +525,19 @@ SESSIONS = (
         "what there is no room for is refused: `quota_exceeded`, `server_busy`",
     ),
     _constant(
+        "sessions.quotas:MAX_UNLOADED",
+        "sessions at rest that leave the memory, and stay in the store, to make room for one "
+        "session or turn",
+        "sessions",
+        "what there is no room for is refused: `quota_exceeded`, `server_busy`",
+    ),
+    _constant(
+        "sessions.exits:EXPIRY_SLACK_S",
+        "difference between the end of a session's time in memory and in the store",
+        "s",
+        "it is written before the session leaves the memory",
+    ),
+    _constant(
         "web.readers:MAX_SESSION_READERS",
         "event streams and waiting HTTP turns of one session, beside one for each turn",
         "readers",

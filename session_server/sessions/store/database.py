@@ -284,13 +284,10 @@ class Database:
         condition = "owner = ? AND number > ? AND expires >= ? ORDER BY number LIMIT ?"
         return self._rows(condition, (owner_id, after, now_s, limit))
 
-    def count_of(self, owner_id: str, *, now_s: float, most: int) -> int:
-        """Return how many sessions of an owner have not expired; look at no more than `most`."""
-        query = (
-            "SELECT count(*) FROM (SELECT 1 FROM sessions WHERE owner = ? AND expires >= ? LIMIT ?)"
-        )
-        (found,) = self._reader.execute(query, (owner_id, now_s, most)).fetchone()
-        return int(found)
+    def count_by_owner(self) -> list[tuple[str, int]]:
+        """Return how many sessions each owner has, expired ones among them."""
+        query = "SELECT owner, count(*) FROM sessions GROUP BY owner"
+        return [(owner_id, int(count)) for owner_id, count in self._reader.execute(query)]
 
     def expired(self, now_s: float, *, limit: int) -> list[SessionRow]:
         """Return up to `limit` sessions that have expired."""

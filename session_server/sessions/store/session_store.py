@@ -141,10 +141,9 @@ class SessionStore:
             after = rows[-1].number
         return found[:limit]
 
-    def holds(self, owner_id: str, num_sessions: int) -> bool:
-        """Return whether an owner has so many sessions on disk. Raises sqlite3.Error."""
-        now_s, most = self.wall_clock(), num_sessions + len(self._dropped)
-        return self._database.count_of(owner_id, now_s=now_s, most=most) >= most
+    def count_by_owner(self) -> list[tuple[str, int]]:
+        """Return how many sessions each owner has on disk. O(sessions)."""
+        return self._database.count_by_owner()
 
     def expired(self, *, limit: int) -> list[SessionRow]:
         """Return up to `limit` sessions whose time has come. Raises sqlite3.Error."""
