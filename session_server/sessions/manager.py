@@ -217,6 +217,11 @@ class SessionManager:
         """
         return self._add(self._make_session(owner, request), is_stored=request.is_stored)
 
+    async def load(self, owner: Owner, session_id: str) -> None:
+        """Bring a long session that is on disk into memory, others being served in between: every
+        other method reads it at once. Raises what they raise, but SessionNotFound."""
+        await self._sessions.load(owner, session_id)
+
     def get(self, owner: Owner, session_id: str) -> SessionView:
         """Return one session. Raises SessionNotFound."""
         return self._sessions.get(owner, session_id).view()

@@ -36,6 +36,9 @@ class OnDisk(Protocol):
     def restore(self, owner: Owner, session_id: str) -> Session | None:
         """Return a session, registered, or None if there is none."""
 
+    async def load(self, owner: Owner, session_id: str) -> None:
+        """Restore a long session in slices."""
+
     def order_of(self, owner: Owner, session_id: str) -> int | None:
         """Return the place of a session in the order, or None if there is none."""
 
@@ -151,6 +154,12 @@ class SessionRegistry:
             raise SessionNotFound(_NOT_FOUND)
         self.by_use.use(session)
         return session
+
+    async def load(self, owner: Owner, session_id: str) -> None:
+        """Bring a long session that is on disk into memory in slices, before it is asked for. Does
+        nothing for any other; raises whatever `OnDisk.load` raises."""
+        if self.on_disk is not None:
+            await self.on_disk.load(owner, session_id)
 
     def use(self, owner: Owner, session_id: str) -> Session:
         """Return an open session that is used by its id: from here on it is nobody's to spare.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import sqlite3
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Final
 
@@ -29,7 +30,7 @@ from session_server.sessions.store.records import (
     StoredSettings,
     decode_settings,
 )
-from session_server.sessions.store.session_store import SessionStore
+from session_server.sessions.store.session_store import ENTRIES_AT_ONCE, SessionStore
 from session_server.sessions.views import SessionView
 
 _logger: Final = logging.getLogger("session_server.store")
@@ -44,6 +45,7 @@ class StoredSessions:
     sessions: SessionRegistry
     quotas: Quotas
     maker: SessionMaker
+    _turnstile: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def restore(self, owner: Owner, session_id: str) -> Session | None:
         """Return a session that is on disk, registered and counted, or None if there is none.
@@ -58,23 +60,37 @@ class StoredSessions:
             row = self.store.find(owner.owner_id, session_id)
             if row is None:
                 return None
-            stored, left_s = _settings(row), row.expires_s - self.store.wall_clock()
-            settings = _config(stored)
-            settings.is_pinned &= self.maker.limits.allows_pinned
-            life = SessionLife(
-                self.maker.clock() + left_s - settings.ttl_s,
-                order=row.number,
-                num_uses=row.num_uses,
-            )
-            session = self.maker.again(owner, settings, life)
-            session.session_id = session_id
-            session.transcript.now = datetime.fromtimestamp(stored.now_s).astimezone()
-            self._fill(session, row)
-        self.sessions.by_use.in_hand = None
-        self.quotas.load_session(session)
-        self.sessions.restored(session)
-        self.sessions.deadlines.watch(session)
+            session = self._begin(owner, row)
+            for _ in self._fill(session, row):
+                pass
+        self._register(session)
         return session
+
+    async def load(self, owner: Owner, session_id: str) -> None:
+        """Restore a long session in slices, others being served in between; one such session at a
+        time, because it is counted when it is there. Does nothing for any other. Raises what
+        `restore` raises."""
+        if not self._is_long(owner, session_id):
+            return
+        async with self._turnstile:
+            with _reading():
+                row = self.store.find(owner.owner_id, session_id)
+                if row is None or self.sessions.find(owner, session_id) is not None:
+                    return
+                session = self._begin(owner, row)
+                for _ in self._fill(session, row):
+                    await asyncio.sleep(0)
+                    is_same = self.store.find(owner.owner_id, session_id) == row
+                    if not is_same or self.sessions.find(owner, session_id) is not None:
+                        return  # it was deleted, or somebody has read it at once
+            self._register(session)
+
+    def _is_long(self, owner: Owner, session_id: str) -> bool:
+        if self.sessions.find(owner, session_id) is not None:
+            return False
+        with _reading():
+            row = self.store.find(owner.owner_id, session_id)
+        return row is not None and row.num_entries > ENTRIES_AT_ONCE
 
     def order_of(self, owner: Owner, session_id: str) -> int | None:
         """Return the place of a session on disk in the order of its owner's, or None. Raises
@@ -127,20 +143,44 @@ class StoredSessions:
         self.quotas.owned_sessions.add(Owner(row.owner_id), -1)
         self.store.delete(row.number)
 
-    def _fill(self, session: Session, row: SessionRow) -> None:
-        """Give a new session the conversation that is in the store. Raises UnknownModel,
-        InternalInconsistency, sqlite3.Error."""
+    def _begin(self, owner: Owner, row: SessionRow) -> Session:
+        """Return a session without its conversation. Raises UnsupportedOperation, UnknownModel,
+        InternalInconsistency."""
+        stored, left_s = _settings(row), row.expires_s - self.store.wall_clock()
+        settings = _config(stored)
+        settings.is_pinned &= self.maker.limits.allows_pinned
+        life = SessionLife(
+            self.maker.clock() + left_s - settings.ttl_s, order=row.number, num_uses=row.num_uses
+        )
+        session = self.maker.again(owner, settings, life)
+        session.session_id = row.session_id
+        session.transcript.now = datetime.fromtimestamp(stored.now_s).astimezone()
         if row.model != self.store.model:
             raise UnknownModel("this session was held with a model that has another tokenizer")
+        return session
+
+    def _fill(self, session: Session, row: SessionRow) -> Iterator[None]:
+        """Give a new session the conversation that is in the store, some of it with each step.
+        Raises InternalInconsistency, sqlite3.Error."""
+        num_bytes = 0
         try:
-            entries, num_bytes = self.store.entries(row)
-            for entry in entries:
-                session.transcript.apply(entry.change)
-                for turn in entry.turns:
-                    session.ended.restore(turn)
+            for entries, size in self.store.slices(row):
+                for entry in entries:
+                    session.transcript.apply(entry.change)
+                    for turn in entry.turns:
+                        session.ended.restore(turn)
+                num_bytes += size
+                yield
         except (Damaged, ValueError) as error:
             raise _damaged(row, error) from error
         session.life.log = LogPlace(row.num_entries, num_bytes, expires_s=session.expires_s)
+
+    def _register(self, session: Session) -> None:
+        """Count and register a session. Raises QuotaExceeded, ServerBusy."""
+        self.sessions.by_use.in_hand = None
+        self.quotas.load_session(session)
+        self.sessions.restored(session)
+        self.sessions.deadlines.watch(session)
 
     def _view(self, row: SessionRow, state: SessionState) -> SessionView:
         """Return what is known of a session without its conversation; of one whose settings are

@@ -142,6 +142,7 @@ async def _submit(call: Call, chat: ChatCall, unnamed: UnnamedConversations) -> 
 
 async def _submit_named(call: Call, chat: ChatCall, session_id: str) -> ChoiceTurn:
     is_new = False
+    await call.sessions.load(call.owner, session_id)
     try:
         call.sessions.get(call.owner, session_id)
     except SessionNotFound:

@@ -170,6 +170,7 @@ class RealtimeSocket:
             name = conversation_id.removeprefix(CONVERSATION_PREFIX)
             sessions.get(owner, name)  # it must be open
         if name is not None:
+            await sessions.load(owner, name)
             self._sockets.supersede(owner, name)
         self._call.connect(ReaderKind.WEBSOCKET)
         view = sessions.open(owner, OpenRequest()) if name is None else self._named(name)

@@ -123,7 +123,7 @@ class SessionSocket:
             else:
                 credential = self._peer.authenticate()
             call = make_call(self._websocket, credential, self._resources)
-            view = self._open(call)
+            view = await self._open(call)
         except SessionServerError as error:
             self._protocol.send_error(error)
             await self._peer.refuse(error, self._protocol, self._protocol.close_code)
@@ -163,7 +163,7 @@ class SessionSocket:
         self._protocol.on_authenticated()
         return credential
 
-    def _open(self, call: Call) -> SessionView:
+    async def _open(self, call: Call) -> SessionView:
         """Return the session this connection is for; the id `new` opens one."""
         if call.sessions.is_draining:
             raise ServerDraining("The server is shutting down.")
@@ -174,6 +174,7 @@ class SessionSocket:
         if session_id == NEW_SESSION:
             view = call.sessions.open(call.owner, OpenRequest(is_stored=True))
         else:
+            await call.sessions.load(call.owner, session_id)
             view = call.sessions.get(call.owner, session_id)
         # The journal stays readable to its end even if the session closes now.
         self._journal = call.sessions.journal(call.owner, view.session_id)

@@ -92,6 +92,12 @@ SLICES = (
         "the rest a second later; so is all but the first 64, and but one while the disk fails",
     ),
     _constant(
+        "sessions.store.session_store:ENTRIES_AT_ONCE",
+        "entries of a stored session that are read",
+        "entries",
+        _NEXT,
+    ),
+    _constant(
         "sessions.store.session_store:_DELETED_AT_ONCE",
         "sessions that are deleted again once that has failed",
         "sessions",

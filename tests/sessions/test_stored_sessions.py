@@ -261,7 +261,7 @@ def test_a_long_log_is_written_anew(disk: Disk, monkeypatch: pytest.MonkeyPatch)
             row = disk.store.find(OWNER.owner_id, name)
             assert row is not None
             assert row.num_entries <= 4
-            assert len(disk.store.entries(row)[0]) == row.num_entries
+            assert len(disk.store._database.entries(row.number)) == row.num_entries
         state = state_of(world, name)
     with disk.world() as world:
         assert state_of(world, name) == state
@@ -279,7 +279,7 @@ def test_what_was_replaced_does_not_fill_the_disk(
             world.manager.edits.rewind(OWNER, name, None)
             row = disk.store.find(OWNER.owner_id, name)
             assert row is not None
-            _, num_bytes = disk.store.entries(row)
+            num_bytes = sum(map(len, disk.store._database.entries(row.number)))
             session = world.manager._sessions.get(OWNER, name)
             assert num_bytes <= 2 * session.num_bytes + 2048
 

@@ -293,10 +293,12 @@ class Database:
         """Return up to `limit` sessions that have expired."""
         return self._rows("expires < ? ORDER BY expires LIMIT ?", (now_s, limit))
 
-    def entries(self, number: int) -> list[bytes]:
-        """Return the entries of a session, in order."""
+    def entries(self, number: int, *, start: int = 0, limit: int = -1) -> list[bytes]:
+        """Return the entries of a session from a position on, in order; up to `limit`, -1: all."""
         rows = self._reader.execute(
-            "SELECT entry FROM entries WHERE session = ? ORDER BY position", (number,)
+            "SELECT entry FROM entries WHERE session = ? AND position >= ?"
+            " ORDER BY position LIMIT ?",
+            (number, start, limit),
         )
         return [entry for (entry,) in rows]
 
