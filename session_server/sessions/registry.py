@@ -19,8 +19,9 @@ from session_server.core.session_events import CloseReason
 from session_server.sessions.backlog import SLICE
 from session_server.sessions.deadlines import Deadlines
 from session_server.sessions.session import Session
+from session_server.sessions.store.survey import SurveyQuestion
 from session_server.sessions.use_order import UseOrder
-from session_server.sessions.views import SessionPage, SessionView
+from session_server.sessions.views import SessionPage, SessionView, StoredSummary
 
 _logger: Final = logging.getLogger("session_server.sessions")
 _order: Final = attrgetter("life.order")
@@ -47,6 +48,12 @@ class OnDisk(Protocol):
 
     def close(self, owner: Owner, session_id: str) -> SessionView | None:
         """Delete a session, or return None if there is none."""
+
+    async def survey(self, question: SurveyQuestion) -> tuple[list[StoredSummary], int]:
+        """Return sessions of all owners, and how many there are of such."""
+
+    def numbered(self, number: int) -> StoredSummary | None:
+        """Return the session of a number, or None if there is none."""
 
     def expire(self) -> bool:
         """Delete some whose time has come; return whether there may be more."""

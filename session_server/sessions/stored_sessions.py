@@ -31,7 +31,8 @@ from session_server.sessions.store.records import (
     decode_settings,
 )
 from session_server.sessions.store.session_store import ENTRIES_AT_ONCE, SessionStore
-from session_server.sessions.views import SessionView
+from session_server.sessions.store.survey import SurveyQuestion
+from session_server.sessions.views import SessionView, StoredSummary
 
 _logger: Final = logging.getLogger("session_server.store")
 
@@ -110,6 +111,26 @@ class StoredSessions:
             for row in rows
             if self.sessions.find(owner, row.session_id) is None
         ]
+
+    async def survey(self, question: SurveyQuestion) -> tuple[list[StoredSummary], int]:
+        """Look through all sessions on disk alone; return those that were asked for, and how many
+        match. Raises ServerBusy if the disk cannot be read."""
+        with _reading():
+            answer = await self.store.survey(question)
+        found = [self._summary(row, place) for place, row in answer.found]
+        return found, answer.num_matching
+
+    def numbered(self, number: int) -> StoredSummary | None:
+        """Return the session of a number that is on disk; None if there is none. Raises ServerBusy
+        if the disk cannot be read."""
+        with _reading():
+            row = self.store.numbered(number)
+        return None if row is None else self._summary(row, 0.0)
+
+    def _summary(self, row: SessionRow, place: float) -> StoredSummary:
+        view = self._view(row, "cold")
+        idle_s = self.store.wall_clock() - (row.expires_s - view.ttl_s)
+        return StoredSummary(row.number, row.owner_id, view, max(0.0, idle_s), place)
 
     def close(self, owner: Owner, session_id: str) -> SessionView | None:
         """Delete a session that is on disk alone, whether or not it could be served; None if there

@@ -86,6 +86,18 @@ class SessionView:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredSummary:
+    """Describe a session that is on disk alone to operators. `number` identifies it; `place`: by
+    what it was sorted."""
+
+    number: int
+    owner_id: str
+    view: SessionView
+    idle_s: float
+    place: float
+
+
+@dataclass(frozen=True, slots=True)
 class SessionPage:
     """Hold sessions of one owner, oldest first, each with the cursor of the sessions after it."""
 

@@ -128,7 +128,9 @@ def create_app(services: AppServices) -> FastAPI:
     app.state.recounts = (SharedTask[MemoryReported](), SharedTask[MemoryReported]())
     app.state.scraped_report = SharedTask[MemoryReported]()
     edits, drafts = services.sessions.edits, services.sessions.drafts
-    app.state.overview = SessionOverview(edits.parts, drafts.copies.names, edits.clock)
+    app.state.overview = SessionOverview(
+        edits.parts, drafts.copies.names, edits.clock, settings.keys.owner_of
+    )
     app.state.watch = ServerWatch(services, app.state.overview)
     return app
 

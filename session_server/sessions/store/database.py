@@ -59,7 +59,7 @@ CREATE TABLE entries (
     PRIMARY KEY (session, position)
 ) STRICT, WITHOUT ROWID;
 """
-_COLUMNS: Final = (
+COLUMNS: Final = (
     "number, owner, id, model, expires, settings, num_tokens, num_turns, num_uses, num_entries"
 )
 
@@ -240,7 +240,7 @@ class Database:
             *(row.number, row.owner_id, row.session_id, row.model, row.expires_s),
             *(row.settings, row.num_tokens, row.num_turns, row.num_uses, 1),
         )
-        execute(f"INSERT INTO sessions ({_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?)", values)  # noqa: S608
+        execute(f"INSERT INTO sessions ({COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?)", values)  # noqa: S608
         execute("INSERT INTO entries VALUES (?, 0, ?)", (row.number, entry))
 
     def append(self, row: SessionRow, entry: bytes) -> None:
@@ -277,6 +277,10 @@ class Database:
         """Return a session as of the last commit."""
         rows = self._rows("owner = ? AND id = ?", (owner_id, session_id))
         return next(iter(rows), None)
+
+    def numbered(self, number: int) -> SessionRow | None:
+        """Return the session of a number as of the last commit."""
+        return next(iter(self._rows("number = ?", (number,))), None)
 
     def page(self, owner_id: str, *, after: int, now_s: float, limit: int) -> list[SessionRow]:
         """Return up to `limit` sessions of an owner that have a higher number and have not expired,
@@ -343,7 +347,7 @@ class Database:
         return int(num_sessions), int(last)
 
     def _rows(self, condition: str, values: Sequence[Any]) -> list[SessionRow]:
-        query = f"SELECT {_COLUMNS} FROM sessions WHERE {condition}"  # noqa: S608 - our own words
+        query = f"SELECT {COLUMNS} FROM sessions WHERE {condition}"  # noqa: S608 - our own words
         return [SessionRow(*columns) for columns in self._reader.execute(query, values)]
 
     @property

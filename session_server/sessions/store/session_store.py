@@ -8,6 +8,7 @@ import logging
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Final
@@ -19,6 +20,7 @@ from session_server.sessions.store.records import (
     SessionRow,
     decode_entry,
 )
+from session_server.sessions.store.survey import SurveyAnswer, SurveyQuestion, survey
 from session_server.sessions.store.writer import CommitCounts, GroupCommits, Told, Write
 
 _logger: Final = logging.getLogger("session_server.store")
@@ -127,10 +129,22 @@ class SessionStore:
     def find(self, owner_id: str, session_id: str) -> SessionRow | None:
         """Return a session that is on disk and has not expired; None if there is none. Raises
         sqlite3.Error."""
-        row = self._database.find(owner_id, session_id)
+        return self._if_open(self._database.find(owner_id, session_id))
+
+    def numbered(self, number: int) -> SessionRow | None:
+        """Return the session of a number, as `find` does. Raises sqlite3.Error."""
+        return self._if_open(self._database.numbered(number))
+
+    def _if_open(self, row: SessionRow | None) -> SessionRow | None:
         if row is None or row.number in self._dropped or row.expires_s < self.wall_clock():
             return None
         return row
+
+    async def survey(self, question: SurveyQuestion) -> SurveyAnswer:
+        """Look through all sessions on disk, on another thread. Raises sqlite3.Error."""
+        without = question.without | self._dropped
+        asked = replace(question, now_s=self.wall_clock(), without=without)
+        return await asyncio.to_thread(survey, self._database.path, asked)
 
     def page(self, owner_id: str, *, after: int, limit: int) -> list[SessionRow]:
         """Return up to `limit` sessions of an owner with higher numbers, in order; fewer only if
