@@ -378,7 +378,7 @@ async def opened_store(settings: Settings, text: ModelText) -> AsyncIterator[Ses
     if directory is None:
         yield None
         return
-    model, durability = text.tokenizer.fingerprint, settings.sessions.durability
+    model, durability = text.fingerprint, settings.sessions.durability
     store = SessionStore(directory.expanduser(), model=model, durability=durability)
     _logger.info("sessions are kept in %s, where there are %d", directory, store.num_sessions)
     store.start(asyncio.get_running_loop())

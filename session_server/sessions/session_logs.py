@@ -192,6 +192,8 @@ class SessionLogs:
                 for each in told:
                     each(error)
             finally:
+                if place.is_written:
+                    session.ended.note_written()
                 if (place.has_changed or place.is_touched) and session.life.log is place:
                     self._write(session, place)
 

@@ -52,7 +52,7 @@ class StoredSessions:
         """Return a session that is on disk, registered and counted, or None if there is none.
 
         Raises:
-            UnknownModel: its tokens are those of another tokenizer.
+            UnknownModel: its tokens are those of another tokenizer or chat template.
             UnsupportedOperation: it asked for a `history` that this model's template cannot write.
             InternalInconsistency: what is stored of it is damaged.
             QuotaExceeded, ServerBusy: there is no room for it in memory, or no disk to read.
@@ -177,7 +177,9 @@ class StoredSessions:
         session.session_id = row.session_id
         session.transcript.now = datetime.fromtimestamp(stored.now_s).astimezone()
         if row.model != self.store.model:
-            raise UnknownModel("this session was held with a model that has another tokenizer")
+            raise UnknownModel(
+                "this session was held with a model that has another tokenizer or chat template"
+            )
         return session
 
     def _fill(self, session: Session, row: SessionRow) -> Iterator[None]:

@@ -147,6 +147,7 @@ async def _submit_named(call: Call, chat: ChatCall, session_id: str) -> ChoiceTu
         call.sessions.get(call.owner, session_id)
     except SessionNotFound:
         call.sessions.open(call.owner, OpenRequest(session_id=session_id, is_stored=True))
+        await call.sessions.stored()
         is_new = True
     try:
         return await submit_to(

@@ -172,10 +172,11 @@ class SessionSocket:
         self._sockets.supersede(call.owner, session_id)
         call.connect(ReaderKind.WEBSOCKET)
         if session_id == NEW_SESSION:
-            view = call.sessions.open(call.owner, OpenRequest(is_stored=True))
+            session_id = call.sessions.open(call.owner, OpenRequest(is_stored=True)).session_id
+            await call.sessions.stored()
         else:
             await call.sessions.load(call.owner, session_id)
-            view = call.sessions.get(call.owner, session_id)
+        view = call.sessions.get(call.owner, session_id)
         # The journal stays readable to its end even if the session closes now.
         self._journal = call.sessions.journal(call.owner, view.session_id)
         return view

@@ -44,7 +44,7 @@ _NO_ANSWER: Final = "the disk does not answer"
 class SessionStore:
     """Keep sessions in a directory. Call every method on the event loop's thread.
 
-    `model`: the fingerprint of the tokenizer that token ids are of. `durability`: with "turn" the
+    `model`: the `ModelText.fingerprint` that token ids are of. `durability`: with "turn" the
     end of a turn waits for its commit, with "relaxed" it does not. `wall_clock` returns seconds
     that go on while no server runs; by default those of this moment and what passes from here on,
     so that a clock that is set while the server runs ends no session.
