@@ -22,6 +22,7 @@ from session_server.core.session_events import (
     TurnFailedEntry,
     TurnRequest,
 )
+from session_server.sessions.overview import SessionOverview, SortKey
 from session_server.sessions.quotas import SessionLimits
 from tests.depth import at_depth
 from tests.sessions.paper_store import PaperStore
@@ -50,6 +51,7 @@ ALSO_WANTED = (
     "turn after unloading",
     "attached after unloading",
     "listed while unloaded",
+    "shown to operators while unloaded",
     "closed while unloaded",
     "expired while unloaded",
     "crash while unloaded",
@@ -263,6 +265,16 @@ class StoredMachine(SessionMachine):
         self.unload(True, 2)
         self.crash(0)
 
+    @precondition(lambda self: len(self.names) < 3)
+    @rule(chance=st.integers(0, 5))
+    def unload_and_expire(self, chance: int) -> None:
+        """The time of a session comes while it is on disk alone."""
+        if chance:
+            return
+        self.open(20.0)
+        self.unload(True, 3)
+        self.wait(25.0)
+
     @precondition(lambda self: self.unloaded)
     @rule(index=st.integers(0, 2))
     def attach(self, index: int) -> None:
@@ -308,6 +320,30 @@ class StoredMachine(SessionMachine):
         is_there = set(self.names) <= set(listed)
         assert is_there, "a session is not listed"
         self.reached["listed while unloaded"] += bool(self.unloaded)
+
+    @precondition(lambda self: self.unloaded)
+    @rule(sort=st.sampled_from(["opened", "active", "tokens", "ttft"]))
+    def show_all(self, sort: SortKey) -> None:
+        """An operator pages through all of them, and reads none."""
+        manager, after = self.world.manager, None
+        overview = SessionOverview(
+            manager.edits.parts, manager.drafts.copies.names, lambda: self.world.now_s
+        )
+        shown: list[str] = []
+        before = len(manager._sessions)
+        while True:
+            page = self.world.do(overview.page(sort=sort, limit=2, after=after))
+            shown += [summary.view.session_id for summary in page.summaries]
+            for summary in page.summaries:
+                assert overview.show(summary.id).view.session_id == summary.view.session_id
+            after = page.next_after
+            if after is None:
+                break
+        assert len(shown) == len(set(shown)) == page.num_matching
+        is_there = set(self.names) <= set(shown)
+        assert is_there, "a session is not shown"
+        assert len(manager._sessions) == before
+        self.reached["shown to operators while unloaded"] += 1
 
     @invariant()
     def those_on_disk_alone_are_counted(self) -> None:
