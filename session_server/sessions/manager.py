@@ -149,8 +149,9 @@ class SessionManager:
         logs = self._flow.conclusion.logs
         logs.store = store
         self._sessions.number_from(store.last_number)
-        for owner_id, num_sessions in store.count_by_owner():
+        for owner_id, num_sessions, num_bytes in store.holdings():
             self._quotas.owned_sessions.add(Owner(owner_id), num_sessions)
+            self._quotas.stored_bytes.add(Owner(owner_id), num_bytes)
         self._sessions.on_disk = StoredSessions(
             store, logs, self._sessions, self._quotas, self._maker
         )
@@ -485,6 +486,8 @@ class SessionManager:
         return self._add(session, is_stored=request.is_stored)
 
     def _add(self, session: Session, *, is_stored: bool) -> SessionView:
+        if is_stored and self._sessions.on_disk is not None:
+            self._quotas.stored_bytes.check(session.owner, session.transcript.num_bytes)
         self._quotas.take_session(session)
         self._sessions.add(session)
         self._sessions.deadlines.watch(session)
@@ -527,6 +530,8 @@ class SessionManager:
                 waiting = f"{len(session.queue)} wait behind it, as many as may"
                 raise SessionBusy(f"a turn of this session has not ended, and {waiting}")
         self._quotas.check_turn(session.owner, request)
+        if session.life.log is not None:
+            self._quotas.stored_bytes.check(session.owner, input_bytes(request.input))
         self._quotas.start_turn(session.owner, now_s=self._clock())
         turn = SessionTurn(
             request=request,

@@ -69,7 +69,7 @@ class QuotaLimits:
     `sessions` counts those in memory, `turns` unfinished ones. `history_bytes` bounds
     conversations: tokens, texts, metadata, records of ended turns. `turn_bytes` bounds unfinished
     turns: inputs, prompts, answers, scores.
-    `replay_bytes` bounds all journals together, whoever owns them.
+    `replay_bytes` bounds all journals together, whoever owns them; `store_bytes` what is on disk.
     `owner_input_tokens_per_min` counts new input tokens of accepted turns, as a bucket that refills
     steadily and holds one minute's worth; None does not limit the rate.
     """
@@ -79,6 +79,7 @@ class QuotaLimits:
     history_bytes: int = 2 << 30
     turn_bytes: int = 1 << 30
     replay_bytes: int = 1 << 30
+    store_bytes: int = 1 << 36
     owner_sessions: int | None = 1024
     owner_turns: int | None = 1024
     owner_input_tokens_per_min: int | None = None
@@ -115,6 +116,7 @@ class Quotas:
             limits.turn_bytes,
             limit_of=lambda owner: _left(owner.limits.max_bytes, self.history_bytes, owner),
         )
+        self.stored_bytes = OwnerBudget("bytes in the store", limits.store_bytes)
         self.kv_tokens = OwnerBudget(
             "tokens of KV", _ANY, limit_of=lambda owner: owner.limits.max_kv_tokens
         )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Final
 
+from session_server.core.owner import Owner
 from session_server.sessions.backlog import SLICE
 from session_server.sessions.session import LogPlace, Session
 from session_server.sessions.store.records import (
@@ -42,11 +43,14 @@ def _ignore(_error: Exception | None) -> None:
 
 class SessionLogs:
     """Keep the sessions of a manager in a store, if there is one. `clock` returns monotonic
-    seconds."""
+    seconds. `count_bytes` is told what an owner has more on disk, or less."""
 
-    def __init__(self, *, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, *, clock: Callable[[], float], count_bytes: Callable[[Owner, int], None]
+    ) -> None:
         self.store: SessionStore | None = None
         self._clock = clock
+        self._count_bytes = count_bytes
         self._behind: dict[Session, None] = {}
 
     def use(self) -> StoreUse | None:
@@ -117,6 +121,7 @@ class SessionLogs:
                 self._write(session, place)  # a last time: there may be room again
             return
         session.life.log = None
+        self._count_bytes(session.owner, -place.num_bytes)
         self._behind.pop(session, None)
 
         def told(_error: Exception | None) -> None:
@@ -181,6 +186,8 @@ class SessionLogs:
         def written(error: Exception | None) -> None:
             place.is_writing = False
             if error is None:
+                if session.life.log is place:  # else it counts no more
+                    self._count_bytes(session.owner, after[1] - place.num_bytes)
                 place.num_entries, place.num_bytes = after
                 place.is_behind = False
                 self._behind.pop(session, None)

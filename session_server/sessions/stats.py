@@ -20,6 +20,8 @@ def manager_stats(
         "history_bytes": quotas.history_bytes,
         "turn_bytes": quotas.turn_bytes,
     }
+    if flow.conclusion.logs.store is not None:
+        budgets["store_bytes"] = quotas.stored_bytes
     return ManagerStats(
         sessions=len(sessions),
         unread_sessions=quotas.owned_sessions.total - quotas.sessions.total,

@@ -137,31 +137,34 @@ class StoredSessions:
         is none. Raises ServerBusy if the disk cannot be read."""
         with _reading():
             row = self.store.find(owner.owner_id, session_id)
-        if row is None:
-            return None
-        self._delete(row)
+            if row is None:
+                return None
+            self._delete(row)
         return self._view(row, "closing")
 
     def expire(self) -> bool:
         """Delete a slice of the sessions on disk whose time has come; return whether there may be
         more. One that is in memory expires there."""
+        num_deleted = 0
         try:
-            rows = self.store.expired(limit=SLICE)
+            for row in self.store.expired(limit=SLICE):
+                session = self.sessions.find(Owner(row.owner_id), row.session_id)
+                if session is None:
+                    self._delete(row)
+                    num_deleted += 1
+                elif session.life.log is not None and session.life.log.is_written:
+                    self.logs.touch(session)
         except sqlite3.Error as error:
             _logger.error("the store cannot be read: %s", error)
             return False
-        num_deleted = 0
-        for row in rows:
-            session = self.sessions.find(Owner(row.owner_id), row.session_id)
-            if session is None:
-                self._delete(row)
-                num_deleted += 1
-            elif session.life.log is not None and session.life.log.is_written:
-                self.logs.touch(session)
         return num_deleted == SLICE
 
     def _delete(self, row: SessionRow) -> None:
-        self.quotas.owned_sessions.add(Owner(row.owner_id), -1)
+        """Delete a session that is on disk alone. Raises sqlite3.Error."""
+        owner, stored = Owner(row.owner_id), self.quotas.stored_bytes
+        # Of one that is damaged there may be more now than was counted.
+        stored.add(owner, -min(self.store.num_bytes(row), stored.held_by(owner)))
+        self.quotas.owned_sessions.add(owner, -1)
         self.store.delete(row.number)
 
     def _begin(self, owner: Owner, row: SessionRow) -> Session:

@@ -29,7 +29,7 @@ class TurnConclusion:
         self._prompt_builder = prompt_builder
         self._clock = clock
         self.counts = TurnCounts()
-        self.logs = SessionLogs(clock=clock)
+        self.logs = SessionLogs(clock=clock, count_bytes=quotas.stored_bytes.add)
 
     def end(
         self,

@@ -532,6 +532,13 @@ SESSIONS = (
         "what there is no room for is refused: `quota_exceeded`, `server_busy`",
     ),
     _constant(
+        "wiring:STORE_FACTOR",
+        "bytes of sessions in a store, for each of `--session-memory-bytes`",
+        "bytes",
+        "further stored sessions and their turns are refused: `server_busy`, or `quota_exceeded` "
+        "if the API key holds its share",
+    ),
+    _constant(
         "sessions.exits:EXPIRY_SLACK_S",
         "difference between the end of a session's time in memory and in the store",
         "s",

@@ -288,10 +288,21 @@ class Database:
         condition = "owner = ? AND number > ? AND expires >= ? ORDER BY number LIMIT ?"
         return self._rows(condition, (owner_id, after, now_s, limit))
 
-    def count_by_owner(self) -> list[tuple[str, int]]:
-        """Return how many sessions each owner has, expired ones among them."""
-        query = "SELECT owner, count(*) FROM sessions GROUP BY owner"
-        return [(owner_id, int(count)) for owner_id, count in self._reader.execute(query)]
+    def holdings(self) -> list[tuple[str, int, int]]:
+        """Return how many sessions each owner has, and the bytes of their entries; expired ones
+        among them. Reads of each entry how long it is."""
+        query = (
+            "SELECT owner, count(*), coalesce(sum(num_bytes), 0) FROM sessions LEFT JOIN"
+            " (SELECT session, sum(length(entry)) AS num_bytes FROM entries GROUP BY session)"
+            " ON session = number GROUP BY owner"
+        )
+        return [(owner_id, int(n), int(size)) for owner_id, n, size in self._reader.execute(query)]
+
+    def num_bytes(self, number: int) -> int:
+        """Return the bytes of a session's entries."""
+        query = "SELECT coalesce(sum(length(entry)), 0) FROM entries WHERE session = ?"
+        (found,) = self._reader.execute(query, (number,)).fetchone()
+        return int(found)
 
     def expired(self, now_s: float, *, limit: int) -> list[SessionRow]:
         """Return up to `limit` sessions that have expired."""

@@ -158,9 +158,13 @@ class SessionStore:
             after = rows[-1].number
         return found[:limit]
 
-    def count_by_owner(self) -> list[tuple[str, int]]:
-        """Return how many sessions each owner has on disk. O(sessions)."""
-        return self._database.count_by_owner()
+    def holdings(self) -> list[tuple[str, int, int]]:
+        """Return how many sessions each owner has on disk, and their bytes. O(entries)."""
+        return self._database.holdings()
+
+    def num_bytes(self, row: SessionRow) -> int:
+        """Return the bytes of a session on disk. Raises sqlite3.Error."""
+        return self._database.num_bytes(row.number)
 
     def expired(self, *, limit: int) -> list[SessionRow]:
         """Return up to `limit` sessions whose time has come. Raises sqlite3.Error."""
