@@ -33,7 +33,7 @@ class SessionExits:
         self.count_readers: Callable[[Owner, str], int] = lambda _owner, _session_id: 0
         close = partial(self.close, reason="draining")
         self.drain = Drain(parts.sessions, flow, parts.link, close)
-        parts.quotas.unload = self._unload_one
+        parts.quotas.room_makers.unload = self._unload_one
 
     def close(self, session: Session, reason: CloseReason) -> None:
         """Reject new turns, end waiting ones, cancel a running one; `finish` does the rest when the

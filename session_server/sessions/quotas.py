@@ -93,6 +93,19 @@ class MakeRoom(Protocol):
         ...
 
 
+def _unload_none(owner: Owner, *, of_others: bool) -> bool:  # noqa: ARG001 - as `MakeRoom`
+    return False
+
+
+@dataclass(slots=True)
+class RoomMakers:
+    """Hold what makes room: `unload` takes a session out of the memory, each of `close` closes
+    one."""
+
+    unload: MakeRoom = _unload_none
+    close: list[MakeRoom] = field(default_factory=list)
+
+
 class Quotas:
     """Count everything that is limited per owner."""
 
@@ -131,8 +144,7 @@ class Quotas:
         self.output_rate = OwnerRate(
             "output tokens", None, rate_of=lambda owner: owner.limits.output_tokens_per_min
         )
-        self.room_makers: list[MakeRoom] = []
-        self.unload: MakeRoom = lambda _owner, *, of_others: False
+        self.room_makers = RoomMakers()
 
     def check_session(self, owner: Owner, num_bytes: int) -> None:
         """Reject a session beyond the limit, or one that starts with more bytes than there is room
@@ -294,7 +306,7 @@ class Quotas:
         if budget.has_room_for(owner, amount):
             # An owner has as many sessions wherever they are.
             most = 0 if budget is self.owned_sessions else MAX_UNLOADED
-            self._make_room(budget, owner, amount, make=self.unload, most=most)
+            self._make_room(budget, owner, amount, make=self.room_makers.unload, most=most)
             self._make_room(budget, owner, amount, make=self._close_spared, most=MAX_SPARED)
         budget.check(owner, amount)
 
@@ -315,7 +327,7 @@ class Quotas:
         return None
 
     def _close_spared(self, owner: Owner, *, of_others: bool) -> bool:
-        return any(make(owner, of_others=of_others) for make in self.room_makers)
+        return any(make(owner, of_others=of_others) for make in self.room_makers.close)
 
     def holds(self, owner: Owner) -> bool:
         """Return whether anything is kept for an owner: sessions, records, turns."""
