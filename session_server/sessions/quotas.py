@@ -93,7 +93,7 @@ class MakeRoom(Protocol):
         ...
 
 
-def _unload_none(owner: Owner, *, of_others: bool) -> bool:  # noqa: ARG001 - as `MakeRoom`
+def _unload_none(owner: Owner, *, of_others: bool) -> bool:
     return False
 
 
