@@ -168,7 +168,8 @@ class Journal:
         return self._last_seq
 
     def suspend(self) -> None:
-        """End the log of a session that goes on in another process: nobody is told of an end."""
+        """End the log of a session that goes on without it, in another process or when it is read
+        again: nobody is told of an end."""
         self._is_closed = True
         self._notify_listeners()
 
