@@ -206,7 +206,7 @@ class SessionOptions(_Section):
         float, Bound("seconds", "`session.closed` with reason `expired`, close code 4410")
     ] = _setting(900.0, "idle time before a session expires, seconds", gt=0, le=30 * 86400)
     max_sessions: Annotated[int, Bound("sessions", "another one is refused: `server_busy`")] = (
-        _setting(10_000, "maximum open sessions", ge=1, le=1 << 20)
+        _setting(10_000, "maximum open sessions in memory", ge=1, le=1 << 20)
     )
     memory_bytes: Annotated[
         int,

@@ -1,11 +1,14 @@
 """Check whether this machine can serve, and say how to fix what is wrong.
 
-The exit status is 1 if a finding would keep the server from serving.
+With --store it examines a store instead, with a server running or without, and
+changes nothing there. The exit status is 1 if a finding would keep the server
+from serving, or if sessions of the store are damaged or lost.
 
 examples:
   session-server doctor
   session-server doctor --model-path PATH            check your own checkpoint
   session-server doctor --port 8000 --json | jq .ok
+  session-server doctor --store DIR            read every session of a store
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import socket
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -34,7 +38,9 @@ from session_server.demo import MODEL_DIR
 from session_server.models.errors import ModelError
 from session_server.models.gguf.config import ARCHITECTURES
 from session_server.models.registry import FAMILIES
+from session_server.progress import StepProgress
 from session_server.served_model import checked_directory, open_model
+from session_server.sessions.store.examination import examine
 from session_server.terminal import make_table
 
 MIN_FREE_BYTES: Final = 1 << 30
@@ -89,6 +95,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=30000,
         help="port to listen on (default: %(default)s)",
     )
+    store = parser.add_argument_group("store", "Examine a store, and nothing else.")
+    store.add_argument("--store", type=Path, metavar="DIR", help="directory of the store")
     output = parser.add_argument_group("output")
     output.add_argument(
         "--json", action="store_true", help="print one JSON object instead of a table"
@@ -97,8 +105,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run every check. Return 1 if a finding would keep the server from serving."""
-    model_dir = Path(args.model_path) if args.model_path else MODEL_DIR
-    findings = list(run_checks(model_dir, args.host, args.port))
+    if args.store is not None:
+        findings = list(check_store(args.store))
+    else:
+        model_dir = Path(args.model_path) if args.model_path else MODEL_DIR
+        findings = list(run_checks(model_dir, args.host, args.port))
     is_wrong = any(finding.verdict is CheckStatus.WRONG for finding in findings)
     console = Console()
     if args.json:
@@ -106,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
         return int(is_wrong)
     styles = {CheckStatus.GOOD: "green", CheckStatus.WARNING: "yellow", CheckStatus.WRONG: "red"}
     rows = (
-        (of.topic, f"[{styles[of.verdict]}]{of.verdict}[/]", escape(of.found), of.advice)
+        (of.topic, f"[{styles[of.verdict]}]{of.verdict}[/]", escape(of.found), escape(of.advice))
         for of in findings
     )
     columns = (Column(""), Column(""), Column("found"), Column("what to do"))
@@ -123,6 +134,16 @@ def run_checks(model_dir: Path, host: str, port: int) -> Iterator[Finding]:
     yield from check_model(model_dir)
     yield check_port(host, port)
     yield check_disk(shutil.disk_usage(model_dir if model_dir.is_dir() else Path.cwd()).free)
+
+
+def check_store(directory: Path) -> Iterator[Finding]:
+    """Examine a store, and show on stderr how far that is."""
+    with StepProgress(Console(stderr=True)) as progress:
+        task = progress.add_task("sessions", total=None)
+        for of in examine(directory, partial(progress.advance, task)):
+            verdict = CheckStatus.WARNING if of.advice else CheckStatus.GOOD
+            verdict = CheckStatus.WRONG if of.is_wrong else verdict
+            yield Finding(of.topic, verdict, of.found, of.advice)
 
 
 def check_python() -> Finding:

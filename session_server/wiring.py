@@ -86,6 +86,9 @@ _GC_THRESHOLDS: Final = (5_000, 2, 400)
 """A young collection walks 20,000 objects at most, which takes milliseconds. A full one follows
 eight million allocations that were not freed; a request leaves a handful of objects in a cycle."""
 
+STORE_FACTOR: Final = 16
+"""Bytes of sessions in the store for each byte of `--session-memory-bytes`."""
+
 _MAX_TURNS: Final = 16_384
 """Maximum turns that wait or run, over all sessions."""
 
@@ -381,7 +384,7 @@ async def opened_store(settings: Settings, text: ModelText) -> AsyncIterator[Ses
     if directory is None:
         yield None
         return
-    model, durability = text.tokenizer.fingerprint, settings.sessions.durability
+    model, durability = text.fingerprint, settings.sessions.durability
     store = SessionStore(directory.expanduser(), model=model, durability=durability)
     _logger.info("sessions are kept in %s, where there are %d", directory, store.num_sessions)
     store.start(asyncio.get_running_loop())
@@ -414,6 +417,7 @@ def make_manager(
             history_bytes=sessions.memory_bytes // 2,
             turn_bytes=sessions.memory_bytes // 4,
             replay_bytes=sessions.memory_bytes // 4,
+            store_bytes=sessions.memory_bytes * STORE_FACTOR,
             owner_sessions=None,
             owner_turns=None,
         ),

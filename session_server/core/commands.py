@@ -109,11 +109,12 @@ class CancelTurn(Command, frozen=True, tag=True, kw_only=True):
 class CloseSession(Command, frozen=True, tag=True, kw_only=True):
     """Drop the session. A running turn is cancelled first. An unknown id is ignored.
 
-    `is_deleted`: nothing of it is kept outside of the pools that no other session has.
+    `is_deleted`: nothing of it is kept outside of the pools that no other session has. Else a copy
+    of its KV is made where such are kept, because it comes back.
     """
 
     session_id: SessionId
-    is_deleted: bool = False
+    is_deleted: bool = True
 
 
 class CoolSession(Command, frozen=True, tag=True, kw_only=True):

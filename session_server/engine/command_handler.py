@@ -228,6 +228,8 @@ class CommandHandler:
         session_id = command.session_id
         turn = self._scheduler.turn_of(session_id)
         self._input_drafts.stop(session_id)
+        if not command.is_deleted:
+            self._tiers.note_cooling(session_id)
         is_gone = self._cache.close(session_id)
         if turn is not None:
             # The slot of a running turn goes in its `end_turn`; a waiting turn holds no slot.

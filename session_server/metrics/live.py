@@ -23,11 +23,14 @@ _CLOSES: Final = get_args(CloseReason)
 @dataclass(frozen=True, slots=True)
 class StoreState:
     """Hold what a scrape reads of a store. `commits`: the upper bound of each class, in seconds, as
-    Prometheus writes it, and how many commits took no longer."""
+    Prometheus writes it, and how many commits took no longer. `num_unread`: sessions that are on
+    disk alone; `moves`: how often one was "loaded" from there, or "unloaded"."""
 
     commits: Sequence[tuple[str, float]]
     commit_s: float
     writes: Mapping[str, int]
+    num_unread: int
+    moves: Mapping[str, int]
     num_behind: int
     is_failing: bool
 
@@ -66,7 +69,7 @@ class LiveCollector(Collector):
         yield from self._of_store(None if state is None else state.store)
 
     def _of_sessions(self, state: LiveState | None) -> Iterator[Metric]:
-        sessions = self._gauge("sessions", "Open sessions.")
+        sessions = self._gauge("sessions", "Open sessions in memory.")
         resident = self._gauge("resident_sessions", "Open sessions that have KV.")
         opened = self._counter("sessions_opened", "Sessions opened.")
         closed = self._counter("sessions_closed", "Sessions closed, by reason.", "reason")
@@ -114,6 +117,12 @@ class LiveCollector(Collector):
             f"{self._namespace}_store_commit_seconds", "Time of commits of the store."
         )
         writes = self._counter("store_writes", "Writes to the store, by outcome.", "outcome")
+        unread = self._gauge("store_sessions_unread", "Open sessions that are on disk alone.")
+        moves = self._counter(
+            "store_session_moves",
+            "Times a session was loaded from the store, or left the memory to make room, by kind.",
+            "kind",
+        )
         behind = self._gauge(
             "store_sessions_behind",
             "Sessions of which something could not be written to the store.",
@@ -122,9 +131,11 @@ class LiveCollector(Collector):
         if store is not None:
             commits.add_metric((), buckets=store.commits, sum_value=store.commit_s)
             _fill(writes, store.writes)
+            unread.add_metric((), store.num_unread)
+            _fill(moves, store.moves)
             behind.add_metric((), store.num_behind)
             failing.add_metric((), store.is_failing)
-        yield from (commits, writes, behind, failing)
+        yield from (commits, writes, unread, moves, behind, failing)
 
     def _gauge(self, name: str, text: str, *labels: str) -> GaugeMetricFamily:
         return GaugeMetricFamily(f"{self._namespace}_{name}", text, labels=labels)

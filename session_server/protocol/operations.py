@@ -139,7 +139,8 @@ class SampleBody(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
 class AdminSessionBody(msgspec.Struct, frozen=True, kw_only=True):
     """A session of any owner.
 
-    `id` is the server's own, as `/v1/admin/memory` has it; `session_id` is what the session's owner
+    `id` is the server's own, as `/v1/admin/memory` has it, and begins with `d_` where the session
+    is on disk alone; `session_id` is what the session's owner
     calls it, `owner` a digest that names nobody. `pages` and `kv_bytes`: what it holds of all
     pools, pages that it shares included; null where the engine does not know. `idle_s`: since its
     last turn ended, 0 while one runs. `cached_share` and the times to the first token are those of

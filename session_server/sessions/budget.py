@@ -53,6 +53,11 @@ class OwnerBudget:
         return self._limit
 
     @property
+    def is_in_reserve(self) -> bool:
+        """Return whether all owners hold so much that those with a share get no more than few."""
+        return self._total > self._limit - int(self._limit * RESERVED_PART)
+
+    @property
     def owners(self) -> frozenset[Owner]:
         """Return the owners that hold anything."""
         return frozenset(self._held)

@@ -102,6 +102,10 @@ class SessionDrafts:
         self.parts.sessions.deadlines.watch(session)
         self.start(session)
 
+    def is_drafting(self, session: Session) -> bool:
+        """Return whether a draft of the session is to be answered, or is being tokenized."""
+        return session in self._newest or session in self._building
+
     def num_held(self, owner: Owner, session_id: str, chat: ChatInput) -> int:
         """Return how many messages of a whole conversation need not be drafted again: those that
         are all that the history holds, up to its last answer; else 0. Raises SessionNotFound."""

@@ -38,6 +38,9 @@ since the beginning, number of the item, its index, tokens of the context, of it
 drafted, the seconds after which what failed can succeed or 0, and the milliseconds to the first
 token or -1. Packed, because a session keeps every one."""
 
+_DURABLE_AT: Final = Struct("<16sBB").size
+"""Where a record says whether it is on disk."""
+
 _KINDS: Final = ("stop", "length", "kept", "dropped", "failed")
 _REASONS: Final[tuple[CancelReason, ...]] = get_args(CancelReason)
 _FORMS: Final = {wire.code: wire for wire in (*WIRE_ERRORS.values(), INTERNAL_ERROR)}
@@ -103,6 +106,8 @@ class EndedTurns:
 
     def __init__(self) -> None:
         self._records: dict[int, bytes] = {}
+        self._unwritten: set[int] = set()
+        """Keys of turns that were told not to be on disk."""
 
     def __len__(self) -> int:
         return len(self._records)
@@ -120,6 +125,15 @@ class EndedTurns:
         record = record_of(turn, end, num_items=num_items)
         place = end_seq, end_seq - turn.created_seq
         self._records[record.key] = _packed(record, place, is_durable=end.outcome.is_durable)
+        if end.outcome.is_durable is False:
+            self._unwritten.add(record.key)
+
+    def note_written(self) -> None:
+        """Note that all of them are on disk. O(those that were told not to be)."""
+        while self._unwritten:
+            key = self._unwritten.pop()
+            head, tail = self._records[key][:_DURABLE_AT], self._records[key][_DURABLE_AT + 1 :]
+            self._records[key] = head + bytes([_DURABLE.index(True)]) + tail
 
     def records(self) -> tuple[EndRecord, ...]:
         """Return all of them for another process, whose journals have none of these entries."""

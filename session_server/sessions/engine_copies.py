@@ -48,9 +48,11 @@ class EngineCopies:
         )
         copy.set_known_len(base_len, self._link.generation)
 
-    def delete(self, session: Session) -> None:
-        """Let the engine forget a session that is closed, and what it keeps of its KV anywhere."""
-        copy, comes_back = session.copy, session.closing == "draining" and session.life.log
-        # What comes back when the server does goes on with its KV.
-        if copy.known_len(self._link.generation) is not None and not comes_back:
-            self._link.send_or_queue(CloseSession(session_id=copy.session_id, is_deleted=True))
+    def close(self, session: Session) -> None:
+        """Let the engine forget a session. One that does not come back leaves no KV anywhere."""
+        copy, log = session.copy, session.life.log
+        comes_back = log is not None and session.closing in (None, "draining")
+        if copy.known_len(self._link.generation) is not None:
+            self._link.send_or_queue(
+                CloseSession(session_id=copy.session_id, is_deleted=not comes_back)
+            )

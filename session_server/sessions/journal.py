@@ -132,6 +132,11 @@ class Journal:
         return self._entries[0].at_s
 
     @property
+    def has_listeners(self) -> bool:
+        """Return whether anybody is told of each entry."""
+        return bool(self._listeners)
+
+    @property
     def newest(self) -> JournalEntry:
         """Return the newest entry, which must be kept."""
         return self._entries[-1]
@@ -163,7 +168,8 @@ class Journal:
         return self._last_seq
 
     def suspend(self) -> None:
-        """End the log of a session that goes on in another process: nobody is told of an end."""
+        """End the log of a session that goes on without it, in another process or when it is read
+        again: nobody is told of an end."""
         self._is_closed = True
         self._notify_listeners()
 

@@ -34,7 +34,6 @@ from session_server.core.session_events import (
     CancelReason,
     CloseReason,
     RawInput,
-    SessionClosed,
     StateReason,
     TurnEnd,
     TurnRequest,
@@ -42,9 +41,9 @@ from session_server.core.session_events import (
 from session_server.core.turn_report import TurnListener
 from session_server.sessions.answer_grammar import held_request
 from session_server.sessions.drafts import SessionDrafts
-from session_server.sessions.drain import Drain
 from session_server.sessions.edits import HistoryEdits
 from session_server.sessions.engine_link import EngineLink
+from session_server.sessions.exits import SessionExits
 from session_server.sessions.footprint import input_bytes, message_bytes, metadata_bytes
 from session_server.sessions.journal import Journal
 from session_server.sessions.opening import SessionMaker, check_repeated
@@ -118,14 +117,13 @@ class SessionManager:
             self._link, text, limits=self._limits, quotas=self._quotas, clock=clock, salts=salts
         )
         self._flow.on_idle = self._on_idle
-        close = partial(self._close, reason="draining")
-        self._drain = Drain(self._sessions, self._flow, self._link, close)
         prompts = self._flow.prompt_builder
         mark_cold = self._flow.residents.mark_cold
         logs = self._flow.conclusion.logs
         parts = SessionParts(self._sessions, self._link, self._quotas, prompts, mark_cold, logs)
         self.drafts = SessionDrafts(parts, self._flow.copies, text, self._limits, clock)
         self.edits = HistoryEdits(parts, text, self._limits, clock, self._open_with, self.drafts)
+        self.exits = SessionExits(parts, self._flow, self.drafts)
 
     @property
     def engine_ready(self) -> EngineReady | None:
@@ -140,7 +138,7 @@ class SessionManager:
     @property
     def is_draining(self) -> bool:
         """Return whether the server shuts down and accepts no new work."""
-        return self._drain.is_on
+        return self.exits.drain.is_on
 
     def on_turn_ended(self, listener: TurnListener) -> None:
         """Have a listener told of every accepted turn that ends, in place of the one before."""
@@ -151,6 +149,9 @@ class SessionManager:
         logs = self._flow.conclusion.logs
         logs.store = store
         self._sessions.number_from(store.last_number)
+        for owner_id, num_sessions, num_bytes in store.holdings():
+            self._quotas.owned_sessions.add(Owner(owner_id), num_sessions)
+            self._quotas.stored_bytes.add(Owner(owner_id), num_bytes)
         self._sessions.on_disk = StoredSessions(
             store, logs, self._sessions, self._quotas, self._maker
         )
@@ -217,6 +218,11 @@ class SessionManager:
         """
         return self._add(self._make_session(owner, request), is_stored=request.is_stored)
 
+    async def load(self, owner: Owner, session_id: str) -> None:
+        """Bring a long session that is on disk into memory, others being served in between: every
+        other method reads it at once. Raises what they raise, but SessionNotFound."""
+        await self._sessions.load(owner, session_id)
+
     def get(self, owner: Owner, session_id: str) -> SessionView:
         """Return one session. Raises SessionNotFound."""
         return self._sessions.get(owner, session_id).view()
@@ -269,7 +275,7 @@ class SessionManager:
         if (view := self._sessions.close_on_disk(owner, session_id)) is not None:
             return view
         session = self._sessions.get(owner, session_id)
-        self._close(session, reason)
+        self.exits.close(session, reason)
         return session.view()
 
     async def encode(self, owner: Owner, raw: RawInput, *, add_bos: bool) -> tuple[int, ...]:
@@ -439,15 +445,9 @@ class SessionManager:
         with contextlib.suppress(EngineUnavailable):
             self._link.resend()
         self._flow.retry()
-        self._expire(now_s)
+        self.exits.expire(now_s)
         self._drop_old(now_s)
         self._flow.conclusion.logs.retry()
-
-    def _expire(self, now_s: float) -> None:
-        for session in self._sessions.deadlines.pop_expired(now_s):
-            self._close(session, "expired")
-        if self._sessions.deadlines.is_due(now_s):
-            self._flow.backlog.defer(partial(self._expire, now_s))
 
     def _drop_old(self, now_s: float) -> None:
         """Drop slices of old journal entries, of rates that are paid and of sessions on disk that
@@ -462,19 +462,18 @@ class SessionManager:
 
     async def drain(self, deadline_s: float) -> None:
         """Reject new work, and end what there is; see `Drain.run`."""
-        await self._drain.run(deadline_s)
+        await self.exits.drain.run(deadline_s)
 
     # -- sessions
 
     def _check_open(self, owner: Owner, request: OpenRequest) -> None:
         """Reject what can be rejected without tokenizing the messages."""
-        if self._drain.is_on:
+        if self.exits.drain.is_on:
             raise ServerDraining("the server is shutting down")
         check_open(request, self._limits)
+        self._sessions.by_use.in_hand = None
         if request.session_id is not None:
             self._sessions.check_free(owner, request.session_id)
-        if request.is_stored and self._sessions.on_disk is not None:
-            self._sessions.on_disk.check_room(owner)
         self._quotas.check_session(owner, sum(map(message_bytes, request.messages)))
 
     def _make_session(self, owner: Owner, request: OpenRequest) -> Session:
@@ -487,46 +486,35 @@ class SessionManager:
         return self._add(session, is_stored=request.is_stored)
 
     def _add(self, session: Session, *, is_stored: bool) -> SessionView:
+        if is_stored and self._sessions.on_disk is not None:
+            self._quotas.stored_bytes.check(session.owner, session.transcript.num_bytes)
         self._quotas.take_session(session)
         self._sessions.add(session)
         self._sessions.deadlines.watch(session)
         if is_stored:
             self._flow.conclusion.logs.open(session)
+        self._sessions.by_use.use(session)
         return session.view()
-
-    def _close(self, session: Session, reason: CloseReason) -> None:
-        if session.closing is not None:
-            return
-        session.closing = reason
-        cancel_reason: CancelReason = "draining" if reason == "draining" else "session_closed"
-        waiting_first = (*session.queue, *([session.live] if session.live else []))
-        self._flow.cancel(session, *waiting_first, keep_partial=True, reason=cancel_reason)
 
     def _on_idle(self, session: Session) -> None:
         """Finish a close that waited for the last turn to end. Does nothing for a session that is
         closed already: whoever is told of a turn's end may close its session."""
-        self._drain.became_idle.set()
+        self.exits.drain.became_idle.set()
         if self._sessions.find(session.owner, session.session_id) is not session:
             return
         if session.settings.is_single_turn and session.closing is None:
             session.closing = "client"
-        if session.closing is None or not session.is_idle:
-            self.drafts.start(session)
+        if session.closing is not None and session.is_idle:
+            self.exits.finish(session)
             return
-        self.drafts.stop(session)
-        self._flow.copies.delete(session)
-        self._sessions.remove(session, session.closing)
-        self._sessions.deadlines.remove(session)
-        self._flow.residents.drop(session)
-        self._quotas.release_session(session)
-        tell = partial(session.journal.append, SessionClosed(session.closing))
-        self._flow.conclusion.logs.close(session, tell)
+        self._sessions.by_use.postpone(session)
+        self.drafts.start(session)
 
     # -- turns
 
     def _new_turn(self, session: Session, request: TurnRequest, digest: bytes) -> SessionTurn:
         """Check, count and return a turn that is new to its session."""
-        if self._drain.is_on:
+        if self.exits.drain.is_on:
             raise ServerDraining("the server is shutting down")
         session.check_not_closing()
         if self._link.is_gone or self._link.ready is None:
@@ -542,6 +530,8 @@ class SessionManager:
                 waiting = f"{len(session.queue)} wait behind it, as many as may"
                 raise SessionBusy(f"a turn of this session has not ended, and {waiting}")
         self._quotas.check_turn(session.owner, request)
+        if session.life.log is not None:
+            self._quotas.stored_bytes.check(session.owner, input_bytes(request.input))
         self._quotas.start_turn(session.owner, now_s=self._clock())
         turn = SessionTurn(
             request=request,

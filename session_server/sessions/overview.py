@@ -8,6 +8,7 @@ import heapq
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Final, Literal
 
 from session_server.core.errors import InvalidRequest, SessionNotFound
@@ -16,8 +17,9 @@ from session_server.core.ids import SessionId, TurnId
 from session_server.core.owner import Owner
 from session_server.sessions.parts import SessionParts
 from session_server.sessions.session import Session
+from session_server.sessions.store.survey import SurveyQuestion
 from session_server.sessions.turn_names import TurnName, TurnNames
-from session_server.sessions.views import SessionView
+from session_server.sessions.views import SessionView, StoredSummary
 
 SortKey = Literal["opened", "active", "tokens", "turns", "cached", "ttft"]
 
@@ -27,6 +29,8 @@ MEASURED_TURNS: Final = 16
 _CURSOR: Final = re.compile(r"(-?[0-9]{1,16}(?:\.[0-9]{1,17})?(?:e-[0-9]{1,3})?)~([0-9]{1,20})")
 """What a session is sorted by, and its order."""
 
+_STORED_ID: Final = re.compile(r"d_([0-9]{1,18})")
+
 _Place = tuple[float, int]
 
 
@@ -34,7 +38,8 @@ _Place = tuple[float, int]
 class SessionSummary:
     """Describe a session to operators.
 
-    `id`: the engine's, which no two owners share. `idle_s`: since its last turn
+    `id`: the engine's, which no two owners share; of one on disk alone `d_` and its number.
+    `idle_s`: since its last turn
     ended or it was opened, 0 while one runs. `input_tokens` and `cached_tokens`: of the last
     `MEASURED_TURNS` turns; `ttft_ms`: their times to the first token, ascending.
     """
@@ -71,24 +76,32 @@ class SessionOverview:
         parts: SessionParts,
         names: TurnNames,
         clock: Callable[[], float],
+        owner_of: Callable[[str], Owner] = Owner,
     ) -> None:
+        """Show the sessions that `parts` have. `owner_of` returns the owner of an id."""
         self._sessions, self._link = parts.sessions, parts.link
         self._names = names
         self._clock = clock
+        self._owner_of = owner_of
         self._walk = asyncio.Lock()
 
-    def locate(self, session_id: str) -> tuple[Owner, str]:
-        """Return whose session this is and what its owner calls it. Raises SessionNotFound."""
-        session = self._find(session_id)
-        return session.owner, session.session_id
-
-    def id_of(self, owner: Owner, session_id: str) -> SessionId:
-        """Return the engine's id of an owner's session. Raises SessionNotFound."""
-        return self._sessions.get(owner, session_id).copy.session_id
-
     def show(self, session_id: str) -> SessionSummary:
-        """Return one session. Raises SessionNotFound."""
-        return self._summary(self._find(session_id))
+        """Return one session, which is not read for that. Raises SessionNotFound, ServerBusy."""
+        session = self._sessions.find_by_engine_id(SessionId(session_id))
+        if session is not None:
+            return self._summary(session)
+        stored = _STORED_ID.fullmatch(session_id)
+        on_disk = self._sessions.on_disk
+        found = None if stored is None or on_disk is None else on_disk.numbered(int(stored[1]))
+        if found is None:
+            raise SessionNotFound("No such session: closed or expired, or never opened.")
+        owner = self._owner_of(found.owner_id)
+        session = self._sessions.find(owner, found.view.session_id)
+        return self._unread(found) if session is None else self._summary(session)
+
+    def show_of(self, owner: Owner, session_id: str) -> SessionSummary:
+        """Return an owner's session. Raises SessionNotFound."""
+        return self._summary(self._sessions.get(owner, session_id))
 
     async def page(
         self, *, sort: SortKey, limit: int, after: str | None, matching: str = ""
@@ -102,22 +115,40 @@ class SessionOverview:
         start = None if after is None else _place_of(after)
         async with self._walk:
             places: list[tuple[_Place, Session]] = []
-            num_matching = 0
+            num_matching, loaded = 0, set[int]()
             async for session in self._sessions.in_slices():
+                if session.life.log is not None:
+                    loaded.add(session.life.order)
                 if matching and not _matches(session, matching):
                     continue
                 num_matching += 1
                 place = self._place(session, sort)
                 if start is None or place > start:
                     _keep_first(places, place, session, limit + 1)
-        first = sorted(((-value, -order), found) for (value, order), found in places)
-        has_more = len(first) > limit
-        page = first[:limit]
+            asked = SurveyQuestion(sort, start, limit + 1, matching, _digest_of, frozenset(loaded))
+            unread, num_unread = await self._survey(asked)
+        first = [
+            ((-value, -order), self._summary(session))
+            for (value, order), session in places
+            if not session.journal.is_closed
+        ]
+        page = sorted([*first, *unread], key=itemgetter(0))
+        has_more = len(page) > limit
         return SummaryPage(
-            tuple(self._summary(session) for _, session in page if not session.journal.is_closed),
-            num_matching,
-            _cursor_of(page[-1][0]) if has_more else None,
+            tuple(summary for _, summary in page[:limit]),
+            num_matching + num_unread,
+            _cursor_of(page[limit - 1][0]) if has_more else None,
         )
+
+    async def _survey(
+        self, asked: SurveyQuestion
+    ) -> tuple[list[tuple[_Place, SessionSummary]], int]:
+        """Return sessions on disk alone with their places, and how many match."""
+        if self._sessions.on_disk is None:
+            return [], 0
+        found, num_matching = await self._sessions.on_disk.survey(asked)
+        unread = [((each.place, each.number), self._unread(each)) for each in found]
+        return unread, num_matching
 
     async def report(
         self, *, session_ids: Sequence[SessionId] = (), steps_after: int | None = None
@@ -129,12 +160,6 @@ class SessionOverview:
     def turn_name(self, engine_id: TurnId) -> TurnName | None:
         """Return whose turn or draft this is; None for one that ended long ago."""
         return self._names.find(engine_id)
-
-    def _find(self, session_id: str) -> Session:
-        session = self._sessions.find_by_engine_id(SessionId(session_id))
-        if session is None:
-            raise SessionNotFound("No such session: closed or expired, or never opened.")
-        return session
 
     def _idle_s(self, session: Session) -> float:
         return 0.0 if session.live else max(0.0, self._clock() - session.life.last_active_s)
@@ -149,6 +174,18 @@ class SessionOverview:
             input_tokens=input_tokens,
             cached_tokens=cached_tokens,
             ttft_ms=tuple(sorted(ttft_ms)),
+        )
+
+    def _unread(self, found: StoredSummary) -> SessionSummary:
+        """Return what the disk says of a session without reading it."""
+        return SessionSummary(
+            id=SessionId(f"d_{found.number}"),
+            owner=self._owner_of(found.owner_id),
+            view=found.view,
+            idle_s=found.idle_s,
+            input_tokens=0,
+            cached_tokens=0,
+            ttft_ms=(),
         )
 
     def _place(self, session: Session, sort: SortKey) -> _Place:
@@ -172,7 +209,11 @@ class SessionOverview:
 
 def digest_of_owner(owner: Owner) -> str:
     """Return what operators see of an owner: the same for each of its sessions, and no key."""
-    return hashlib.blake2b(owner.owner_id.encode(), digest_size=4).hexdigest()
+    return _digest_of(owner.owner_id)
+
+
+def _digest_of(owner_id: str) -> str:
+    return hashlib.blake2b(owner_id.encode(), digest_size=4).hexdigest()
 
 
 def percentile(ascending: Sequence[float], share: float) -> float | None:

@@ -29,6 +29,9 @@ from session_server.text.tokenizer import LONG_TEXT_CHARS
 MAX_SPARED: Final = 64
 """Sessions that close to make room for one other, or for one turn."""
 
+MAX_UNLOADED: Final = 1024
+"""Sessions that leave the memory, and stay on disk, to make room for one other, or for one turn."""
+
 _ANY: Final = 1 << 62
 """More than all owners can hold together."""
 
@@ -63,9 +66,10 @@ class SessionLimits:
 class QuotaLimits:
     """Bound what the server holds in total, and each owner beyond its share of that.
 
-    `turns` counts unfinished turns. `history_bytes` bounds conversations: tokens, texts, metadata,
-    records of ended turns. `turn_bytes` bounds unfinished turns: inputs, prompts, answers, scores.
-    `replay_bytes` bounds all journals together, whoever owns them.
+    `sessions` counts those in memory, `turns` unfinished ones. `history_bytes` bounds
+    conversations: tokens, texts, metadata, records of ended turns. `turn_bytes` bounds unfinished
+    turns: inputs, prompts, answers, scores.
+    `replay_bytes` bounds all journals together, whoever owns them; `store_bytes` what is on disk.
     `owner_input_tokens_per_min` counts new input tokens of accepted turns, as a bucket that refills
     steadily and holds one minute's worth; None does not limit the rate.
     """
@@ -75,29 +79,45 @@ class QuotaLimits:
     history_bytes: int = 2 << 30
     turn_bytes: int = 1 << 30
     replay_bytes: int = 1 << 30
+    store_bytes: int = 1 << 36
     owner_sessions: int | None = 1024
     owner_turns: int | None = 1024
     owner_input_tokens_per_min: int | None = None
 
 
 class MakeRoom(Protocol):
-    """Close one session that can be spared, the owner's or also another's."""
+    """Close or unload one session that can be spared, the owner's or also another's."""
 
     def __call__(self, owner: Owner, *, of_others: bool) -> bool:
         """Return whether there was one."""
         ...
 
 
+def _unload_none(owner: Owner, *, of_others: bool) -> bool:
+    return False
+
+
+@dataclass(slots=True)
+class RoomMakers:
+    """Hold what makes room: `unload` takes a session out of the memory, each of `close` closes
+    one."""
+
+    unload: MakeRoom = _unload_none
+    close: list[MakeRoom] = field(default_factory=list)
+
+
 class Quotas:
     """Count everything that is limited per owner."""
 
     def __init__(self, limits: QuotaLimits) -> None:
-        self.sessions = OwnerBudget(
-            "sessions",
-            limits.sessions,
-            owner_limit=limits.owner_sessions,
-            limit_of=lambda owner: owner.limits.max_sessions,
+        self.sessions = OwnerBudget("sessions", limits.sessions, owner_limit=limits.owner_sessions)
+        """Sessions in memory."""
+
+        self.owned_sessions = OwnerBudget(
+            "sessions", _ANY, limit_of=lambda owner: owner.limits.max_sessions
         )
+        """All sessions, those that are on disk alone among them."""
+
         self.turns = OwnerBudget("unfinished turns", limits.turns, owner_limit=limits.owner_turns)
         self.history_bytes = OwnerBudget(
             "bytes of conversations",
@@ -109,6 +129,7 @@ class Quotas:
             limits.turn_bytes,
             limit_of=lambda owner: _left(owner.limits.max_bytes, self.history_bytes, owner),
         )
+        self.stored_bytes = OwnerBudget("bytes in the store", limits.store_bytes)
         self.kv_tokens = OwnerBudget(
             "tokens of KV", _ANY, limit_of=lambda owner: owner.limits.max_kv_tokens
         )
@@ -123,11 +144,12 @@ class Quotas:
         self.output_rate = OwnerRate(
             "output tokens", None, rate_of=lambda owner: owner.limits.output_tokens_per_min
         )
-        self.room_makers: list[MakeRoom] = []
+        self.room_makers = RoomMakers()
 
     def check_session(self, owner: Owner, num_bytes: int) -> None:
         """Reject a session beyond the limit, or one that starts with more bytes than there is room
         for. Raises QuotaExceeded, ServerBusy."""
+        self._check(self.owned_sessions, owner, 1)
         self._check(self.sessions, owner, 1)
         self._check(self.history_bytes, owner, num_bytes)
 
@@ -139,6 +161,15 @@ class Quotas:
         """Count a session about to open, and the bytes it keeps. Raises QuotaExceeded, ServerBusy,
         with nothing counted."""
         self.check_session(session.owner, session.num_bytes)
+        self.sessions.take(session.owner)
+        self.owned_sessions.take(session.owner)
+        self.recount(session)
+
+    def load_session(self, session: Session) -> None:
+        """Count a session that comes from the disk, where its owner had it already, and the bytes
+        it keeps. Raises QuotaExceeded, ServerBusy, with nothing counted."""
+        self._check(self.sessions, session.owner, 1)
+        self._check(self.history_bytes, session.owner, session.num_bytes)
         self.sessions.take(session.owner)
         self.recount(session)
 
@@ -162,6 +193,11 @@ class Quotas:
 
     def release_session(self, session: Session) -> None:
         """Stop counting a session that has closed."""
+        self.owned_sessions.add(session.owner, -1)
+        self.unload_session(session)
+
+    def unload_session(self, session: Session) -> None:
+        """Stop counting what a session keeps in memory; its owner has it still."""
         self.sessions.add(session.owner, -1)
         self.history_bytes.add(session.owner, -session.counted_bytes)
         session.counted_bytes = 0
@@ -265,28 +301,43 @@ class Quotas:
         turn.held_bytes = turn.reserved_bytes = 0
 
     def _check(self, budget: OwnerBudget, owner: Owner, amount: int) -> None:
-        """Reject what there is no room for, after sessions that can be spared have closed. Raises
-        QuotaExceeded, ServerBusy."""
-        for _ in range(MAX_SPARED if budget.has_room_for(owner, amount) else 0):
+        """Reject what there is no room for, after sessions that can be spared have left the memory,
+        or have closed. Raises QuotaExceeded, ServerBusy."""
+        if budget.has_room_for(owner, amount):
+            # An owner has as many sessions wherever they are.
+            most = 0 if budget is self.owned_sessions else MAX_UNLOADED
+            self._make_room(budget, owner, amount, make=self.room_makers.unload, most=most)
+            self._make_room(budget, owner, amount, make=self._close_spared, most=MAX_SPARED)
+        budget.check(owner, amount)
+
+    @staticmethod
+    def _make_room(
+        budget: OwnerBudget, owner: Owner, amount: int, *, make: MakeRoom, most: int
+    ) -> None:
+        """Call `make` until there is room for an amount, or it finds nothing to spare."""
+        for _ in range(most):
             try:
                 return budget.check(owner, amount)
             except QuotaExceeded:
                 of_others = False
             except ServerBusy:
                 of_others = True
-            if not any(make(owner, of_others=of_others) for make in self.room_makers):
+            if not make(owner, of_others=of_others):
                 break
-        return budget.check(owner, amount)
+        return None
+
+    def _close_spared(self, owner: Owner, *, of_others: bool) -> bool:
+        return any(make(owner, of_others=of_others) for make in self.room_makers.close)
 
     def holds(self, owner: Owner) -> bool:
         """Return whether anything is kept for an owner: sessions, records, turns."""
-        budgets = (self.sessions, self.turns, self.history_bytes, self.turn_bytes)
+        budgets = (self.owned_sessions, self.turns, self.history_bytes, self.turn_bytes)
         return any(budget.held_by(owner) for budget in budgets)
 
     @property
     def owners(self) -> frozenset[Owner]:
         """Return the owners for whom anything is counted."""
-        budgets = (self.sessions, self.turns, self.history_bytes, self.turn_bytes)
+        budgets = (self.owned_sessions, self.turns, self.history_bytes, self.turn_bytes)
         held: frozenset[Owner] = frozenset()
         rates = (self.input_rate, self.turn_rate, self.output_rate)
         return held.union(*(each.owners for each in (*budgets, *rates)))

@@ -19,7 +19,9 @@ from session_server.core.session_events import CloseReason
 from session_server.sessions.backlog import SLICE
 from session_server.sessions.deadlines import Deadlines
 from session_server.sessions.session import Session
-from session_server.sessions.views import SessionPage, SessionView
+from session_server.sessions.store.survey import SurveyQuestion
+from session_server.sessions.use_order import UseOrder
+from session_server.sessions.views import SessionPage, SessionView, StoredSummary
 
 _logger: Final = logging.getLogger("session_server.sessions")
 _order: Final = attrgetter("life.order")
@@ -35,8 +37,8 @@ class OnDisk(Protocol):
     def restore(self, owner: Owner, session_id: str) -> Session | None:
         """Return a session, registered, or None if there is none."""
 
-    def check_room(self, owner: Owner) -> None:
-        """Reject a session beyond those that an owner may have. Raises QuotaExceeded."""
+    async def load(self, owner: Owner, session_id: str) -> None:
+        """Restore a long session in slices."""
 
     def order_of(self, owner: Owner, session_id: str) -> int | None:
         """Return the place of a session in the order, or None if there is none."""
@@ -46,6 +48,12 @@ class OnDisk(Protocol):
 
     def close(self, owner: Owner, session_id: str) -> SessionView | None:
         """Delete a session, or return None if there is none."""
+
+    async def survey(self, question: SurveyQuestion) -> tuple[list[StoredSummary], int]:
+        """Return sessions of all owners, and how many there are of such."""
+
+    def numbered(self, number: int) -> StoredSummary | None:
+        """Return the session of a number, or None if there is none."""
 
     def expire(self) -> bool:
         """Delete some whose time has come; return whether there may be more."""
@@ -65,7 +73,10 @@ class SessionRegistry:
         """The sessions of each owner, oldest first, so that a place is found by bisection."""
 
         self._last_order = 0
+        self.by_use = UseOrder()
         self.num_opened = 0
+        self.num_loaded = 0
+        self.num_unloaded = 0
         self.num_closed: Counter[CloseReason] = Counter()
         self.deadlines = Deadlines()
 
@@ -98,6 +109,7 @@ class SessionRegistry:
 
     def restored(self, session: Session) -> None:
         """Add a session that is on disk, at the place in the order that it has."""
+        self.num_loaded += 1
         _logger.debug("session restored session=%s", session.session_id)
         self._register(session)
 
@@ -110,6 +122,16 @@ class SessionRegistry:
         """Remove a session that was closed for a reason; its id is free again."""
         self.num_closed[reason] += 1
         _logger.debug("session closed session=%s reason=%s", session.session_id, reason)
+        self._unregister(session)
+
+    def unload(self, session: Session) -> None:
+        """Remove a session that stays on disk."""
+        self.num_unloaded += 1
+        _logger.debug("session unloaded session=%s", session.session_id)
+        self._unregister(session)
+
+    def _unregister(self, session: Session) -> None:
+        self.by_use.remove(session)
         owned, in_order = self._by_owner[session.owner], self._in_order[session.owner]
         del owned[session.session_id]
         del in_order[bisect_left(in_order, session.life.order, key=_order)]
@@ -137,7 +159,14 @@ class SessionRegistry:
             session = self.on_disk.restore(owner, session_id)
         if session is None:
             raise SessionNotFound(_NOT_FOUND)
+        self.by_use.use(session)
         return session
+
+    async def load(self, owner: Owner, session_id: str) -> None:
+        """Bring a long session that is on disk into memory in slices, before it is asked for. Does
+        nothing for any other; raises whatever `OnDisk.load` raises."""
+        if self.on_disk is not None:
+            await self.on_disk.load(owner, session_id)
 
     def use(self, owner: Owner, session_id: str) -> Session:
         """Return an open session that is used by its id: from here on it is nobody's to spare.

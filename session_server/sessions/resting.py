@@ -35,7 +35,7 @@ class RestingSessions:
     """By owner and id: the epoch and the number of uses when it was left."""
 
     def __post_init__(self) -> None:
-        self.manager.edits.parts.quotas.room_makers.append(self._make_room)
+        self.manager.edits.parts.quotas.room_makers.close.append(self._make_room)
 
     def of(self, owner: Owner) -> list[str]:
         """Return the sessions of an owner that rest."""

@@ -59,6 +59,6 @@ class SessionRetention:
         self.drafts.stop(session)
         link, copy = self.parts.link, session.copy
         if copy.known_len(link.generation) is not None:
-            link.send_or_queue(CloseSession(session_id=copy.session_id))
+            link.send_or_queue(CloseSession(session_id=copy.session_id, is_deleted=False))
             copy.set_known_len(None, link.generation)
         self.parts.mark_cold(session)

@@ -24,6 +24,7 @@ from session_server.sessions.journal import Journal
 from session_server.sessions.store.records import EndRecord
 from session_server.sessions.transcript import Transcript
 from session_server.sessions.turn import CancelAccepted, SessionTurn, TurnPhase
+from session_server.sessions.turn_ends import with_durability
 from session_server.sessions.views import HistoryMode, SessionView, TurnView
 
 
@@ -81,6 +82,7 @@ class LogPlace:
     One write is under way at a time (`is_writing`); what comes meanwhile waits for the next one:
     `has_changed` if it needs an entry, `is_touched` if not, with the `ends` of turns and those that
     are `told`. `is_behind`: a write has failed, so the next one has all of the session.
+    `expires_s`: when the session expires as the last write has it, in monotonic seconds.
     """
 
     num_entries: int = 0
@@ -91,6 +93,7 @@ class LogPlace:
     is_behind: bool = False
     ends: list[EndRecord] = field(default_factory=list)
     told: list[Callable[[Exception | None], None]] = field(default_factory=list)
+    expires_s: float = 0.0
 
     @property
     def is_written(self) -> bool:
@@ -261,6 +264,8 @@ class Session:
             item = self.transcript.answer_of(turn_id, ended.answer_index, ended.item_id)
             found = ended.short_end(turn_id, None if item is None else message_of(item))
             is_lost = item is None and ended.usage.output_tokens > 0
+        elif ended.is_durable and not found.outcome.is_durable:
+            found = with_durability(found, is_durable=True)  # it was written since it was told
         return TurnView(
             turn_id=turn_id,
             session_id=self.session_id,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Final
 
+from session_server.core.owner import Owner
 from session_server.sessions.backlog import SLICE
 from session_server.sessions.session import LogPlace, Session
 from session_server.sessions.store.records import (
@@ -42,11 +43,14 @@ def _ignore(_error: Exception | None) -> None:
 
 class SessionLogs:
     """Keep the sessions of a manager in a store, if there is one. `clock` returns monotonic
-    seconds."""
+    seconds. `count_bytes` is told what an owner has more on disk, or less."""
 
-    def __init__(self, *, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, *, clock: Callable[[], float], count_bytes: Callable[[Owner, int], None]
+    ) -> None:
         self.store: SessionStore | None = None
         self._clock = clock
+        self._count_bytes = count_bytes
         self._behind: dict[Session, None] = {}
 
     def use(self) -> StoreUse | None:
@@ -117,6 +121,7 @@ class SessionLogs:
                 self._write(session, place)  # a last time: there may be room again
             return
         session.life.log = None
+        self._count_bytes(session.owner, -place.num_bytes)
         self._behind.pop(session, None)
 
         def told(_error: Exception | None) -> None:
@@ -181,6 +186,8 @@ class SessionLogs:
         def written(error: Exception | None) -> None:
             place.is_writing = False
             if error is None:
+                if session.life.log is place:  # else it counts no more
+                    self._count_bytes(session.owner, after[1] - place.num_bytes)
                 place.num_entries, place.num_bytes = after
                 place.is_behind = False
                 self._behind.pop(session, None)
@@ -192,6 +199,8 @@ class SessionLogs:
                 for each in told:
                     each(error)
             finally:
+                if place.is_written:
+                    session.ended.note_written()
                 if (place.has_changed or place.is_touched) and session.life.log is place:
                     self._write(session, place)
 
@@ -202,14 +211,17 @@ class SessionLogs:
     ) -> SessionRow:
         """Return what a list says of a session; `num_new` turns are about to be recorded."""
         rests = not session.queue and (session.live is None or session.is_concluding)
-        left_s = session.expires_s - self._clock()
+        now_s = self._clock()
+        left_s = session.expires_s - now_s
+        # While turns run or wait it does not expire; each of them writes it anew.
+        left_s = left_s if rests else max(left_s, 0.0) + BUSY_S
+        place.expires_s = now_s + left_s
         return SessionRow(
             number=session.life.order,
             owner_id=session.owner.owner_id,
             session_id=session.session_id,
             model=store.model,
-            # While turns run or wait it does not expire; each of them writes it anew.
-            expires_s=store.wall_clock() + (left_s if rests else max(left_s, 0.0) + BUSY_S),
+            expires_s=store.wall_clock() + left_s,
             settings=encode_settings(_stored(session)),
             num_tokens=len(session.transcript),
             num_turns=len(session.ended) + num_new,

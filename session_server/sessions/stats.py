@@ -20,10 +20,15 @@ def manager_stats(
         "history_bytes": quotas.history_bytes,
         "turn_bytes": quotas.turn_bytes,
     }
+    if flow.conclusion.logs.store is not None:
+        budgets["store_bytes"] = quotas.stored_bytes
     return ManagerStats(
         sessions=len(sessions),
+        unread_sessions=quotas.owned_sessions.total - quotas.sessions.total,
         resident_sessions=len(flow.residents),
         opened_sessions=sessions.num_opened,
+        loaded_sessions=sessions.num_loaded,
+        unloaded_sessions=sessions.num_unloaded,
         closed_sessions=dict(sessions.num_closed),
         evictions=dict(flow.residents.evictions),
         live_turns=flow.counts.live,

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import sqlite3
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Final
 
 from session_server.core.errors import (
     InternalInconsistency,
-    QuotaExceeded,
     ServerBusy,
     UnknownModel,
 )
@@ -30,8 +30,9 @@ from session_server.sessions.store.records import (
     StoredSettings,
     decode_settings,
 )
-from session_server.sessions.store.session_store import SessionStore
-from session_server.sessions.views import SessionView
+from session_server.sessions.store.session_store import ENTRIES_AT_ONCE, SessionStore
+from session_server.sessions.store.survey import SurveyQuestion
+from session_server.sessions.views import SessionView, StoredSummary
 
 _logger: Final = logging.getLogger("session_server.store")
 
@@ -45,12 +46,13 @@ class StoredSessions:
     sessions: SessionRegistry
     quotas: Quotas
     maker: SessionMaker
+    _turnstile: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def restore(self, owner: Owner, session_id: str) -> Session | None:
         """Return a session that is on disk, registered and counted, or None if there is none.
 
         Raises:
-            UnknownModel: its tokens are those of another tokenizer.
+            UnknownModel: its tokens are those of another tokenizer or chat template.
             UnsupportedOperation: it asked for a `history` that this model's template cannot write.
             InternalInconsistency: what is stored of it is damaged.
             QuotaExceeded, ServerBusy: there is no room for it in memory, or no disk to read.
@@ -59,33 +61,37 @@ class StoredSessions:
             row = self.store.find(owner.owner_id, session_id)
             if row is None:
                 return None
-            stored, left_s = _settings(row), row.expires_s - self.store.wall_clock()
-            settings = _config(stored)
-            settings.is_pinned &= self.maker.limits.allows_pinned
-            life = SessionLife(
-                self.maker.clock() + left_s - settings.ttl_s,
-                order=row.number,
-                num_uses=row.num_uses,
-            )
-            session = self.maker.again(owner, settings, life)
-            session.session_id = session_id
-            session.transcript.now = datetime.fromtimestamp(stored.now_s).astimezone()
-            self._fill(session, row)
-        self.quotas.take_session(session)
-        self.sessions.restored(session)
-        self.sessions.deadlines.watch(session)
+            session = self._begin(owner, row)
+            for _ in self._fill(session, row):
+                pass
+        self._register(session)
         return session
 
-    def check_room(self, owner: Owner) -> None:
-        """Reject a session beyond those that an owner may have, on disk or in memory. Raises
-        QuotaExceeded; ServerBusy if the disk cannot be read."""
-        limit = owner.limits.max_sessions
-        if limit is None or owner.is_exempt:
+    async def load(self, owner: Owner, session_id: str) -> None:
+        """Restore a long session in slices, others being served in between; one such session at a
+        time, because it is counted when it is there. Does nothing for any other. Raises what
+        `restore` raises."""
+        if not self._is_long(owner, session_id):
             return
+        async with self._turnstile:
+            with _reading():
+                row = self.store.find(owner.owner_id, session_id)
+                if row is None or self.sessions.find(owner, session_id) is not None:
+                    return
+                session = self._begin(owner, row)
+                for _ in self._fill(session, row):
+                    await asyncio.sleep(0)
+                    is_same = self.store.find(owner.owner_id, session_id) == row
+                    if not is_same or self.sessions.find(owner, session_id) is not None:
+                        return  # it was deleted, or somebody has read it at once
+            self._register(session)
+
+    def _is_long(self, owner: Owner, session_id: str) -> bool:
+        if self.sessions.find(owner, session_id) is not None:
+            return False
         with _reading():
-            is_full = self.store.holds(owner.owner_id, limit)
-        if is_full:
-            raise QuotaExceeded(f"you have {limit:,} sessions, as many as you may: close one")
+            row = self.store.find(owner.owner_id, session_id)
+        return row is not None and row.num_entries > ENTRIES_AT_ONCE
 
     def order_of(self, owner: Owner, session_id: str) -> int | None:
         """Return the place of a session on disk in the order of its owner's, or None. Raises
@@ -106,48 +112,101 @@ class StoredSessions:
             if self.sessions.find(owner, row.session_id) is None
         ]
 
+    async def survey(self, question: SurveyQuestion) -> tuple[list[StoredSummary], int]:
+        """Look through all sessions on disk alone; return those that were asked for, and how many
+        match. Raises ServerBusy if the disk cannot be read."""
+        with _reading():
+            answer = await self.store.survey(question)
+        found = [self._summary(row, place) for place, row in answer.found]
+        return found, answer.num_matching
+
+    def numbered(self, number: int) -> StoredSummary | None:
+        """Return the session of a number that is on disk; None if there is none. Raises ServerBusy
+        if the disk cannot be read."""
+        with _reading():
+            row = self.store.numbered(number)
+        return None if row is None else self._summary(row, 0.0)
+
+    def _summary(self, row: SessionRow, place: float) -> StoredSummary:
+        view = self._view(row, "cold")
+        idle_s = self.store.wall_clock() - (row.expires_s - view.ttl_s)
+        return StoredSummary(row.number, row.owner_id, view, max(0.0, idle_s), place)
+
     def close(self, owner: Owner, session_id: str) -> SessionView | None:
         """Delete a session that is on disk alone, whether or not it could be served; None if there
         is none. Raises ServerBusy if the disk cannot be read."""
         with _reading():
             row = self.store.find(owner.owner_id, session_id)
-        if row is None:
-            return None
-        self.store.delete(row.number)
+            if row is None:
+                return None
+            self._delete(row)
         return self._view(row, "closing")
 
     def expire(self) -> bool:
         """Delete a slice of the sessions on disk whose time has come; return whether there may be
         more. One that is in memory expires there."""
+        num_deleted = 0
         try:
-            rows = self.store.expired(limit=SLICE)
+            for row in self.store.expired(limit=SLICE):
+                session = self.sessions.find(Owner(row.owner_id), row.session_id)
+                if session is None:
+                    self._delete(row)
+                    num_deleted += 1
+                elif session.life.log is not None and session.life.log.is_written:
+                    self.logs.touch(session)
         except sqlite3.Error as error:
             _logger.error("the store cannot be read: %s", error)
             return False
-        num_deleted = 0
-        for row in rows:
-            session = self.sessions.find(Owner(row.owner_id), row.session_id)
-            if session is None:
-                self.store.delete(row.number)
-                num_deleted += 1
-            elif session.life.log is not None and session.life.log.is_written:
-                self.logs.touch(session)
         return num_deleted == SLICE
 
-    def _fill(self, session: Session, row: SessionRow) -> None:
-        """Give a new session the conversation that is in the store. Raises UnknownModel,
-        InternalInconsistency, sqlite3.Error."""
+    def _delete(self, row: SessionRow) -> None:
+        """Delete a session that is on disk alone. Raises sqlite3.Error."""
+        owner, stored = Owner(row.owner_id), self.quotas.stored_bytes
+        # Of one that is damaged there may be more now than was counted.
+        stored.add(owner, -min(self.store.num_bytes(row), stored.held_by(owner)))
+        self.quotas.owned_sessions.add(owner, -1)
+        self.store.delete(row.number)
+
+    def _begin(self, owner: Owner, row: SessionRow) -> Session:
+        """Return a session without its conversation. Raises UnsupportedOperation, UnknownModel,
+        InternalInconsistency."""
+        stored, left_s = _settings(row), row.expires_s - self.store.wall_clock()
+        settings = _config(stored)
+        settings.is_pinned &= self.maker.limits.allows_pinned
+        life = SessionLife(
+            self.maker.clock() + left_s - settings.ttl_s, order=row.number, num_uses=row.num_uses
+        )
+        session = self.maker.again(owner, settings, life)
+        session.session_id = row.session_id
+        session.transcript.now = datetime.fromtimestamp(stored.now_s).astimezone()
         if row.model != self.store.model:
-            raise UnknownModel("this session was held with a model that has another tokenizer")
+            raise UnknownModel(
+                "this session was held with a model that has another tokenizer or chat template"
+            )
+        return session
+
+    def _fill(self, session: Session, row: SessionRow) -> Iterator[None]:
+        """Give a new session the conversation that is in the store, some of it with each step.
+        Raises InternalInconsistency, sqlite3.Error."""
+        num_bytes = 0
         try:
-            entries, num_bytes = self.store.entries(row)
-            for entry in entries:
-                session.transcript.apply(entry.change)
-                for turn in entry.turns:
-                    session.ended.restore(turn)
+            for entries, size in self.store.slices(row):
+                for entry in entries:
+                    session.transcript.apply(entry.change)
+                    for turn in entry.turns:
+                        session.ended.restore(turn)
+                num_bytes += size
+                yield
         except (Damaged, ValueError) as error:
             raise _damaged(row, error) from error
-        session.life.log = LogPlace(row.num_entries, num_bytes)
+        session.life.log = LogPlace(row.num_entries, num_bytes, expires_s=session.expires_s)
+
+    def _register(self, session: Session) -> None:
+        """Count and register a session. Raises QuotaExceeded, ServerBusy."""
+        self.sessions.by_use.in_hand = None
+        self.quotas.load_session(session)
+        self.sessions.restored(session)
+        self.sessions.deadlines.watch(session)
 
     def _view(self, row: SessionRow, state: SessionState) -> SessionView:
         """Return what is known of a session without its conversation; of one whose settings are

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from session_server.core.session_events import TurnEnd
+from session_server.core.session_events import SessionRewound, TurnEnd
 from session_server.sessions.ended_turns import record_of
 from session_server.sessions.quotas import Quotas
 from session_server.sessions.session import Session
@@ -29,20 +29,28 @@ class TurnConclusion:
         self._prompt_builder = prompt_builder
         self._clock = clock
         self.counts = TurnCounts()
-        self.logs = SessionLogs(clock=clock)
+        self.logs = SessionLogs(clock=clock, count_bytes=quotas.stored_bytes.add)
 
     def end(
-        self, session: Session, turn: SessionTurn, end: TurnEnd, *, on_late: Callable[[], None]
+        self,
+        session: Session,
+        turn: SessionTurn,
+        end: TurnEnd,
+        *,
+        rewound: SessionRewound | None,
+        on_late: Callable[[], None],
     ) -> None:
-        """Conclude a turn now, or once it is on disk; `on_late` is called after the latter."""
+        """Conclude a turn now, or once it is on disk; `on_late` is called after the latter.
+        `rewound`: what readers are told with the end."""
         session.life.last_active_s = self._clock()
         if session.life.log is None:
-            self._conclude(session, turn, end)
+            self._conclude(session, turn, end, rewound)
             return
 
         def on_written(error: Exception | None) -> None:
+            durable = with_durability(end, is_durable=error is None)
             try:
-                self._conclude(session, turn, with_durability(end, is_durable=error is None))
+                self._conclude(session, turn, durable, rewound)
             finally:
                 on_late()
 
@@ -52,7 +60,7 @@ class TurnConclusion:
             self.logs.record(session, record)
         elif self.logs.record_turn(session, record, on_written):
             return
-        self._conclude(session, turn, with_durability(end, is_durable=False))
+        self._conclude(session, turn, with_durability(end, is_durable=False), rewound)
 
     def remove(self, session: Session, turn: SessionTurn) -> None:
         """Remove a turn that has ended or was rejected from its session."""
@@ -62,10 +70,14 @@ class TurnConclusion:
             self.counts.queued -= 1
         session.remove_turn(turn)
 
-    def _conclude(self, session: Session, turn: SessionTurn, end: TurnEnd) -> None:
+    def _conclude(
+        self, session: Session, turn: SessionTurn, end: TurnEnd, rewound: SessionRewound | None
+    ) -> None:
         self.counts.ended[end.status] += 1
         self.remove(session, turn)
         session.life.last_active_s = now_s = self._clock()
+        if rewound is not None:
+            session.journal.append(rewound)
         end_seq = session.journal.append(end)
         session.ended.add(turn, end, end_seq=end_seq, num_items=session.transcript.num_items)
         if not self._prompt_builder.cancel(turn):

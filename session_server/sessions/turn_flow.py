@@ -498,22 +498,23 @@ class TurnFlow:
         assert turn.phase is not TurnPhase.ENDED, "a turn ended twice"
         turn.phase = TurnPhase.ENDED
         self._sent.pop(turn.engine_id, None)
+        rewound: SessionRewound | None = None
         if turn.submitted is not None:
-            self._commit(session, turn, turn.submitted, kept=is_kept(end))
-        self.conclusion.end(session, turn, end, on_late=partial(self.start_next, session))
+            rewound = self._commit(session, turn, turn.submitted, kept=is_kept(end))
+        on_late = partial(self.start_next, session)
+        self.conclusion.end(session, turn, end, rewound=rewound, on_late=on_late)
 
     def _commit(
         self, session: Session, turn: SessionTurn, submitted: SubmittedTurn, *, kept: bool
-    ) -> None:
-        """Update the history, and the length that the engine holds of it, to what stays."""
-        num_items = submitted.prompt.num_items
+    ) -> SessionRewound | None:
+        """Update the history, and the length that the engine holds of it, to what stays. Return
+        what readers are told before the turn's end: items that they hold are replaced by the whole
+        conversation of this turn."""
+        num_items, rewound = submitted.prompt.num_items, None
         if kept and num_items is not None and num_items < session.transcript.num_items:
-            # Readers hold items that the whole conversation of this turn replaces.
             last = session.transcript.item(num_items - 1).id if num_items else None
             keep_len = submitted.prompt.keep_len
-            session.journal.append(
-                SessionRewound(last, keep_len, min(keep_len, submitted.base_len))
-            )
+            rewound = SessionRewound(last, keep_len, min(keep_len, submitted.base_len))
         if kept:
             session.transcript.commit(
                 submitted.prompt,
@@ -526,6 +527,7 @@ class TurnFlow:
         if known_len is not None:
             same_len = len(session.transcript) if kept else submitted.base_len
             session.copy.set_known_len(min(known_len, same_len), self._link.generation)
+        return rewound
 
 
 def _submitted(turn: SessionTurn) -> SubmittedTurn:

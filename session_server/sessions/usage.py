@@ -30,7 +30,7 @@ def quota_uses(
     anybody holds."""
     limits, num_bytes = owner.limits, (quotas.history_bytes, quotas.turn_bytes)
     uses = {
-        "max_sessions": QuotaUse(quotas.sessions.held_by(owner), limits.max_sessions),
+        "max_sessions": QuotaUse(quotas.owned_sessions.held_by(owner), limits.max_sessions),
         "max_kv_tokens": QuotaUse(quotas.kv_tokens.held_by(owner), limits.max_kv_tokens),
         "max_connections": QuotaUse(num_connections, limits.max_connections),
         "max_bytes": QuotaUse(sum(each.held_by(owner) for each in num_bytes), limits.max_bytes),

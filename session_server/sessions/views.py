@@ -86,6 +86,18 @@ class SessionView:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredSummary:
+    """Describe a session that is on disk alone to operators. `number` identifies it; `place`: by
+    what it was sorted."""
+
+    number: int
+    owner_id: str
+    view: SessionView
+    idle_s: float
+    place: float
+
+
+@dataclass(frozen=True, slots=True)
 class SessionPage:
     """Hold sessions of one owner, oldest first, each with the cursor of the sessions after it."""
 
@@ -179,11 +191,18 @@ class StoreUse:
 @dataclass(frozen=True, slots=True)
 class ManagerStats:
     """Hold what the manager counts now, what it has counted by reason or outcome since it was made,
-    and the engine's last statistics. `store`: None where no session is stored."""
+    and the engine's last statistics. `store`: None where no session is stored.
+
+    `sessions` are in memory, `unread_sessions` on disk alone. `loaded_sessions` came from there,
+    `unloaded_sessions` left the memory to make room.
+    """
 
     sessions: int
+    unread_sessions: int
     resident_sessions: int
     opened_sessions: int
+    loaded_sessions: int
+    unloaded_sessions: int
     closed_sessions: Mapping[CloseReason, int]
     evictions: Mapping[StateReason, int]
     live_turns: int

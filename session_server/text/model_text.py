@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,8 @@ class ModelText(ModelTokens):
     `chat` is None for a checkpoint without a chat template: it accepts text and token inputs only.
     `chat_error` is why not even a plain conversation can be rendered, None if it can.
     `answer_format`: how its answers think and call tools, and `markup_ids` the special tokens in
-    which they do. `grammars` finds out what answers can be held to.
+    which they do. `grammars` finds out what answers can be held to. `fingerprint` is equal for
+    models whose token ids, end tokens and template are: what a conversation goes on with.
     """
 
     chat: ChatEncoder | None
@@ -46,6 +48,7 @@ class ModelText(ModelTokens):
     markup_ids: frozenset[int]
     default_sampling: SamplingParams
     grammars: GrammarWorker
+    fingerprint: bytes
 
     @property
     def takes_tools(self) -> bool:
@@ -97,7 +100,15 @@ async def load_model_text(
         markup_ids=frozenset(specials[text].token_id for text in answer_format.control_texts),
         default_sampling=files.default_sampling,
         grammars=GrammarWorker(tokens.tokenizer, tokens.eos_token_ids),
+        fingerprint=_fingerprint_of(files, tokens),
     )
+
+
+def _fingerprint_of(files: ModelFiles, tokens: ModelTokens) -> bytes:
+    digest = hashlib.blake2b(tokens.tokenizer.fingerprint, digest_size=16)
+    configured = sorted(files.named_tokens.items()), sorted(tokens.eos_token_ids)
+    digest.update(repr((files.chat_template, *configured)).encode())
+    return digest.digest()
 
 
 def _tokens_of(files: ModelFiles) -> ModelTokens:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, assert_never
 
 from fastapi import APIRouter, Query
 from starlette.requests import Request
@@ -94,23 +94,24 @@ async def act_on_session(
 
     A fork belongs to the session's owner. A session in which a turn runs can only be closed.
     """
-    overview = overview_of(request)
-    owner, name = overview.locate(session_id)
-    edits = caller.sessions.edits
-    acted_on = session_id
+    overview, sessions = overview_of(request), caller.sessions
     shown = overview.show(session_id)
+    owner, name = shown.owner, shown.view.session_id
+    if action == "close":
+        num_readers = caller.readers.num_readers(owner, name)
+        view = sessions.close(owner, name)  # it may be gone with this call
+        return JsonResponse(_body(replace(shown, view=view), None, num_readers))
+    await sessions.load(owner, name)
     match action:
-        case "close":
-            num_readers = caller.readers.num_readers(owner, name)
-            view = caller.sessions.close(owner, name)  # it may be gone with this call
-            return JsonResponse(_body(replace(shown, view=view), None, num_readers))
         case "cool":
-            edits.retention.cool(owner, name)
+            sessions.edits.retention.cool(owner, name)
         case "pin" | "unpin":
-            edits.retention.pin(owner, name, pinned=action == "pin")
+            sessions.edits.retention.pin(owner, name, pinned=action == "pin")
         case "fork":
-            acted_on = overview.id_of(owner, edits.fork(owner, name).session_id)
-    (body,) = await _bodies(caller, overview, (overview.show(acted_on),))
+            name = sessions.edits.fork(owner, name).session_id
+        case _:
+            assert_never(action)
+    (body,) = await _bodies(caller, overview, (overview.show_of(owner, name),))
     return JsonResponse(body)
 
 

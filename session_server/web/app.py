@@ -111,6 +111,7 @@ def create_app(services: AppServices) -> FastAPI:
     app.state.services = services
     app.state.authenticator = Authenticator(services.settings.keys, now_s=services.now_s)
     app.state.readers = Readers(services)
+    services.sessions.exits.count_readers = app.state.readers.num_readers
     app.state.sglang = SGLangState(services.sessions)
     app.state.unnamed = UnnamedConversations(
         services.sessions, count_readers=app.state.readers.num_readers
@@ -127,7 +128,9 @@ def create_app(services: AppServices) -> FastAPI:
     app.state.recounts = (SharedTask[MemoryReported](), SharedTask[MemoryReported]())
     app.state.scraped_report = SharedTask[MemoryReported]()
     edits, drafts = services.sessions.edits, services.sessions.drafts
-    app.state.overview = SessionOverview(edits.parts, drafts.copies.names, edits.clock)
+    app.state.overview = SessionOverview(
+        edits.parts, drafts.copies.names, edits.clock, settings.keys.owner_of
+    )
     app.state.watch = ServerWatch(services, app.state.overview)
     return app
 

@@ -142,10 +142,12 @@ async def _submit(call: Call, chat: ChatCall, unnamed: UnnamedConversations) -> 
 
 async def _submit_named(call: Call, chat: ChatCall, session_id: str) -> ChoiceTurn:
     is_new = False
+    await call.sessions.load(call.owner, session_id)
     try:
         call.sessions.get(call.owner, session_id)
     except SessionNotFound:
         call.sessions.open(call.owner, OpenRequest(session_id=session_id, is_stored=True))
+        await call.sessions.stored()
         is_new = True
     try:
         return await submit_to(

@@ -282,6 +282,7 @@ async def submit_to(
 ) -> ChoiceTurn:
     """Submit a turn, which is canceled with the call; `keep_partial` as in `ChoiceTurn`. Raises
     SessionServerError."""
+    await call.sessions.load(call.owner, session_id)
     journal = call.sessions.journal(call.owner, session_id)
     reader = TurnReader(call, session_id, journal, keep_partial=None)
     try:

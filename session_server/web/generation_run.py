@@ -159,6 +159,7 @@ async def start_generation(
             reader = await _submit_alone(call, state, job)
         else:
             session_id = job.session.id or ""
+            await call.sessions.load(call.owner, session_id)
             journal = call.sessions.journal(call.owner, session_id)
             if state.is_branching(journal):
                 reader = await _submit_branch(call, state, job, job.session)

@@ -147,6 +147,13 @@ class KeyRing:
         """Return whether any key belongs to this owner."""
         return self.is_open or owner.owner_id in self._owners
 
+    def owner_of(self, owner_id: str) -> Owner:
+        """Return the owner of an id, with what it is granted now; one without a key is granted
+        nothing beyond the rest."""
+        if owner_id == self._anonymous.owner_id:
+            return self._anonymous
+        return self._owners.get(owner_id) or self._known.get(owner_id) or Owner(owner_id)
+
     def _owner_by(self, digest: str) -> Owner | None:
         # Buckets are chosen by a hash, so the time this takes reveals nothing about a key.
         for known, owner in self._buckets.get(_bucket_of(digest), ()):

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from session_server.metrics.live import LiveState, StoreState
 from session_server.sessions.store.writer import COMMIT_BOUNDS_S
-from session_server.sessions.views import StoreUse
+from session_server.sessions.views import ManagerStats, StoreUse
 from session_server.web.connection_table import ConnectionTable
 from session_server.web.services import AppServices
 
@@ -35,16 +35,18 @@ def live_state(
         tasks=num_tasks(),
         is_engine_up=stats.ready is not None,
         stalled_s=services.sessions.engine_stalled_s or 0.0,
-        store=None if stats.store is None else _store_state(stats.store),
+        store=None if stats.store is None else _store_state(stats.store, stats),
     )
 
 
-def _store_state(use: StoreUse) -> StoreState:
+def _store_state(use: StoreUse, stats: ManagerStats) -> StoreState:
     bounds = (*map(str, COMMIT_BOUNDS_S), "+Inf")
     return StoreState(
         commits=tuple(zip(bounds, accumulate(use.num_commits), strict=True)),
         commit_s=use.commit_s,
         writes={"written": use.num_writes, "failed": use.num_failed},
+        num_unread=stats.unread_sessions,
+        moves={"loaded": stats.loaded_sessions, "unloaded": stats.unloaded_sessions},
         num_behind=use.num_behind,
         is_failing=use.is_failing,
     )

@@ -129,9 +129,14 @@ class RealtimeSocket:
 
     async def run(self) -> None:
         """Serve the connection to its end."""
+        with SlimExitStack() as reading:
+            await self._run_reading(reading)
+
+    async def _run_reading(self, reading: SlimExitStack) -> None:
+        """Serve the connection; `reading` holds its place among those that read its session."""
         try:
             self._call = make_call(self._websocket, self._peer.authenticate(), self._resources)
-            view = await self._open()
+            view = await self._open(reading)
         except SessionServerError as error:
             outbox = RealtimeOutbox()
             told = outbox.attach()
@@ -142,16 +147,15 @@ class RealtimeSocket:
         try:
             await self._peer.accept()
             owner, session_id = self._call.owner, view.session_id
-            reading = self._call.readers.reading(owner, session_id, is_bounded=False)
             tracked = self._call.authenticator.track(self._call.credential, self)
-            with reading, tracked, self._sockets.attach(owner, session_id, self):
+            with tracked, self._sockets.attach(owner, session_id, self):
                 await self._serve()
         finally:
             self._leave()
 
     # -- the session
 
-    async def _open(self) -> SessionView:
+    async def _open(self, reading: SlimExitStack) -> SessionView:
         """Return the session of this connection: a new one, or that which the client names."""
         query, sessions, owner = self._websocket.query_params, self._call.sessions, self._call.owner
         if sessions.is_draining:
@@ -166,10 +170,14 @@ class RealtimeSocket:
             name = conversation_id.removeprefix(CONVERSATION_PREFIX)
             sessions.get(owner, name)  # it must be open
         if name is not None:
+            await sessions.load(owner, name)
             self._sockets.supersede(owner, name)
         self._call.connect(ReaderKind.WEBSOCKET)
         view = sessions.open(owner, OpenRequest()) if name is None else self._named(name)
         self._journal = sessions.journal(owner, view.session_id)
+        # Before anything is awaited: a session that nobody reads may leave the memory.
+        reader = self._call.readers.reading(owner, view.session_id, is_bounded=False)
+        reading.enter_context(reader)
         self._run = await self._run_of(view)
         if query.get("x_events") == "1":
             self._run.protocol.outbox.has_extensions = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Depends, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -43,7 +43,16 @@ from session_server.web.slices import encode_list, encode_page
 from session_server.web.turns import TurnReader, session_events
 from session_server.web.views import session_body, turn_body, turn_result
 
-router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
+
+async def _load(request: Request, caller: Caller) -> None:
+    """Bring a long session into memory in slices, before a route asks for it. One that is to be
+    deleted is not read."""
+    session_id = request.path_params.get("session_id")
+    if session_id is not None and request.method != "DELETE":
+        await caller.sessions.load(caller.owner, session_id)
+
+
+router = APIRouter(prefix="/v1/sessions", tags=["sessions"], dependencies=[Depends(_load)])
 
 MAX_PAGE = 1000
 MAX_PAGE_BYTES = 1 << 20

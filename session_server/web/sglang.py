@@ -254,7 +254,7 @@ def _counts_for(caller: Call) -> dict[str, int]:
     if not caller.owner.is_admin:
         quotas = caller.sessions.edits.parts.quotas
         return {
-            "sessions": quotas.sessions.held_by(caller.owner),
+            "sessions": quotas.owned_sessions.held_by(caller.owner),
             "unfinished_turns": quotas.turns.held_by(caller.owner),
         }
     stats = caller.sessions.stats()

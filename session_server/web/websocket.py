@@ -123,20 +123,21 @@ class SessionSocket:
             else:
                 credential = self._peer.authenticate()
             call = make_call(self._websocket, credential, self._resources)
-            view = self._open(call)
+            view = await self._open(call)
         except SessionServerError as error:
             self._protocol.send_error(error)
             await self._peer.refuse(error, self._protocol, self._protocol.close_code)
             return
         except WebSocketDisconnect:
             return
-        await self._peer.accept()
-        with (
-            call.readers.reading(call.owner, view.session_id, is_bounded=False) as readers,
-            call.authenticator.track(call.credential, self),
-            self._sockets.attach(call.owner, view.session_id, self),
-        ):
-            await self._serve(call, view, readers)
+        # Before anything is awaited: a session that nobody reads may leave the memory.
+        with call.readers.reading(call.owner, view.session_id, is_bounded=False) as readers:
+            await self._peer.accept()
+            with (
+                call.authenticator.track(call.credential, self),
+                self._sockets.attach(call.owner, view.session_id, self),
+            ):
+                await self._serve(call, view, readers)
 
     async def _first_message_credential(self) -> Credential:
         """Return whose key a first message `session.auth` holds.
@@ -162,7 +163,7 @@ class SessionSocket:
         self._protocol.on_authenticated()
         return credential
 
-    def _open(self, call: Call) -> SessionView:
+    async def _open(self, call: Call) -> SessionView:
         """Return the session this connection is for; the id `new` opens one."""
         if call.sessions.is_draining:
             raise ServerDraining("The server is shutting down.")
@@ -171,9 +172,11 @@ class SessionSocket:
         self._sockets.supersede(call.owner, session_id)
         call.connect(ReaderKind.WEBSOCKET)
         if session_id == NEW_SESSION:
-            view = call.sessions.open(call.owner, OpenRequest(is_stored=True))
+            session_id = call.sessions.open(call.owner, OpenRequest(is_stored=True)).session_id
+            await call.sessions.stored()
         else:
-            view = call.sessions.get(call.owner, session_id)
+            await call.sessions.load(call.owner, session_id)
+        view = call.sessions.get(call.owner, session_id)
         # The journal stays readable to its end even if the session closes now.
         self._journal = call.sessions.journal(call.owner, view.session_id)
         return view

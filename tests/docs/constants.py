@@ -405,6 +405,12 @@ SESSIONS = (
         "it fails",
     ),
     _constant(
+        "sessions.store.examination:MAX_NAMED",
+        "faults of one kind that `doctor --store` names",
+        "faults",
+        "the others are counted",
+    ),
+    _constant(
         "sessions.session_logs:BUSY_S",
         "time on disk of a session whose turns run, beyond its own",
         "s",
@@ -517,6 +523,26 @@ SESSIONS = (
         "sessions without a name that close to make room for one session or turn",
         "sessions",
         "what there is no room for is refused: `quota_exceeded`, `server_busy`",
+    ),
+    _constant(
+        "sessions.quotas:MAX_UNLOADED",
+        "sessions at rest that leave the memory, and stay in the store, to make room for one "
+        "session or turn",
+        "sessions",
+        "what there is no room for is refused: `quota_exceeded`, `server_busy`",
+    ),
+    _constant(
+        "wiring:STORE_FACTOR",
+        "bytes of sessions in a store, for each of `--session-memory-bytes`",
+        "bytes",
+        "further stored sessions and their turns are refused: `server_busy`, or `quota_exceeded` "
+        "if the API key holds its share",
+    ),
+    _constant(
+        "sessions.exits:EXPIRY_SLACK_S",
+        "difference between the end of a session's time in memory and in the store",
+        "s",
+        "it is written before the session leaves the memory",
     ),
     _constant(
         "web.readers:MAX_SESSION_READERS",

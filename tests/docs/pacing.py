@@ -92,13 +92,22 @@ SLICES = (
         "the rest a second later; so is all but the first 64, and but one while the disk fails",
     ),
     _constant(
+        "sessions.store.session_store:ENTRIES_AT_ONCE",
+        "entries of a stored session that are read",
+        "entries",
+        _NEXT,
+    ),
+    _constant(
         "sessions.store.session_store:_DELETED_AT_ONCE",
         "sessions that are deleted again once that has failed",
         "sessions",
         "the rest a second later",
     ),
     _constant(
-        "sessions.store.database:_PAGE_ROWS", "sessions read by `sessions list`", "sessions", _NEXT
+        "sessions.store.database:_PAGE_ROWS",
+        "sessions read by `sessions list` and `doctor`",
+        "sessions",
+        _NEXT,
     ),
     _constant("sessions.turn_flow:RETRY_TOKENS", "history sent to a new engine", "tokens", _NEXT),
     _constant("sessions.replay:ENTRIES_PER_SLICE", "journal entries dropped", "entries", _NEXT),
@@ -263,6 +272,8 @@ BOUND_NOTHING = frozenset(
         "session_server.sessions.store.database:APPLICATION_ID",
         "session_server.sessions.store.database:SCHEMA_VERSION",
         "session_server.sessions.store.database:_SECRET_BYTES",
+        "session_server.sessions.store.lost_pages:_FRAME_HEADER_BYTES",
+        "session_server.sessions.store.lost_pages:_LOG_HEADER_BYTES",
         "session_server.sessions.store.records:_CHECKSUM_BYTES",
         # How much of a digest is shown.
         "session_server.web.key_store:SHORT_DIGEST_CHARS",

@@ -95,7 +95,9 @@ def test_an_idle_engine_recounts_its_memory_once_and_then_sleeps(
         def __getattr__(self, name: str) -> Any:
             return getattr(self._engine, name)
 
-        def step(self, now_s: float, commands: Any, results: Any, *_: Any, **__: Any) -> StepOutcome:
+        def step(
+            self, now_s: float, commands: Any, results: Any, *_: Any, **__: Any
+        ) -> StepOutcome:
             did.extend("result" for _ in results)
             outcome = self._engine.step(now_s, commands, results)
             did.extend("end" for event in outcome.events if isinstance(event, TurnFinished))
@@ -147,7 +149,9 @@ def test_a_full_inbox_refuses_a_command_and_loses_none(monkeypatch: pytest.Monke
         def __getattr__(self, name: str) -> Any:
             return getattr(self._engine, name)
 
-        def step(self, now_s: float, commands: Any, results: Any, *_: Any, **__: Any) -> StepOutcome:
+        def step(
+            self, now_s: float, commands: Any, results: Any, *_: Any, **__: Any
+        ) -> StepOutcome:
             if commands:
                 is_stepping.set()
                 may_go_on.wait()

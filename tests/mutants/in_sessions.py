@@ -114,8 +114,8 @@ CLOSED_SESSION_HOLDS_QUOTA = Mutant(
     "A session that was closed is still counted against its owner.",
     "sglang#27024 (E4)",
     Edit(
-        "session_server.sessions.manager:SessionManager._on_idle",
-        "self._quotas.release_session(session)",
+        "session_server.sessions.exits:SessionExits.finish",
+        "self._parts.quotas.release_session(session)",
         "pass",
     ),
 )
@@ -124,9 +124,9 @@ CLOSED_SESSION_STAYS_IN_ENGINE = Mutant(
     "The engine is not told that a session is closed.",
     "sglang#21875 (L9)",
     Edit(
-        "session_server.sessions.manager:SessionManager._on_idle",
-        "if session.copy.known_len(self._link.generation) is not None:",
-        "if session.copy.known_len(self._link.generation) is None:",
+        "session_server.sessions.exits:SessionExits._let_go",
+        "if session.copy.known_len(link.generation) is not None:",
+        "if session.copy.known_len(link.generation) is None:",
     ),
 )
 
@@ -134,7 +134,7 @@ CLOSE_FORGETS_THE_LINE = Mutant(
     "Closing a session ends its running turn and not those that wait.",
     "sglang#27024 (L11)",
     Edit(
-        "session_server.sessions.manager:SessionManager._close",
+        "session_server.sessions.exits:SessionExits.close",
         "(*session.queue, *([session.live] if session.live else []))",
         "([session.live] if session.live else [])",
     ),

@@ -108,7 +108,7 @@ CLOSED_SESSION_HOLDS_KV = Mutant(
     "The KV of a session that was closed is still counted against its owner.",
     "systematic",
     Edit(
-        "session_server.sessions.quotas:Quotas.release_session",
+        "session_server.sessions.quotas:Quotas.unload_session",
         "self.hold_kv(session, 0)",
         "pass",
     ),

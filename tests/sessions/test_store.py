@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import sqlite3
 import stat
 import subprocess
@@ -190,6 +191,129 @@ def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (tmp_path / "sessions.sqlite3").write_bytes(b"no database at all" * 99)
     with pytest.raises(StoreUnusable, match="--store"):
         Database(tmp_path)
+
+
+def spoil(path: Path, how: str) -> None:
+    """Have a database lose its content."""
+    size = path.stat().st_size
+    match how:
+        case "gone":
+            path.unlink()
+        case "zeros":
+            path.write_bytes(bytes(size))
+        case "first page":
+            path.write_bytes(bytes(4096) + path.read_bytes()[4096:])
+        case "another":
+            path.unlink()
+            sqlite3.connect(path).execute("VACUUM").connection.close()
+        case _:
+            os.truncate(path, int(how) if int(how) >= 0 else size + int(how))
+
+
+LOSSES = [
+    "gone",
+    "zeros",
+    "first page",
+    "another",
+    "0",
+    "1",
+    "99",
+    "1000",
+    "4096",
+    "12288",
+    "-16384",
+]
+
+
+@pytest.mark.parametrize("has_log", [False, True])
+@pytest.mark.parametrize("how", LOSSES)
+def test_a_store_that_has_lost_its_content_is_no_new_one(
+    tmp_path: Path, how: str, has_log: bool
+) -> None:
+    directory = tmp_path / "store"
+    database = Database(directory)
+    with database.transaction():
+        for number in range(1, 200):
+            database.put(row(number), DATA)
+    if has_log:  # as a process leaves it that is killed
+        database._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        with database.transaction():
+            database.put(row(200), DATA)
+        shutil.copytree(directory, tmp_path / "killed")
+        database.close()
+        directory = tmp_path / "killed"
+    else:
+        database.close()
+    spoil(directory / "sessions.sqlite3", how)
+    before = contents(directory)
+    for is_read_only in (True, False, False):
+        with pytest.raises(StoreUnusable) as refused:
+            Database(directory, is_read_only=is_read_only)
+        told = str(refused.value)
+        assert f"{directory / 'sessions.sqlite3'} " in told
+        assert f"mv {directory}" in told
+        if is_read_only:
+            assert contents(directory) == before
+    directory.rename(tmp_path / "lost")
+    Database(directory).close()
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """All files, with their bytes; of an index of a log only that it is there."""
+    return {
+        file.name: b"" if file.name.endswith("-shm") else file.read_bytes()
+        for file in directory.iterdir()
+    }
+
+
+@pytest.mark.parametrize("moment", ["made", "with tables", "before it says so"])
+def test_a_store_whose_first_start_was_cut_short_begins_anew(tmp_path: Path, moment: str) -> None:
+    """A process may be killed at any moment while it makes a store."""
+    (tmp_path / "lock").touch()
+    (tmp_path / "sessions.sqlite3").touch()
+    if moment != "made":
+        Database(tmp_path).close()
+        os.truncate(tmp_path / "lock", 0)
+    if moment == "with tables":
+        with sqlite3.connect(tmp_path / "sessions.sqlite3") as made:
+            made.execute("PRAGMA journal_mode = WAL")
+        made.close()
+    Database(tmp_path).close()
+    assert (tmp_path / "lock").read_bytes()
+
+
+@pytest.mark.parametrize("state", ["closed", "killed", "copied", "served"])
+def test_reading_a_store_changes_no_file_of_it(tmp_path: Path, state: str) -> None:
+    directory = tmp_path / "store"
+    database = Database(directory)
+    with database.transaction():
+        database.put(row(1), DATA)
+    match state:
+        case "closed":
+            database.close()
+        case "killed" | "copied":
+            left = tmp_path / "left"
+            kept = ("*-shm", "lock") if state == "copied" else ("*-shm",)
+            shutil.copytree(directory, left, ignore=shutil.ignore_patterns(*kept))
+            database.close()
+            directory = left
+    before = contents(directory)
+    reader = Database(directory, is_read_only=True)
+    assert [each.session_id for each in reader.walk(None)] == ["s1"]
+    reader.close()
+    after = contents(directory)
+    if state == "served":
+        database.close()
+    assert after == before
+
+
+def test_no_server_begins_while_its_store_is_read(tmp_path: Path) -> None:
+    Database(tmp_path).close()
+    reader = Database(tmp_path, is_read_only=True)
+    with pytest.raises(StoreUnusable, match="a command that reads it"):
+        Database(tmp_path)
+    reader.close()
+    Database(tmp_path).close()
 
 
 @pytest.mark.parametrize("place", range(len(DATA)))

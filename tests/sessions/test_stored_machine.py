@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import ClassVar
 
 import hypothesis.strategies as st
-from hypothesis.stateful import precondition, rule
+from hypothesis.stateful import invariant, precondition, rule
 
 from session_server.core.errors import SessionNotFound
 from session_server.core.session_events import (
     TurnCancelled,
     TurnCompleted,
     TurnFailedEntry,
+    TurnRequest,
 )
+from session_server.sessions.overview import SessionOverview, SortKey
 from session_server.sessions.quotas import SessionLimits
 from tests.depth import at_depth
 from tests.sessions.paper_store import PaperStore
@@ -44,6 +46,15 @@ ALSO_WANTED = (
     "told that it is on disk",
     "told that it is not",
     "written again",
+    "unloaded",
+    "nobody to unload",
+    "turn after unloading",
+    "attached after unloading",
+    "listed while unloaded",
+    "shown to operators while unloaded",
+    "closed while unloaded",
+    "expired while unloaded",
+    "crash while unloaded",
 )
 
 
@@ -59,6 +70,9 @@ class StoredMachine(SessionMachine):
             self.behind_s = 1_000_000.0
             self.earlier: dict[str, str] = {}
             self.durable: set[tuple[str, str]] = set()
+        self.unloaded: dict[str, float] = {}
+        """Sessions that are on disk alone, and when they expire."""
+
         self.store = PaperStore(self.directory, lambda: self.behind_s + self.world.now_s)
         limits = SessionLimits(max_queued_turns=2)
         return World(max_turn_len=MAX_LEN, limits=limits, store=self.store)
@@ -68,6 +82,9 @@ class StoredMachine(SessionMachine):
             if hasattr(self, "world"):
                 self.store.fails = self.store.is_slow = False
                 self.store.tell()
+                self.read_all()
+                for name in list(self.unloaded):
+                    self.world.manager.get(OWNER, name)
             super().teardown()
         finally:
             self.store.finish()
@@ -96,7 +113,12 @@ class StoredMachine(SessionMachine):
         self.read_all()
         running = self.world.engine.is_busy
         found = self.world.manager._sessions.find
-        live = [shadow for shadow in self.shadows.values() if not shadow.is_over]
+        live = [
+            shadow
+            for shadow in self.shadows.values()
+            if not shadow.is_over and shadow.name not in self.unloaded
+        ]
+        self.reached["crash while unloaded"] += bool(self.unloaded)
         closing = [shadow for shadow in live if found(OWNER, shadow.name) is None]
         untold = [shadow for shadow in live if self.is_ahead(shadow) and shadow not in closing]
         self.reached["crash before a session was gone"] += bool(closing)
@@ -212,6 +234,156 @@ class StoredMachine(SessionMachine):
         assert shadow.journal.last_seq == before
         self.reached["duplicate id after a crash"] += 1
 
+    @precondition(lambda self: self.names)
+    @rule(is_quiet=st.sampled_from([True, True, False]), num_sessions=st.integers(1, 3))
+    def unload(self, is_quiet: bool, num_sessions: int) -> None:
+        """Others need the memory of what rests."""
+        if is_quiet and self.world.engine.is_alive:
+            self.world.engine.run()
+            self.store.fails = False
+            self.store.tell()
+        self.read_all()
+        manager = self.world.manager
+        for _ in range(num_sessions):
+            manager._sessions.by_use.in_hand = None
+            before = {session.session_id: session for session in manager._sessions}
+            was_one = manager.exits._unload_one(OWNER, of_others=True)
+            gone = before.keys() - {session.session_id for session in manager._sessions}
+            assert len(gone) == was_one
+            self.reached["unloaded" if was_one else "nobody to unload"] += 1
+            for name in gone:
+                shadow = self.shadows[name]
+                assert shadow.ended == set(shadow.order), "a session left with a turn"
+                self.unloaded[name] = before[name].expires_s
+
+    @precondition(lambda self: self.names)
+    @rule(chance=st.integers(0, 5))
+    def unload_and_crash(self, chance: int) -> None:
+        """The process ends while sessions are on disk alone."""
+        if chance:
+            return
+        self.unload(True, 2)
+        self.crash(0)
+
+    @precondition(lambda self: len(self.names) < 3)
+    @rule(chance=st.integers(0, 5))
+    def unload_and_expire(self, chance: int) -> None:
+        """The time of a session comes while it is on disk alone."""
+        if chance:
+            return
+        self.open(20.0)
+        self.unload(True, 3)
+        self.wait(25.0)
+
+    @precondition(lambda self: self.unloaded)
+    @rule(index=st.integers(0, 2))
+    def attach(self, index: int) -> None:
+        """A client comes back to a session that is on disk alone, and takes a snapshot."""
+        name = list(self.unloaded)[index % len(self.unloaded)]
+        shadow = self.shadows[name]
+        try:
+            snapshot = self.world.do(self.world.manager.settled_snapshot(OWNER, name))
+        except SessionNotFound:
+            return  # it has expired
+        said = [(item.role, item.content) for item in shadow.items]
+        assert [(item.role, item.content) for item in snapshot.items] == said
+        assert snapshot.session.epoch != shadow.journal.epoch
+        assert snapshot.session.num_tokens == len(shadow.tokens)
+        self.reached["attached after unloading"] += 1
+
+    @precondition(lambda self: self.unloaded)
+    @rule(chance=st.integers(0, 2), index=st.integers(0, 2))
+    def close_unloaded(self, chance: int, index: int) -> None:
+        if chance:
+            return
+        name = list(self.unloaded)[index % len(self.unloaded)]
+        try:
+            assert self.world.manager.close(OWNER, name).state == "closing"
+        except SessionNotFound:
+            return  # it has expired
+        self.reached["closed while unloaded"] += 1
+        del self.unloaded[name], self.shadows[name]
+
+    @precondition(lambda self: self.names)
+    @rule(index=st.integers(0, 2), chance=st.integers(0, 3))
+    def close(self, index: int, chance: int) -> None:
+        if self.name(index) in self.unloaded:
+            self.attach(list(self.unloaded).index(self.name(index)))
+            self.read_all()
+        super().close(index, chance)
+
+    @rule()
+    def list_all(self) -> None:
+        """Each is listed, wherever it is; so many are counted."""
+        listed = [view.session_id for view in self.world.manager.list(OWNER).sessions]
+        assert len(set(listed)) == len(listed)
+        is_there = set(self.names) <= set(listed)
+        assert is_there, "a session is not listed"
+        self.reached["listed while unloaded"] += bool(self.unloaded)
+
+    @precondition(lambda self: self.unloaded)
+    @rule(sort=st.sampled_from(["opened", "active", "tokens", "ttft"]))
+    def show_all(self, sort: SortKey) -> None:
+        """An operator pages through all of them, and reads none."""
+        manager, after = self.world.manager, None
+        overview = SessionOverview(
+            manager.edits.parts, manager.drafts.copies.names, lambda: self.world.now_s
+        )
+        shown: list[str] = []
+        before = len(manager._sessions)
+        while True:
+            page = self.world.do(overview.page(sort=sort, limit=2, after=after))
+            shown += [summary.view.session_id for summary in page.summaries]
+            for summary in page.summaries:
+                assert overview.show(summary.id).view.session_id == summary.view.session_id
+            after = page.next_after
+            if after is None:
+                break
+        assert len(shown) == len(set(shown)) == page.num_matching
+        is_there = set(self.names) <= set(shown)
+        assert is_there, "a session is not shown"
+        assert len(manager._sessions) == before
+        self.reached["shown to operators while unloaded"] += 1
+
+    @invariant()
+    def those_on_disk_alone_are_counted(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        quotas, sessions = self.world.manager._quotas, self.world.manager._sessions
+        rows = list(self.store._database.walk(None))
+        unread = [
+            row
+            for row in rows
+            if sessions.find(OWNER, row.session_id) is None
+            and row.number not in self.store._dropped
+        ]
+        assert quotas.sessions.total == len(sessions)
+        assert quotas.owned_sessions.total == len(sessions) + len(unread)
+        num_bytes = self.store._database.num_bytes
+        left = (row.number for row in rows if row.number not in self.store._dropped)
+        assert quotas.stored_bytes.total == sum(map(num_bytes, left))
+
+    def _submit(self, name: str, request: TurnRequest) -> None:
+        was_unloaded = name in self.unloaded
+        super()._submit(name, request)
+        self.reached["turn after unloading"] += (
+            was_unloaded and self.shadows[name].requests.get(request.turn_id) is request
+        )
+
+    def read_all(self) -> None:
+        """Read on where those that come back from the disk do: at the beginning of a journal."""
+        for name, expires_s in list(self.unloaded.items()):
+            shadow, session = self.shadows[name], self.world.manager._sessions.find(OWNER, name)
+            if session is not None:
+                del self.unloaded[name]
+                assert session.journal.epoch != shadow.journal.epoch
+                shadow.journal, shadow.seq = session.journal, 0
+            elif self.store.find(OWNER.owner_id, name) is None:
+                assert self.world.now_s > expires_s - 1.0, "a session has left for ever"
+                self.reached["expired while unloaded"] += 1
+                del self.unloaded[name], self.shadows[name]
+        super().read_all()
+
     def await_disk(self) -> None:
         self.store.tell()
 
@@ -222,8 +394,13 @@ class StoredMachine(SessionMachine):
     @property
     def names(self) -> list[str]:
         """Sessions that are open, and not on their way from the disk."""
-        found = self.world.manager._sessions.find
-        return [name for name in super().names if found(OWNER, name) is not None]
+        found, find = self.world.manager._sessions.find, self.store.find
+        return [
+            name
+            for name in super().names
+            if found(OWNER, name) is not None
+            or (name in self.unloaded and find(OWNER.owner_id, name) is not None)
+        ]
 
     def _read_end(
         self, shadow: Shadow, end: TurnCompleted | TurnCancelled | TurnFailedEntry

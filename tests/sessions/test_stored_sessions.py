@@ -25,6 +25,7 @@ from session_server.core.session_events import (
     ChatInput,
     Message,
     SessionClosed,
+    SessionRewound,
     TokenInput,
     TurnCompleted,
     TurnFailedEntry,
@@ -261,7 +262,7 @@ def test_a_long_log_is_written_anew(disk: Disk, monkeypatch: pytest.MonkeyPatch)
             row = disk.store.find(OWNER.owner_id, name)
             assert row is not None
             assert row.num_entries <= 4
-            assert len(disk.store.entries(row)[0]) == row.num_entries
+            assert len(disk.store._database.entries(row.number)) == row.num_entries
         state = state_of(world, name)
     with disk.world() as world:
         assert state_of(world, name) == state
@@ -279,7 +280,7 @@ def test_what_was_replaced_does_not_fill_the_disk(
             world.manager.edits.rewind(OWNER, name, None)
             row = disk.store.find(OWNER.owner_id, name)
             assert row is not None
-            _, num_bytes = disk.store.entries(row)
+            num_bytes = sum(map(len, disk.store._database.entries(row.number)))
             session = world.manager._sessions.get(OWNER, name)
             assert num_bytes <= 2 * session.num_bytes + 2048
 
@@ -635,6 +636,61 @@ def test_a_turn_says_that_it_is_on_disk_when_its_journal_has_forgotten_it(disk: 
         for number in range(4):
             world.run(name, turn(f"t{number}"))
         assert completed(world.end_of(name, "t0")).outcome.is_durable is True
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_turn_that_was_written_late_is_on_disk_for_whoever_asks_then(
+    disk: Disk, is_kept: bool
+) -> None:
+    """It was told not to be; `is_kept`: the journal still has what was told."""
+    limits = SessionLimits(journal=JournalLimits(max_entries=16_384 if is_kept else 1))
+    with disk.world(limits=limits) as world:
+        name = world.create(is_stored=True)
+        disk.store.fails = True
+        told = completed(world.run(name, turn("1")))
+        assert told.outcome.is_durable is False
+        assert world.end_of(name, "1").outcome.is_durable is False
+        disk.store.fails = False
+        world.manager.tick()
+        again = world.submit(name, turn("1")).end
+        assert again is not None
+        assert again.outcome.is_durable is True
+        assert again.outcome.text == told.outcome.text
+        disk.store.fails = True
+        world.run(name, turn("2"))
+        assert world.end_of(name, "1").outcome.is_durable is True, "what is there stays there"
+        assert world.end_of(name, "2").outcome.is_durable is False
+
+
+def test_relaxed_turns_are_on_disk_once_they_are(disk: Disk) -> None:
+    with disk.world() as world:
+        disk.store.durability = "relaxed"
+        name = world.create(is_stored=True)
+        disk.store.is_slow = True
+        told = completed(world.run(name, turn("1")))
+        assert told.outcome.is_durable is False
+        disk.store.tell()
+        assert world.end_of(name, "1").outcome.is_durable is True
+
+
+def test_nobody_is_told_of_a_rewind_that_a_crash_could_undo(disk: Disk) -> None:
+    """A whole conversation replaces items that readers hold; they hear it with the turn's end."""
+    with disk.world() as world:
+        name = world.create(is_stored=True)
+        world.run(name, turn("1"))
+        state = state_of(world, name)
+        disk.store.is_slow = True
+        other = ChatInput((Message("user", "something else"),), is_whole=True)
+        world.submit(name, turn("2", other))
+        world.engine.run()
+        assert not [each for each in world.entries(name) if isinstance(each, SessionRewound)]
+    with disk.world() as world:
+        assert state_of(world, name)["items"] == state["items"]
+        world.submit(name, turn("2", other))
+        world.engine.run()
+        *_, rewound, end = world.entries(name)
+        assert isinstance(rewound, SessionRewound)
+        assert completed(end).outcome.is_durable  # type: ignore[arg-type]
 
 
 def test_a_disk_that_cannot_be_read_is_told_of_and_ends_nothing(disk: Disk) -> None:

@@ -154,7 +154,7 @@ async def test_a_session_in_which_a_turn_runs_is_closed_and_nothing_else(this: S
         this.http.post(f"/v1/sessions/{session_id}/turns", json=turn(max_tokens=50))
     )
     await this.until(lambda: this.sessions.get(owner_of(this), "busy").running_turn is not None)
-    internal = this.app.state.overview.id_of(owner_of(this), "busy")
+    internal = this.app.state.overview.show_of(owner_of(this), "busy").id
     for action in ("cool", "fork", "unpin"):
         answer = await this.http.post(f"{URL}/{internal}/{action}")
         assert (answer.status_code, answer.json()["error"]["code"]) == (409, "session_busy")

@@ -109,6 +109,12 @@ class Spilling:
             return True  # it comes next
         return self._begin(session_id) and session_id in self._copying
 
+    def copy_now(self, session_id: SessionId) -> None:
+        """Begin to copy a session that is about to lose its KV, whether or not that is due."""
+        if session_id in self._dirty and session_id not in self._copying:
+            self._begin(session_id)
+        self._forget_dirty(session_id)
+
     def _begin(self, session_id: SessionId) -> bool:
         """Copy what no segment has of a session; return False if it has to be tried again."""
         store, cache = self._store, self._cache

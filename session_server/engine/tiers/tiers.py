@@ -47,8 +47,7 @@ class Tiers:
     def note_cooling(self, session_id: SessionId) -> None:
         """Begin to copy a session that is about to be cooled, whether or not that is due."""
         if self._is_on:
-            self._spilling.holds(session_id)
-            self._spilling.note_turn(session_id)
+            self._spilling.copy_now(session_id)
 
     def note_rest(self, session_id: SessionId) -> None:
         """Note that the turn of a session has ended."""

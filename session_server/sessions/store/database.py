@@ -6,15 +6,16 @@ database of a store has one server: a lock on a file beside it says whose it is.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import secrets
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
+from session_server.sessions.store.lost_pages import check_pages, index_of, log_of, size_of
 from session_server.sessions.store.records import SessionRow
 
 Durability = Literal["turn", "relaxed"]
@@ -23,7 +24,13 @@ APPLICATION_ID: Final = 0x53535253
 SCHEMA_VERSION: Final = 1
 
 _LOCK_NAME: Final = "lock"
+_MADE: Final = b"sessions were kept here\n"
+"""What the lock says once a store was made beside it: a database without content has lost it."""
+
 _SECRET_BYTES: Final = 32
+_MIN_PAGE_BYTES: Final = 512
+"""The least that a page of SQLite has. Of a file with less it drops the log."""
+
 _PAGE_ROWS: Final = 256
 _BUSY_S: Final = 1.0
 """How long a statement waits for whoever else has locked the database."""
@@ -52,7 +59,7 @@ CREATE TABLE entries (
     PRIMARY KEY (session, position)
 ) STRICT, WITHOUT ROWID;
 """
-_COLUMNS: Final = (
+COLUMNS: Final = (
     "number, owner, id, model, expires, settings, num_tokens, num_turns, num_uses, num_entries"
 )
 
@@ -77,19 +84,22 @@ class Database:
     def __init__(
         self, directory: Path, *, durability: Durability = "turn", is_read_only: bool = False
     ) -> None:
-        """Open the database, and bring its schema to this version. One that `is_read_only` is open
-        beside a server, and has no verbs.
+        """Open the database, and bring its schema to this version. One that `is_read_only` may be
+        open beside a server, has no verbs, and changes no file.
 
         Raises:
             StoreUnusable: the directory cannot be used, another server has it open, or what is in
-                it was written by a later version or is no store.
+                it was written by a later version, is no store, or has lost its content.
         """
         self.path = directory / self.FILE
-        self._lock_fd = None if is_read_only else _lock(directory)
+        self._is_read_only = is_read_only
+        self._lock_fd = _find_lock(directory) if is_read_only else _lock(directory)
         try:
+            self._check_content()
             if is_read_only:
                 self._open_beside()
                 return
+            self._probe()
             # SQLite would make its files with the permissions that the umask leaves.
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
             self._inodes = self._find_inodes()
@@ -115,19 +125,71 @@ class Database:
             self._reader = _connect(self.path)
             self._reader.execute("PRAGMA query_only = ON")
             self.secret = self._find_secret()
-        except (OSError, sqlite3.Error) as error:
+            self._note_made()
+        except (OSError, sqlite3.OperationalError) as error:
             self._unlock()
             raise StoreUnusable(f"--store {directory}: {error}") from error
+        except sqlite3.DatabaseError as error:
+            self._unlock()
+            raise StoreUnusable(self._say(f"is damaged ({error})")) from error
         except StoreUnusable:
             self._unlock()
             raise
 
     def _open_beside(self) -> None:
-        """Open the database to read it beside a server. Raises StoreUnusable, sqlite3.Error."""
-        self._writer = self._reader = _connect(self.path)
-        self._reader.execute("PRAGMA query_only = ON")
-        self._check_version()
+        """Open the database to read it, whether or not a server has it open. Raises StoreUnusable,
+        OSError, sqlite3.Error."""
+        # SQLite would make the files of a log; where nothing is in one, nobody needs them.
+        is_still = not self._has_server and not size_of(log_of(self.path))
+        mode = "mode=ro&immutable=1" if is_still else "mode=ro"
+        self._has_index = index_of(self.path).exists()
+        self._writer = self._reader = _connect(f"{self.path.absolute().as_uri()}?{mode}")
+        check_pages(self._reader, self.path)
+        if self._check_version() == 0:
+            raise StoreUnusable(self._say("has no content"))
         self.secret = b""
+
+    def _probe(self) -> None:
+        """Read the database before anything can be written to it: to close one that is damaged
+        would put there what its log has. Raises sqlite3.Error."""
+        if size_of(self.path):
+            with contextlib.closing(_connect(f"{self.path.absolute().as_uri()}?mode=ro")) as probe:
+                check_pages(probe, self.path)
+
+    @property
+    def _has_server(self) -> bool:
+        return self._lock_fd is None and self.path.with_name(_LOCK_NAME).exists()
+
+    def _check_content(self) -> None:
+        """Raise StoreUnusable if the database has no content, and had some: SQLite would begin a
+        new one, and drop what its log still has of the old one."""
+        size = size_of(self.path)
+        is_new = not (self._is_read_only or self._was_made or size_of(log_of(self.path)))
+        if size == 0 and not is_new:
+            raise StoreUnusable(self._say("is empty" if self.path.exists() else "is gone"))
+        if 0 < size < _MIN_PAGE_BYTES:
+            raise StoreUnusable(self._say(f"is damaged ({size} bytes are no database)"))
+
+    @property
+    def _was_made(self) -> bool:
+        return self._lock_fd is not None and os.fstat(self._lock_fd).st_size > 0
+
+    def _note_made(self) -> None:
+        """Have it on disk that this store was made, behind the store itself."""
+        if self._was_made or self._lock_fd is None:
+            return
+        self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        _sync(self.path.parent)
+        os.write(self._lock_fd, _MADE)
+        os.fsync(self._lock_fd)
+
+    def _say(self, how: str) -> str:
+        """Return what is wrong with the database, and what to do."""
+        directory = self.path.parent
+        return (
+            f"--store {directory}: {self.path} {how}: put a backup in its place, or move the store "
+            f"away (mv {directory} {directory}.lost) and begin a new one"
+        )
 
     def _unlock(self) -> None:
         if self._lock_fd is not None:
@@ -135,12 +197,14 @@ class Database:
 
     def close(self) -> None:
         """Close the database; another server may open it then."""
-        if self._lock_fd is not None:
+        if not self._is_read_only:
             # On a full disk the log stays as it is: it has all that was committed.
-            with suppress(sqlite3.Error):
+            with contextlib.suppress(sqlite3.Error):
                 self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self._reader.close()
         self._writer.close()
+        if self._is_read_only and not self._has_server and not self._has_index:
+            index_of(self.path).unlink(missing_ok=True)  # made to read a log that a crash left
         self._unlock()
 
     def vacuum(self) -> None:
@@ -150,7 +214,7 @@ class Database:
 
     # -- verbs, inside a transaction
 
-    @contextmanager
+    @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
         """Commit what happens in the block, all or nothing. Raises sqlite3.Error, Behind."""
         self._check_files()
@@ -186,7 +250,7 @@ class Database:
             *(row.number, row.owner_id, row.session_id, row.model, row.expires_s),
             *(row.settings, row.num_tokens, row.num_turns, row.num_uses, 1),
         )
-        execute(f"INSERT INTO sessions ({_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?)", values)  # noqa: S608
+        execute(f"INSERT INTO sessions ({COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?)", values)  # noqa: S608
         execute("INSERT INTO entries VALUES (?, 0, ?)", (row.number, entry))
 
     def append(self, row: SessionRow, entry: bytes) -> None:
@@ -224,28 +288,42 @@ class Database:
         rows = self._rows("owner = ? AND id = ?", (owner_id, session_id))
         return next(iter(rows), None)
 
+    def numbered(self, number: int) -> SessionRow | None:
+        """Return the session of a number as of the last commit."""
+        return next(iter(self._rows("number = ?", (number,))), None)
+
     def page(self, owner_id: str, *, after: int, now_s: float, limit: int) -> list[SessionRow]:
         """Return up to `limit` sessions of an owner that have a higher number and have not expired,
         in order."""
         condition = "owner = ? AND number > ? AND expires >= ? ORDER BY number LIMIT ?"
         return self._rows(condition, (owner_id, after, now_s, limit))
 
-    def count_of(self, owner_id: str, *, now_s: float, most: int) -> int:
-        """Return how many sessions of an owner have not expired; look at no more than `most`."""
+    def holdings(self) -> list[tuple[str, int, int]]:
+        """Return how many sessions each owner has, and the bytes of their entries; expired ones
+        among them. Reads of each entry how long it is."""
         query = (
-            "SELECT count(*) FROM (SELECT 1 FROM sessions WHERE owner = ? AND expires >= ? LIMIT ?)"
+            "SELECT owner, count(*), coalesce(sum(num_bytes), 0) FROM sessions LEFT JOIN"
+            " (SELECT session, sum(length(entry)) AS num_bytes FROM entries GROUP BY session)"
+            " ON session = number GROUP BY owner"
         )
-        (found,) = self._reader.execute(query, (owner_id, now_s, most)).fetchone()
+        return [(owner_id, int(n), int(size)) for owner_id, n, size in self._reader.execute(query)]
+
+    def num_bytes(self, number: int) -> int:
+        """Return the bytes of a session's entries."""
+        query = "SELECT coalesce(sum(length(entry)), 0) FROM entries WHERE session = ?"
+        (found,) = self._reader.execute(query, (number,)).fetchone()
         return int(found)
 
     def expired(self, now_s: float, *, limit: int) -> list[SessionRow]:
         """Return up to `limit` sessions that have expired."""
         return self._rows("expires < ? ORDER BY expires LIMIT ?", (now_s, limit))
 
-    def entries(self, number: int) -> list[bytes]:
-        """Return the entries of a session, in order."""
+    def entries(self, number: int, *, start: int = 0, limit: int = -1) -> list[bytes]:
+        """Return the entries of a session from a position on, in order; up to `limit`, -1: all."""
         rows = self._reader.execute(
-            "SELECT entry FROM entries WHERE session = ? ORDER BY position", (number,)
+            "SELECT entry FROM entries WHERE session = ? AND position >= ?"
+            " ORDER BY position LIMIT ?",
+            (number, start, limit),
         )
         return [entry for (entry,) in rows]
 
@@ -260,6 +338,29 @@ class Database:
                 return
             after = rows[-1].number
 
+    def slices(self) -> Iterator[list[SessionRow]]:
+        """Yield all sessions, some at a time; what is read while those are looked at is of the same
+        commit."""
+        after, rows = 0, list[SessionRow]()
+        while not after or len(rows) == _PAGE_ROWS:
+            self._reader.execute("BEGIN")
+            try:
+                rows = self._rows("number > ? ORDER BY number LIMIT ?", (after, _PAGE_ROWS))
+                yield rows
+            finally:
+                self._reader.execute("COMMIT")
+            after = rows[-1].number if rows else after + 1
+
+    def faults(self, most: int) -> list[str]:
+        """Return what SQLite finds wrong with its pages, tables and indexes, up to `most` faults.
+        Reads all of the database."""
+        found = [said for (said,) in self._reader.execute(f"PRAGMA integrity_check({most})")]
+        return [] if found == ["ok"] else found
+
+    def num_strays(self) -> int:
+        """Return how many rows refer to one that is not there. Reads all of the database."""
+        return sum(1 for _ in self._reader.execute("PRAGMA foreign_key_check"))
+
     def count(self) -> tuple[int, int]:
         """Return how many sessions there are, and the highest number."""
         query = "SELECT count(*), coalesce(max(number), 0) FROM sessions"
@@ -267,12 +368,18 @@ class Database:
         return int(num_sessions), int(last)
 
     def _rows(self, condition: str, values: Sequence[Any]) -> list[SessionRow]:
-        query = f"SELECT {_COLUMNS} FROM sessions WHERE {condition}"  # noqa: S608 - our own words
+        query = f"SELECT {COLUMNS} FROM sessions WHERE {condition}"  # noqa: S608 - our own words
         return [SessionRow(*columns) for columns in self._reader.execute(query, values)]
+
+    @property
+    def version(self) -> int:
+        """Return the version of the schema, 0 for a new file."""
+        (version,) = self._writer.execute("PRAGMA user_version").fetchone()
+        return int(version)
 
     def _check_version(self) -> int:
         """Return the version of the schema, 0 for a new file. Raises StoreUnusable."""
-        (version,) = self._writer.execute("PRAGMA user_version").fetchone()
+        version = self.version
         (application,) = self._writer.execute("PRAGMA application_id").fetchone()
         (num_tables,) = self._writer.execute("SELECT count(*) FROM sqlite_schema").fetchone()
         if version > SCHEMA_VERSION and application == APPLICATION_ID:
@@ -282,11 +389,13 @@ class Database:
             )
         if (version or num_tables) and application != APPLICATION_ID:
             raise StoreUnusable(f"{self.path} is no store of this server: pass another --store")
-        return int(version)
+        return version
 
     def _migrate(self) -> None:
         """Make the tables of a new store. Raises StoreUnusable."""
         if self._check_version() == 0:
+            if self._was_made:
+                raise StoreUnusable(self._say("has no content"))
             with self.transaction():
                 for statement in _SCHEMA.split(";\n"):
                     self._writer.execute(statement)
@@ -313,9 +422,30 @@ class Database:
         return bytes(found[0])
 
 
-def _connect(path: Path) -> sqlite3.Connection:
+def _connect(place: Path | str) -> sqlite3.Connection:
+    """Open a database at a path, or at a URI that says how."""
     # Whoever opens it uses it on another thread; each connection is used by one at a time.
-    return sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+    is_uri = isinstance(place, str)
+    return sqlite3.connect(
+        place, timeout=_BUSY_S, isolation_level=None, check_same_thread=False, uri=is_uri
+    )
+
+
+def _find_lock(directory: Path) -> int | None:
+    """Keep servers from a store while it is read; return the descriptor of the lock, or None where
+    a server has it, or there is none. Raises StoreUnusable."""
+    try:
+        fd = os.open(directory / _LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StoreUnusable(f"--store {directory}: {error}") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        return None
+    return fd
 
 
 def _lock(directory: Path) -> int:
@@ -334,8 +464,8 @@ def _lock(directory: Path) -> int:
     except OSError as error:
         os.close(fd)
         raise StoreUnusable(
-            f"--store {directory}: another server has it open; pass another directory, or stop "
-            "that server"
+            f"--store {directory}: another server has it open, or a command that reads it; pass "
+            "another directory, or stop that server"
         ) from error
     return fd
 
@@ -347,7 +477,9 @@ def _sync_above(directory: Path) -> None:
     for parent in directory.parents:
         if parent.stat().st_dev != device:
             return
-        with suppress(PermissionError):  # then the user who runs this has made nothing in it
+        with contextlib.suppress(
+            PermissionError
+        ):  # then the user who runs this has made nothing in it
             _sync(parent)
 
 

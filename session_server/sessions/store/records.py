@@ -39,7 +39,7 @@ class StoredSettings(msgspec.Struct, frozen=True, gc=False, array_like=True):
 class SessionRow(msgspec.Struct, frozen=True, gc=False):
     """Hold a session without its conversation.
 
-    `number` orders the sessions of an owner. `model`: the fingerprint of the tokenizer that its
+    `number` orders the sessions of an owner. `model`: the `ModelText.fingerprint` that its
     token ids are of. `expires_s`: wall-clock seconds. `settings`: as `encode_settings` gives them.
     `num_entries` are there already.
     """

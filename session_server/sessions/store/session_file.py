@@ -30,7 +30,7 @@ class UnusableFile(Exception):
 
 
 class SessionFile(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
-    """Hold a session. `model`: the fingerprint of its tokenizer. `settings`, `answer_ends`,
+    """Hold a session. `model`: its `ModelText.fingerprint`. `settings`, `answer_ends`,
     `answer_len`, `is_end_replaced`, `num_open`, `num_made`, `ended_turns`: as the store has
     them."""
 

@@ -7,7 +7,8 @@ import contextlib
 import logging
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Final
@@ -19,6 +20,7 @@ from session_server.sessions.store.records import (
     SessionRow,
     decode_entry,
 )
+from session_server.sessions.store.survey import SurveyAnswer, SurveyQuestion, survey
 from session_server.sessions.store.writer import CommitCounts, GroupCommits, Told, Write
 
 _logger: Final = logging.getLogger("session_server.store")
@@ -32,6 +34,9 @@ DISK_WAIT_S: Final = 10.0
 MAX_WAITING_BYTES: Final = 64 << 20
 """Entries that wait for the disk; a further write fails. One session has one write under way."""
 
+ENTRIES_AT_ONCE: Final = 16
+"""Entries that are read before others are served: a millisecond or two."""
+
 _DELETED_AT_ONCE: Final = 64
 _NO_ANSWER: Final = "the disk does not answer"
 
@@ -39,7 +44,7 @@ _NO_ANSWER: Final = "the disk does not answer"
 class SessionStore:
     """Keep sessions in a directory. Call every method on the event loop's thread.
 
-    `model`: the fingerprint of the tokenizer that token ids are of. `durability`: with "turn" the
+    `model`: the `ModelText.fingerprint` that token ids are of. `durability`: with "turn" the
     end of a turn waits for its commit, with "relaxed" it does not. `wall_clock` returns seconds
     that go on while no server runs; by default those of this moment and what passes from here on,
     so that a clock that is set while the server runs ends no session.
@@ -124,10 +129,22 @@ class SessionStore:
     def find(self, owner_id: str, session_id: str) -> SessionRow | None:
         """Return a session that is on disk and has not expired; None if there is none. Raises
         sqlite3.Error."""
-        row = self._database.find(owner_id, session_id)
+        return self._if_open(self._database.find(owner_id, session_id))
+
+    def numbered(self, number: int) -> SessionRow | None:
+        """Return the session of a number, as `find` does. Raises sqlite3.Error."""
+        return self._if_open(self._database.numbered(number))
+
+    def _if_open(self, row: SessionRow | None) -> SessionRow | None:
         if row is None or row.number in self._dropped or row.expires_s < self.wall_clock():
             return None
         return row
+
+    async def survey(self, question: SurveyQuestion) -> SurveyAnswer:
+        """Look through all sessions on disk, on another thread. Raises sqlite3.Error."""
+        without = question.without | self._dropped
+        asked = replace(question, now_s=self.wall_clock(), without=without)
+        return await asyncio.to_thread(survey, self._database.path, asked)
 
     def page(self, owner_id: str, *, after: int, limit: int) -> list[SessionRow]:
         """Return up to `limit` sessions of an owner with higher numbers, in order; fewer only if
@@ -141,10 +158,13 @@ class SessionStore:
             after = rows[-1].number
         return found[:limit]
 
-    def holds(self, owner_id: str, num_sessions: int) -> bool:
-        """Return whether an owner has so many sessions on disk. Raises sqlite3.Error."""
-        now_s, most = self.wall_clock(), num_sessions + len(self._dropped)
-        return self._database.count_of(owner_id, now_s=now_s, most=most) >= most
+    def holdings(self) -> list[tuple[str, int, int]]:
+        """Return how many sessions each owner has on disk, and their bytes. O(entries)."""
+        return self._database.holdings()
+
+    def num_bytes(self, row: SessionRow) -> int:
+        """Return the bytes of a session on disk. Raises sqlite3.Error."""
+        return self._database.num_bytes(row.number)
 
     def expired(self, *, limit: int) -> list[SessionRow]:
         """Return up to `limit` sessions whose time has come. Raises sqlite3.Error."""
@@ -152,12 +172,19 @@ class SessionStore:
         rows = self._database.expired(self.wall_clock(), limit=limit + num_dropped)
         return [row for row in rows if row.number not in self._dropped][:limit]
 
-    def entries(self, row: SessionRow) -> tuple[list[LogEntry], int]:
-        """Return the entries of a session, in order, and their bytes. Raises Damaged."""
-        found = self._database.entries(row.number)
-        if len(found) != row.num_entries:
-            raise Damaged(f"{len(found)} entries of {row.num_entries} are there")
-        return [decode_entry(data) for data in found], sum(map(len, found))
+    def slices(self, row: SessionRow) -> Iterator[tuple[list[LogEntry], int]]:
+        """Yield the entries of a session, in order, some at a time with their bytes. Raises
+        Damaged, sqlite3.Error."""
+        num_read = 0
+        while True:
+            found = self._database.entries(row.number, start=num_read, limit=ENTRIES_AT_ONCE)
+            num_read += len(found)
+            is_last = len(found) < ENTRIES_AT_ONCE
+            if num_read > row.num_entries or (is_last and num_read < row.num_entries):
+                raise Damaged(f"{num_read} entries of {row.num_entries} are there")
+            yield [decode_entry(data) for data in found], sum(map(len, found))
+            if is_last:
+                return
 
     # -- writing
 

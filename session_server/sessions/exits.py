@@ -1,0 +1,109 @@
+"""Take sessions out of the memory: closed for good, or unloaded, to be read again from the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from session_server.core.owner import Owner
+from session_server.core.session_events import CancelReason, CloseReason, SessionClosed
+from session_server.sessions.backlog import SLICE
+from session_server.sessions.drafts import SessionDrafts
+from session_server.sessions.drain import Drain
+from session_server.sessions.parts import SessionParts
+from session_server.sessions.session import Session
+from session_server.sessions.turn_flow import TurnFlow
+
+EXPIRY_SLACK_S: Final = 1.0
+"""By how much the end of a session's time on disk may differ from that in memory."""
+
+
+class SessionExits:
+    """Close and unload the sessions of a manager.
+
+    `count_readers`: how many connections read a session of an owner.
+    """
+
+    def __init__(self, parts: SessionParts, flow: TurnFlow, drafts: SessionDrafts) -> None:
+        self._parts = parts
+        self._flow = flow
+        self._drafts = drafts
+        self.count_readers: Callable[[Owner, str], int] = lambda _owner, _session_id: 0
+        close = partial(self.close, reason="draining")
+        self.drain = Drain(parts.sessions, flow, parts.link, close)
+        parts.quotas.room_makers.unload = self._unload_one
+
+    def close(self, session: Session, reason: CloseReason) -> None:
+        """Reject new turns, end waiting ones, cancel a running one; `finish` does the rest when the
+        last has ended."""
+        if session.closing is not None:
+            return
+        session.closing = reason
+        cancel_reason: CancelReason = "draining" if reason == "draining" else "session_closed"
+        waiting_first = (*session.queue, *([session.live] if session.live else []))
+        self._flow.cancel(session, *waiting_first, keep_partial=True, reason=cancel_reason)
+
+    def expire(self, now_s: float) -> None:
+        """Close sessions whose time has come, a slice at a time."""
+        for session in self._parts.sessions.deadlines.pop_expired(now_s):
+            self.close(session, "expired")
+        if self._parts.sessions.deadlines.is_due(now_s):
+            self._flow.backlog.defer(partial(self.expire, now_s))
+
+    def finish(self, session: Session) -> None:
+        """End a session that is closing, and in which no turn is left."""
+        assert session.closing is not None, "a session that nobody has closed"
+        self._let_go(session)
+        self._parts.sessions.remove(session, session.closing)
+        self._parts.quotas.release_session(session)
+        tell = partial(session.journal.append, SessionClosed(session.closing))
+        self._parts.logs.close(session, tell)
+
+    def _unload_one(self, owner: Owner, *, of_others: bool) -> bool:
+        """Unload a session at rest, the one unused for longest of this owner, or of all where
+        memory is scarce; return whether there was one. Looks at no more than `SLICE`."""
+        logs, quotas, order = self._parts.logs, self._parts.quotas, self._parts.sessions.by_use
+        if logs.store is None or logs.store.failure is not None:
+            return False
+        is_scarce = quotas.sessions.is_in_reserve or quotas.history_bytes.is_in_reserve
+        whose = None if of_others or is_scarce else owner
+        for _ in range(min(SLICE, order.num_of(whose))):
+            session = order.first(whose)
+            assert session is not None, "as many as were counted"
+            if self._can_be_read_again(session):
+                self._unload(session)
+                return True
+            order.postpone(session)
+        return False
+
+    def _can_be_read_again(self, session: Session) -> bool:
+        """Return whether nobody has a session in hand, and all that matters of it is on disk."""
+        place = session.life.log
+        is_at_rest = session.is_idle and session.closing is None
+        if place is None or not place.is_written or not is_at_rest:
+            return False
+        if abs(session.expires_s - place.expires_s) > EXPIRY_SLACK_S:
+            self._parts.logs.touch(session)  # it may go once that is on disk
+            return False
+        return not (
+            session is self._parts.sessions.by_use.in_hand
+            or session.settings.is_pinned
+            or session.transcript.attached_bytes
+            or session.journal.has_listeners
+            or self._drafts.is_drafting(session)
+            or self.count_readers(session.owner, session.session_id)
+        )
+
+    def _unload(self, session: Session) -> None:
+        self._let_go(session)
+        self._parts.sessions.unload(session)
+        self._parts.quotas.unload_session(session)
+        session.journal.suspend()
+
+    def _let_go(self, session: Session) -> None:
+        """Give back what a session at rest has beside its place in memory."""
+        self._drafts.stop(session)
+        self._flow.copies.close(session)
+        self._parts.sessions.deadlines.remove(session)
+        self._flow.residents.drop(session)

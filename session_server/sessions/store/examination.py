@@ -1,0 +1,143 @@
+"""Examine a store, and say what is wrong with it and what to do. Nothing in it is changed."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from session_server.sessions.store.database import SCHEMA_VERSION, Database, StoreUnusable
+from session_server.sessions.store.records import Damaged, SessionRow, decode_entry
+from session_server.sessions.store.session_file import UnusableFile, entry_of, file_of
+
+MAX_NAMED: Final = 8
+"""Faults of one kind that are named; others are counted."""
+
+MIN_FREE_BYTES: Final = 1 << 30
+"""Bytes on the disk of a store below which there is a warning."""
+
+_EXPOSED: Final = stat.S_IRWXG | stat.S_IRWXO
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFinding:
+    """Say what was found of one thing. `advice`: what to do; empty if nothing is wrong.
+    `is_wrong`: sessions are lost, or cannot be served."""
+
+    topic: str
+    found: str
+    advice: str = ""
+    is_wrong: bool = False
+
+
+OnProgress = Callable[[int], object]
+"""Called with how many more sessions were examined."""
+
+
+def examine(directory: Path, on_progress: OnProgress) -> Iterator[StoreFinding]:
+    """Yield what is found of a store, beside a server that has it open or without one. A store that
+    cannot be read is a finding too."""
+    yield _files(directory)
+    try:
+        database = Database(directory, is_read_only=True)
+    except StoreUnusable as error:
+        yield StoreFinding("store", str(error), is_wrong=True)
+        return
+    try:
+        yield from _content(database, directory, on_progress)
+    except sqlite3.Error as error:
+        yield StoreFinding("store", f"cannot be read: {error}", _restore(directory), is_wrong=True)
+    finally:
+        database.close()
+    yield _disk(directory)
+
+
+def _files(directory: Path) -> StoreFinding:
+    """Check that nobody else can read the store."""
+    there = [directory, *sorted(directory.iterdir())] if directory.is_dir() else []
+    links = [path.name for path in there if path.is_symlink()]
+    if links:
+        found = f"links, which no server follows: {', '.join(links)}"
+        return StoreFinding("files", found, "put the files themselves there", is_wrong=True)
+    exposed = [path.name for path in there if path.stat().st_mode & _EXPOSED]
+    if exposed:
+        advice = f"chmod -R go= {directory}"
+        return StoreFinding("files", f"open to other users: {', '.join(exposed)}", advice)
+    num_bytes = sum(path.stat().st_size for path in there[1:])
+    return StoreFinding("files", f"{len(there[1:])} in {directory}, {num_bytes:,} bytes")
+
+
+def _content(
+    database: Database, directory: Path, on_progress: OnProgress
+) -> Iterator[StoreFinding]:
+    version = database.version
+    if version != SCHEMA_VERSION:
+        advice = "a server of this version changes it when it begins; examine it then"
+        yield StoreFinding("schema", f"version {version}, before {SCHEMA_VERSION}", advice)
+        return
+    yield StoreFinding("schema", f"version {version}")
+    faults = database.faults(MAX_NAMED)
+    if faults:
+        found = "; ".join(" ".join(fault.split()) for fault in faults)
+        yield StoreFinding("database", found, _restore(directory), is_wrong=True)
+    else:
+        yield StoreFinding("database", "pages, tables and indexes are whole")
+    num_strays = database.num_strays()
+    if num_strays:
+        advice = f"export the sessions, and import them into a new store: {directory} has lost some"
+        found = f"{num_strays:,} entries of sessions that are not there"
+        yield StoreFinding("entries", found, advice, is_wrong=True)
+    yield _sessions(database, on_progress)
+
+
+def _sessions(database: Database, on_progress: OnProgress) -> StoreFinding:
+    num_sessions, num_tokens, damaged = 0, 0, list[str]()
+    for rows in database.slices():
+        for row in rows:
+            why = _fault_of(row, database)
+            if why is not None:
+                damaged.append(f"{row.session_id} of {row.owner_id} ({why})")
+            num_tokens += row.num_tokens
+        num_sessions += len(rows)
+        on_progress(len(rows))
+    found = f"{num_sessions:,} with {num_tokens:,} tokens"
+    if not damaged:
+        return StoreFinding("sessions", f"{found}; every checksum matches")
+    more = f" and {len(damaged) - MAX_NAMED:,} more" if len(damaged) > MAX_NAMED else ""
+    found += f", {len(damaged):,} damaged: {', '.join(damaged[:MAX_NAMED])}{more}"
+    advice = "the others are served; take these from a backup, or `session-server sessions delete`"
+    return StoreFinding("sessions", found, advice, is_wrong=True)
+
+
+def _fault_of(row: SessionRow, database: Database) -> str | None:
+    """Return why a session cannot be read; None if it can."""
+    entries = database.entries(row.number)
+    if len(entries) != row.num_entries:
+        return f"{len(entries)} entries of {row.num_entries}"
+    try:
+        file = file_of(row, [decode_entry(data) for data in entries])
+        entry_of(file)
+    except (Damaged, UnusableFile, ValueError) as error:
+        return str(error)
+    num_tokens = len(file.token_ids)
+    return None if num_tokens == row.num_tokens else f"{num_tokens} tokens of {row.num_tokens}"
+
+
+def _disk(directory: Path) -> StoreFinding:
+    free_bytes = shutil.disk_usage(directory).free
+    found = f"{free_bytes / (1 << 30):.1f} GiB free"
+    if free_bytes < MIN_FREE_BYTES:
+        advice = "make room: turns are not durable on a full disk"
+        return StoreFinding("disk", found, advice)
+    return StoreFinding("disk", found)
+
+
+def _restore(directory: Path) -> str:
+    return (
+        f"export what can be read, then put a backup in the place of {Database.FILE}, or move the "
+        f"store away (mv {directory} {directory}.lost)"
+    )

@@ -1,0 +1,90 @@
+"""Nobody is told the id of a session that a crash could take back."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from session_server.sessions.store.database import Database
+from tests.sessions.test_store import hang_until
+from tests.web.serving import Served, turn
+from tests.web.test_admin_stored import run, served_from
+
+
+async def over_socket(this: Served) -> str:
+    async with this.socket() as wire:
+        session_id: str = wire.hello["session_id"]
+        return session_id
+
+
+async def over_rest(this: Served) -> str:
+    return await this.open()
+
+
+async def over_chat(this: Served) -> str:
+    body = {
+        "model": "paper",
+        "messages": [{"role": "user", "content": "Hello"}],
+        "session_id": "named",
+        "stream": True,
+        "max_tokens": 2,
+    }
+    async with this.http.stream("POST", "/v1/chat/completions", json=body) as answer:
+        await anext(answer.aiter_lines())
+        return "named"
+
+
+async def over_sglang(this: Served) -> str:
+    answer = await this.http.post("/open_session", json={"streaming": True})
+    session_id: str = answer.json()
+    return session_id
+
+
+@pytest.mark.parametrize("opens", [over_socket, over_rest, over_chat, over_sglang])
+def test_a_session_is_told_of_once_it_is_on_disk(tmp_path: Path, opens: Any) -> None:
+    async def check() -> None:
+        async with served_from(tmp_path) as this:
+            store = this.sessions._flow.conclusion.logs.store
+            assert store is not None
+            goes_on = threading.Event()
+            hang_until(goes_on, store)
+            opening = asyncio.create_task(opens(this))
+            while not this.sessions.stats().sessions:
+                await asyncio.sleep(0.001)
+            for _ in range(5):  # others are served meanwhile
+                assert (await this.http.get("/v1/models")).is_success
+            assert not opening.done()
+            goes_on.set()
+            session_id = await opening
+            reader = Database(tmp_path, is_read_only=True)
+            assert reader.find("anonymous", session_id) is not None
+            reader.close()
+
+    run(check)
+
+
+def test_a_turn_that_was_written_late_is_durable_over_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def check() -> None:
+        async with served_from(tmp_path) as this:
+            await this.open(id="mine")
+            store = this.sessions._flow.conclusion.logs.store
+            assert store is not None
+            with monkeypatch.context() as failing:
+                failing.setattr(Database, "_check_files", fail)
+                path = "/v1/sessions/mine/turns"
+                told = (await this.http.post(path, json={"turn_id": "t1", **turn()})).json()
+                assert told["durable"] is False
+            while not (await this.http.get("/v1/sessions/mine")).json()["durable"]:
+                await asyncio.sleep(0.01)  # the next tick writes it
+            assert (await this.http.get(f"{path}/t1")).json() == told | {"durable": True}
+
+    def fail(_database: Database) -> None:
+        raise OSError("no disk")
+
+    run(check)
