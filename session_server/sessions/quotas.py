@@ -274,9 +274,13 @@ class Quotas:
                 of_others = False
             except ServerBusy:
                 of_others = True
-            if not any(make(owner, of_others=of_others) for make in self.room_makers):
+            if not self.make_room(owner, of_others=of_others):
                 break
         return budget.check(owner, amount)
+
+    def make_room(self, owner: Owner, *, of_others: bool = False) -> bool:
+        """Close one session that can be spared; return whether there was one."""
+        return any(make(owner, of_others=of_others) for make in self.room_makers)
 
     def holds(self, owner: Owner) -> bool:
         """Return whether anything is kept for an owner: sessions, records, turns."""

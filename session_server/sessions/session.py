@@ -103,15 +103,18 @@ class SessionLife:
     """Hold when a session was last used, and the second under which `Deadlines` files it; both
     monotonic.
 
-    `order` counts up in the order in which sessions were opened (`SessionRegistry.add`);
-    `num_uses` with every call that changes the session or runs a turn in it. `log`: None where the
-    session lives as long as the process.
+    `order` counts up in the order in which sessions were opened (`SessionRegistry.add`), and is a
+    session's own for good; `num_uses` counts up with every call that changes the session or runs a
+    turn in it. `num_own_uses`: those by the surface that opened it for a client which does not name
+    sessions; None for one that a client opened. `log`: None where the session lives as long as the
+    process.
     """
 
     last_active_s: float
     deadline_s: float = math.inf
     order: int = 0
     num_uses: int = 0
+    num_own_uses: int | None = None
     log: LogPlace | None = None
 
 

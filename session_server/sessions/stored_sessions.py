@@ -55,7 +55,7 @@ class StoredSessions:
             InternalInconsistency: what is stored of it is damaged.
             QuotaExceeded, ServerBusy: there is no room for it in memory, or no disk to read.
         """
-        with _reading():
+        with reading():
             row = self.store.find(owner.owner_id, session_id)
             if row is None:
                 return None
@@ -66,6 +66,7 @@ class StoredSessions:
                 self.maker.clock() + left_s - settings.ttl_s,
                 order=row.number,
                 num_uses=row.num_uses,
+                num_own_uses=stored.num_own_uses,
             )
             session = self.maker.again(owner, settings, life)
             session.session_id = session_id
@@ -77,20 +78,22 @@ class StoredSessions:
         return session
 
     def check_room(self, owner: Owner) -> None:
-        """Reject a session beyond those that an owner may have, on disk or in memory. Raises
-        QuotaExceeded; ServerBusy if the disk cannot be read."""
+        """Reject a session beyond those that an owner may have, on disk or in memory, after one
+        that can be spared has gone. Raises QuotaExceeded; ServerBusy if the disk cannot be read."""
         limit = owner.limits.max_sessions
         if limit is None or owner.is_exempt:
             return
-        with _reading():
+        with reading():
             is_full = self.store.holds(owner.owner_id, limit)
+            if is_full and (self.quotas.make_room(owner) or self._make_room(owner)):
+                is_full = self.store.holds(owner.owner_id, limit)
         if is_full:
             raise QuotaExceeded(f"you have {limit:,} sessions, as many as you may: close one")
 
     def order_of(self, owner: Owner, session_id: str) -> int | None:
         """Return the place of a session on disk in the order of its owner's, or None. Raises
         ServerBusy if the disk cannot be read."""
-        with _reading():
+        with reading():
             row = self.store.find(owner.owner_id, session_id)
         return None if row is None else row.number
 
@@ -98,7 +101,7 @@ class StoredSessions:
         """Return up to `limit` sessions of an owner that are on disk, oldest first, with their
         places in the order, without those that are in memory. Raises ServerBusy if the disk cannot
         be read."""
-        with _reading():
+        with reading():
             rows = self.store.page(owner.owner_id, after=after, limit=limit)
         return [
             (row.number, self._view(row, "cold"))
@@ -109,12 +112,30 @@ class StoredSessions:
     def close(self, owner: Owner, session_id: str) -> SessionView | None:
         """Delete a session that is on disk alone, whether or not it could be served; None if there
         is none. Raises ServerBusy if the disk cannot be read."""
-        with _reading():
+        with reading():
             row = self.store.find(owner.owner_id, session_id)
         if row is None:
             return None
         self.store.delete(row.number)
         return self._view(row, "closing")
+
+    def spare(self, owner: Owner, session_id: str) -> None:
+        """Delete a session that is on disk alone, if only the surface that opened it for a client
+        has used it. Raises ServerBusy if the disk cannot be read."""
+        with reading():
+            row = self.store.find(owner.owner_id, session_id)
+        if row is not None and _is_spare(row):
+            self.store.delete(row.number)
+
+    def _make_room(self, owner: Owner) -> bool:
+        """Delete the oldest session of an owner that is on disk alone and that nobody but its
+        surface has used, if one of the first ones is such; return whether it is. Raises
+        sqlite3.Error."""
+        for row in self.store.page(owner.owner_id, after=0, limit=SLICE):
+            if self.sessions.find(owner, row.session_id) is None and _is_spare(row):
+                self.store.delete(row.number)
+                return True
+        return False
 
     def expire(self) -> bool:
         """Delete a slice of the sessions on disk whose time has come; return whether there may be
@@ -179,7 +200,7 @@ class StoredSessions:
 
 
 @contextlib.contextmanager
-def _reading() -> Iterator[None]:
+def reading() -> Iterator[None]:
     """Raise ServerBusy where the disk cannot be read."""
     try:
         yield
@@ -194,6 +215,15 @@ def _settings(row: SessionRow) -> StoredSettings:
         return decode_settings(row.settings)
     except Damaged as error:
         raise _damaged(row, error) from error
+
+
+def _is_spare(row: SessionRow) -> bool:
+    """Return whether only the surface that opened a session has used it."""
+    try:
+        num_own_uses = decode_settings(row.settings).num_own_uses
+    except Damaged:
+        return False
+    return num_own_uses is not None and row.num_uses <= num_own_uses
 
 
 def _damaged(row: SessionRow, error: Exception) -> InternalInconsistency:

@@ -15,12 +15,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
-from session_server.sessions.store.records import SessionRow
+from session_server.sessions.store.records import Parts, RecordRow, SessionRow
 
 Durability = Literal["turn", "relaxed"]
 
 APPLICATION_ID: Final = 0x53535253
-SCHEMA_VERSION: Final = 1
 
 _LOCK_NAME: Final = "lock"
 _SECRET_BYTES: Final = 32
@@ -28,7 +27,7 @@ _PAGE_ROWS: Final = 256
 _BUSY_S: Final = 1.0
 """How long a statement waits for whoever else has locked the database."""
 
-_SCHEMA: Final = """
+_SESSIONS: Final = """
 CREATE TABLE facts (name TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT, WITHOUT ROWID;
 CREATE TABLE sessions (
     number INTEGER PRIMARY KEY,
@@ -52,9 +51,34 @@ CREATE TABLE entries (
     PRIMARY KEY (session, position)
 ) STRICT, WITHOUT ROWID;
 """
+_RECORDS: Final = """
+CREATE TABLE records (
+    number INTEGER PRIMARY KEY,
+    kind TEXT NOT NULL,
+    owner TEXT NOT NULL,
+    id TEXT NOT NULL,
+    session TEXT NOT NULL,
+    num_bytes INTEGER NOT NULL,
+    used INTEGER NOT NULL,
+    num_writes INTEGER NOT NULL,
+    UNIQUE (owner, id)
+) STRICT;
+CREATE TABLE parts (
+    record INTEGER NOT NULL REFERENCES records (number) ON DELETE CASCADE,
+    position INTEGER NOT NULL,
+    part BLOB NOT NULL,
+    PRIMARY KEY (record, position)
+) STRICT, WITHOUT ROWID;
+"""
+_VERSIONS: Final = (_SESSIONS, _RECORDS)
+"""What each version of the schema adds to the one before it."""
+
+SCHEMA_VERSION: Final = len(_VERSIONS)
+
 _COLUMNS: Final = (
     "number, owner, id, model, expires, settings, num_tokens, num_turns, num_uses, num_entries"
 )
+_RECORD_COLUMNS: Final = "number, kind, owner, id, session, num_bytes, used, num_writes"
 
 
 class StoreUnusable(Exception):
@@ -207,6 +231,38 @@ class Database:
         if found.rowcount != 1:
             raise Behind(f"session {row.number} has not {row.num_entries} entries")
 
+    def put_record(self, row: RecordRow, parts: Parts) -> None:
+        """Write a record with all of its parts, in place of what was there of it."""
+        self.delete_record(row.number)
+        values = (
+            *(row.number, row.kind, row.owner_id, row.record_id, row.session_id),
+            *(row.num_bytes, row.used, row.num_writes + 1),
+        )
+        self._writer.execute("INSERT INTO records VALUES (?,?,?,?,?,?,?,?)", values)
+        self._put_parts(row.number, parts)
+
+    def change_record(self, row: RecordRow, parts: Parts, removed: Sequence[int]) -> None:
+        """Write parts of a record, and delete some. Raises Behind if it was not written
+        `row.num_writes` times before, or is not there."""
+        found = self._writer.execute(
+            "UPDATE records SET num_bytes = ?, used = ?, num_writes = num_writes + 1"
+            " WHERE number = ? AND num_writes = ?",
+            (row.num_bytes, row.used, row.number, row.num_writes),
+        )
+        if found.rowcount != 1:
+            raise Behind(f"record {row.number} was not written {row.num_writes} times")
+        self._put_parts(row.number, parts)
+        query = "DELETE FROM parts WHERE record = ? AND position = ?"
+        self._writer.executemany(query, [(row.number, position) for position in removed])
+
+    def delete_record(self, number: int) -> None:
+        """Delete a record and its parts, if it is there."""
+        self._writer.execute("DELETE FROM records WHERE number = ?", (number,))
+
+    def _put_parts(self, number: int, parts: Parts) -> None:
+        query = "INSERT OR REPLACE INTO parts VALUES (?, ?, ?)"
+        self._writer.executemany(query, [(number, *part) for part in parts])
+
     # -- reading
 
     def find(self, owner_id: str, session_id: str) -> SessionRow | None:
@@ -256,6 +312,16 @@ class Database:
         num_sessions, last = self._reader.execute(query).fetchone()
         return int(num_sessions), int(last)
 
+    def records(self) -> list[RecordRow]:
+        """Return all records, that first which was not written for longest."""
+        query = f"SELECT {_RECORD_COLUMNS} FROM records ORDER BY used"  # noqa: S608 - our own words
+        return [RecordRow(*columns) for columns in self._reader.execute(query)]
+
+    def parts(self, number: int) -> Parts:
+        """Return the parts of a record, in order."""
+        query = "SELECT position, part FROM parts WHERE record = ? ORDER BY position"
+        return self._reader.execute(query, (number,)).fetchall()
+
     def _rows(self, condition: str, values: Sequence[Any]) -> list[SessionRow]:
         query = f"SELECT {_COLUMNS} FROM sessions WHERE {condition}"  # noqa: S608 - our own words
         return [SessionRow(*columns) for columns in self._reader.execute(query, values)]
@@ -275,13 +341,16 @@ class Database:
         return int(version)
 
     def _migrate(self) -> bytes:
-        """Make the tables of a new store, and return its secret. Raises StoreUnusable."""
-        if self._check_version() == 0:
+        """Bring the tables to this version, those of a new store too, and return its secret. Raises
+        StoreUnusable."""
+        version = self._check_version()
+        if version < SCHEMA_VERSION:
             with self.transaction():
-                for statement in _SCHEMA.split(";\n"):
+                for statement in "".join(_VERSIONS[version:]).split(";\n"):
                     self._writer.execute(statement)
-                secret = secrets.token_bytes(_SECRET_BYTES)
-                self._writer.execute("INSERT INTO facts VALUES ('secret', ?)", (secret,))
+                if version == 0:
+                    secret = secrets.token_bytes(_SECRET_BYTES)
+                    self._writer.execute("INSERT INTO facts VALUES ('secret', ?)", (secret,))
                 self._writer.execute(f"PRAGMA application_id = {APPLICATION_ID}")
                 self._writer.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         query = "SELECT value FROM facts WHERE name = 'secret'"
