@@ -98,6 +98,12 @@ SLICES = (
         "the rest a second later",
     ),
     _constant(
+        "sessions.record_log:RETRIED_AT_ONCE",
+        "responses and conversations that are written again once that has failed",
+        "records",
+        "the rest a second later",
+    ),
+    _constant(
         "sessions.store.database:_PAGE_ROWS", "sessions read by `sessions list`", "sessions", _NEXT
     ),
     _constant("sessions.turn_flow:RETRY_TOKENS", "history sent to a new engine", "tokens", _NEXT),
@@ -261,7 +267,6 @@ BOUND_NOTHING = frozenset(
         "session_server.sessions.registry:_LAST_ORDER",
         # Of the store: what marks its file, and the bytes of a secret and a checksum.
         "session_server.sessions.store.database:APPLICATION_ID",
-        "session_server.sessions.store.database:SCHEMA_VERSION",
         "session_server.sessions.store.database:_SECRET_BYTES",
         "session_server.sessions.store.records:_CHECKSUM_BYTES",
         # How much of a digest is shown.

@@ -24,7 +24,11 @@ from session_server.local_server import LocalServer
 from session_server.sessions.store.database import Database
 from tests.wire.test_restart import QUESTIONS, served
 
-SAYS: dict[str, Any] = {"model": "session-server-embedded", "max_output_tokens": 16, "temperature": 0}
+SAYS: dict[str, Any] = {
+    "model": "session-server-embedded",
+    "max_output_tokens": 16,
+    "temperature": 0,
+}
 Call = Callable[[OpenAI], Any]
 
 

@@ -73,7 +73,7 @@ CREATE TABLE parts (
 _VERSIONS: Final = (_SESSIONS, _RECORDS)
 """What each version of the schema adds to the one before it."""
 
-SCHEMA_VERSION: Final = len(_VERSIONS)
+SCHEMA_VERSION: Final[int] = len(_VERSIONS)
 
 _COLUMNS: Final = (
     "number, owner, id, model, expires, settings, num_tokens, num_turns, num_uses, num_entries"
