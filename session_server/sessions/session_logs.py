@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Final
 
 from session_server.sessions.backlog import SLICE
@@ -55,6 +56,11 @@ class SessionLogs:
         """Keep sessions, and records of other kinds, in a store from now on."""
         self.store = store
         self.records.keep_in(store)
+
+    @property
+    def directory(self) -> Path | None:
+        """Return where the store is; None without one."""
+        return None if self.store is None else self.store.directory
 
     def use(self) -> StoreUse | None:
         """Return what the store has done; None without one."""

@@ -369,9 +369,7 @@ def _lock(directory: Path) -> int:
     """Make the directory and lock it for this process; return the descriptor that holds the lock.
     Raises StoreUnusable."""
     try:
-        if not directory.is_dir():
-            directory.mkdir(mode=0o700, parents=True)
-            _sync(directory.parent)
+        _make(directory)
         fd = os.open(
             directory / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
         )
@@ -386,6 +384,14 @@ def _lock(directory: Path) -> int:
             "that server"
         ) from error
     return fd
+
+
+def _make(directory: Path) -> None:
+    """Make a directory, and those above it, for this user alone, unless they are there."""
+    if not directory.is_dir():
+        _make(directory.parent)
+        directory.mkdir(mode=0o700, exist_ok=True)
+        _sync(directory.parent)
 
 
 def _sync(directory: Path) -> None:
