@@ -59,8 +59,10 @@ class RecordLog:
 
     def rows(self, kind: str) -> list[RecordRow]:
         """Return the records of a kind that were on disk when the store was opened, that first
-        which was not written for longest."""
-        return [row for row in self._rows if row.kind == kind]
+        which was not written for longest; once."""
+        found = [row for row in self._rows if row.kind == kind]
+        self._rows = [row for row in self._rows if row.kind != kind]
+        return found
 
     def parts(self, number: int) -> Parts:
         """Return the parts of a record that is on disk. Raises sqlite3.Error."""

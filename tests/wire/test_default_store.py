@@ -41,9 +41,11 @@ def test_no_test_keeps_anything_in_the_home_of_whoever_runs_it() -> None:
     directory = default_directory(os.environ, 30000)
     assert directory is not None
     assert directory.is_relative_to(tempfile.gettempdir())
-    seen = "import os; print('listening on http://' + os.environ['XDG_STATE_HOME'])"
+    # Servers of the demo, the benchmarks and the chat keep nothing, and those of tests inherit it.
+    seen = "import os, sys; print(*sys.argv, 'listening on http://' + os.environ['XDG_STATE_HOME'])"
     with LocalServer(program=(sys.executable, "-c", seen)) as server:
         assert directory.is_relative_to(server.url.removeprefix("http://"))
+        assert "--store none" in server.last_lines
 
 
 def test_each_port_has_a_store_that_is_its_users_alone(tmp_path: Path) -> None:

@@ -203,6 +203,8 @@ def test_a_response_in_the_background_that_a_crash_interrupts_has_failed(lives: 
         assert found.status == "failed"
         assert found.error is not None
         assert found.error.code == "server_error"
+        *_, last = client.responses.retrieve(begun.id, stream=True)
+        assert last.type == "response.failed"
         with pytest.raises(openai.BadRequestError, match="left nothing"):
             ask(client, "And?", previous_response_id=begun.id)
         again = ask(client, QUESTIONS[1], previous_response_id=first.id)
