@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from session_server.core.errors import SessionNotFound
 from session_server.core.owner import Owner
 from session_server.sessions.manager import SessionManager
 from session_server.sessions.views import SessionView
@@ -99,10 +98,9 @@ class RestingSessions:
 
 
 def idle_view(manager: SessionManager, owner: Owner, session_id: str) -> SessionView | None:
-    """Return a session that is open and in which no turn runs or waits; None for any other."""
-    try:
-        view = manager.get(owner, session_id)
-    except SessionNotFound:
+    """Return a session that is open, in memory, and in which no turn runs or waits; None for any
+    other."""
+    session = manager.edits.parts.sessions.find(owner, session_id)
+    if session is None or session.closing is not None or not session.is_idle:
         return None
-    is_idle = view.running_turn is None and view.queued_turns == 0
-    return view if is_idle and view.state != "closing" else None
+    return session.view()
