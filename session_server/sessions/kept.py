@@ -88,13 +88,7 @@ class KeptRecords(Generic[_RecordT]):
         self._by_owner: dict[Owner, dict[str, _Slot[_RecordT]]] = {}
         self._in_order: dict[_Slot[_RecordT], None] = {}
         self._num_made_in: Counter[tuple[Owner, str]] = Counter()
-        for row in log.rows(form.noun):
-            owner = Owner(row.owner_id)
-            slot = _Slot[_RecordT](
-                owner, row.record_id, row.session_id, None, 0, row.number, row.num_writes
-            )
-            self._insert(slot)
-            self._count(slot, row.num_bytes)
+        self._find_on_disk(log.rows(form.noun))
 
     def __len__(self) -> int:
         return len(self._in_order)
@@ -248,6 +242,22 @@ class KeptRecords(Generic[_RecordT]):
             raise InternalInconsistency(f"what is stored of {slot.key} is damaged") from error
 
     # -- in memory
+
+    def _find_on_disk(self, rows: Sequence[RecordRow]) -> None:
+        """Hold records that are on disk alone: there may be hundreds of thousands."""
+        owners = {owner_id: Owner(owner_id) for owner_id in {row.owner_id for row in rows}}
+        num_bytes: Counter[Owner] = Counter()
+        for row in rows:
+            owner = owners[row.owner_id]
+            slot: _Slot[_RecordT] = _Slot(
+                *(owner, row.record_id, row.session_id, None),
+                *(row.num_bytes, row.number, row.num_writes),
+            )
+            self._insert(slot)
+            num_bytes[owner] += row.num_bytes
+        for owner, amount in num_bytes.items():
+            self.budget.add(owner, amount)
+            self._quotas.history_bytes.add(owner, amount)
 
     def _slot_of(self, record: _RecordT) -> _Slot[_RecordT] | None:
         slot = self._by_owner.get(record.owner, {}).get(record.key)

@@ -233,7 +233,8 @@ class Database:
 
     def put_record(self, row: RecordRow, parts: Parts) -> None:
         """Write a record with all of its parts, in place of what was there of it."""
-        self.delete_record(row.number)
+        if row.num_writes:
+            self.delete_record(row.number)
         values = (
             *(row.number, row.kind, row.owner_id, row.record_id, row.session_id),
             *(row.num_bytes, row.used, row.num_writes + 1),
