@@ -13,7 +13,7 @@ default port, unless --store names another.
 
 examples:
   session-server sessions list
-  session-server sessions export s_4f1c --store DIR > talk.json
+  session-server sessions export s_4f1c > talk.json
   session-server sessions import talk.json --store OTHER
 """
 
