@@ -16,12 +16,16 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
 from session_server.sessions.store.lost_pages import check_pages, index_of, log_of, size_of
-from session_server.sessions.store.records import SessionRow
+from session_server.sessions.store.records import Parts, RecordRow, SessionRow
+from session_server.sessions.store.schema import (
+    APPLICATION_ID,
+    COLUMNS,
+    RECORD_COLUMNS,
+    SCHEMA_VERSION,
+    VERSIONS,
+)
 
 Durability = Literal["turn", "relaxed"]
-
-APPLICATION_ID: Final = 0x53535253
-SCHEMA_VERSION: Final = 1
 
 _LOCK_NAME: Final = "lock"
 _MADE: Final = b"sessions were kept here\n"
@@ -34,34 +38,6 @@ _MIN_PAGE_BYTES: Final = 512
 _PAGE_ROWS: Final = 256
 _BUSY_S: Final = 1.0
 """How long a statement waits for whoever else has locked the database."""
-
-_SCHEMA: Final = """
-CREATE TABLE facts (name TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT, WITHOUT ROWID;
-CREATE TABLE sessions (
-    number INTEGER PRIMARY KEY,
-    owner TEXT NOT NULL,
-    id TEXT NOT NULL,
-    model BLOB NOT NULL,
-    expires REAL NOT NULL,
-    settings BLOB NOT NULL,
-    num_tokens INTEGER NOT NULL,
-    num_turns INTEGER NOT NULL,
-    num_uses INTEGER NOT NULL,
-    num_entries INTEGER NOT NULL,
-    UNIQUE (owner, id)
-) STRICT;
-CREATE INDEX sessions_of_owner ON sessions (owner, number);
-CREATE INDEX sessions_by_expiry ON sessions (expires);
-CREATE TABLE entries (
-    session INTEGER NOT NULL REFERENCES sessions (number) ON DELETE CASCADE,
-    position INTEGER NOT NULL,
-    entry BLOB NOT NULL,
-    PRIMARY KEY (session, position)
-) STRICT, WITHOUT ROWID;
-"""
-COLUMNS: Final = (
-    "number, owner, id, model, expires, settings, num_tokens, num_turns, num_uses, num_entries"
-)
 
 
 class StoreUnusable(Exception):
@@ -281,6 +257,39 @@ class Database:
         if found.rowcount != 1:
             raise Behind(f"session {row.number} has not {row.num_entries} entries")
 
+    def put_record(self, row: RecordRow, parts: Parts) -> None:
+        """Write a record with all of its parts, in place of what was there of it."""
+        if row.num_writes:
+            self.delete_record(row.number)
+        values = (
+            *(row.number, row.kind, row.owner_id, row.record_id, row.session_id),
+            *(row.num_bytes, row.used, row.num_writes + 1),
+        )
+        self._writer.execute("INSERT INTO records VALUES (?,?,?,?,?,?,?,?)", values)
+        self._put_parts(row.number, parts)
+
+    def change_record(self, row: RecordRow, parts: Parts, removed: Sequence[int]) -> None:
+        """Write parts of a record, and delete some. Raises Behind if it was not written
+        `row.num_writes` times before, or is not there."""
+        found = self._writer.execute(
+            "UPDATE records SET num_bytes = ?, used = ?, num_writes = num_writes + 1"
+            " WHERE number = ? AND num_writes = ?",
+            (row.num_bytes, row.used, row.number, row.num_writes),
+        )
+        if found.rowcount != 1:
+            raise Behind(f"record {row.number} was not written {row.num_writes} times")
+        self._put_parts(row.number, parts)
+        query = "DELETE FROM parts WHERE record = ? AND position = ?"
+        self._writer.executemany(query, [(row.number, position) for position in removed])
+
+    def delete_record(self, number: int) -> None:
+        """Delete a record and its parts, if it is there."""
+        self._writer.execute("DELETE FROM records WHERE number = ?", (number,))
+
+    def _put_parts(self, number: int, parts: Parts) -> None:
+        query = "INSERT OR REPLACE INTO parts VALUES (?, ?, ?)"
+        self._writer.executemany(query, [(number, *part) for part in parts])
+
     # -- reading
 
     def find(self, owner_id: str, session_id: str) -> SessionRow | None:
@@ -367,6 +376,16 @@ class Database:
         num_sessions, last = self._reader.execute(query).fetchone()
         return int(num_sessions), int(last)
 
+    def records(self) -> list[RecordRow]:
+        """Return all records, that first which was not written for longest."""
+        query = f"SELECT {RECORD_COLUMNS} FROM records ORDER BY used"  # noqa: S608 - our own words
+        return [RecordRow(*columns) for columns in self._reader.execute(query)]
+
+    def parts(self, number: int) -> Parts:
+        """Return the parts of a record, in order."""
+        query = "SELECT position, part FROM parts WHERE record = ? ORDER BY position"
+        return self._reader.execute(query, (number,)).fetchall()
+
     def _rows(self, condition: str, values: Sequence[Any]) -> list[SessionRow]:
         query = f"SELECT {COLUMNS} FROM sessions WHERE {condition}"  # noqa: S608 - our own words
         return [SessionRow(*columns) for columns in self._reader.execute(query, values)]
@@ -392,15 +411,17 @@ class Database:
         return version
 
     def _migrate(self) -> None:
-        """Make the tables of a new store. Raises StoreUnusable."""
-        if self._check_version() == 0:
-            if self._was_made:
-                raise StoreUnusable(self._say("has no content"))
+        """Bring the tables to this version, those of a new store too. Raises StoreUnusable."""
+        version = self._check_version()
+        if version == 0 and self._was_made:
+            raise StoreUnusable(self._say("has no content"))
+        if version < SCHEMA_VERSION:
             with self.transaction():
-                for statement in _SCHEMA.split(";\n"):
+                for statement in "".join(VERSIONS[version:]).split(";\n"):
                     self._writer.execute(statement)
-                secret = secrets.token_bytes(_SECRET_BYTES)
-                self._writer.execute("INSERT INTO facts VALUES ('secret', ?)", (secret,))
+                if version == 0:
+                    secret = secrets.token_bytes(_SECRET_BYTES)
+                    self._writer.execute("INSERT INTO facts VALUES ('secret', ?)", (secret,))
                 self._writer.execute(f"PRAGMA application_id = {APPLICATION_ID}")
                 self._writer.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
@@ -452,7 +473,7 @@ def _lock(directory: Path) -> int:
     """Make the directory and lock it for this process; return the descriptor that holds the lock.
     Raises StoreUnusable."""
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make(directory)
         _sync_above(directory.resolve())
         fd = os.open(
             directory / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
@@ -481,6 +502,13 @@ def _sync_above(directory: Path) -> None:
             PermissionError
         ):  # then the user who runs this has made nothing in it
             _sync(parent)
+
+
+def _make(directory: Path) -> None:
+    """Make a directory, and those above it, for this user alone, unless they are there."""
+    if not directory.is_dir():
+        _make(directory.parent)
+        directory.mkdir(mode=0o700, exist_ok=True)
 
 
 def _sync(directory: Path) -> None:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from session_server.sessions.store.database import SCHEMA_VERSION, Database, StoreUnusable
+from session_server.sessions.store.database import Database, StoreUnusable
 from session_server.sessions.store.records import Damaged, SessionRow, decode_entry
+from session_server.sessions.store.schema import SCHEMA_VERSION
 from session_server.sessions.store.session_file import UnusableFile, entry_of, file_of
 
 MAX_NAMED: Final = 8
