@@ -68,7 +68,7 @@ def test_a_store_that_is_whole_is_found_well(store: Path, state: str, capsys: Sh
     assert contents(store) == before
     assert status == 0
     assert {verdict for verdict, _, _ in found.values()} == {"good"}
-    assert set(found) == {"files", "schema", "database", "sessions", "disk"}
+    assert set(found) == {"files", "schema", "database", "sessions", "records", "disk"}
     assert found["sessions"][1].startswith("5 with ")
     if state == "served":
         assert server is not None

@@ -112,6 +112,7 @@ class LogEntry(msgspec.Struct, frozen=True, gc=False, array_like=True):
 _encoder: Final = msgspec.msgpack.Encoder()
 _entries: Final = msgspec.msgpack.Decoder(LogEntry)
 _settings: Final = msgspec.msgpack.Decoder(StoredSettings)
+_anything: Final = msgspec.msgpack.Decoder(object)
 
 
 def encode_entry(entry: LogEntry) -> bytes:
@@ -148,6 +149,11 @@ class PartCodec(Generic[_T]):
     def decode(self, data: bytes) -> _T:
         """Return the part that `encode` wrote. Raises Damaged."""
         return _decoded(self._decoder, data, self._noun)
+
+
+def check_part(data: bytes) -> None:
+    """Raise Damaged for a part that no `PartCodec` wrote, of whatever type it is."""
+    _decoded(_anything, data, "a part")
 
 
 def _checked(payload: bytes) -> bytes:
