@@ -86,6 +86,7 @@ KILLED: Final = {
         "what a killed process had not synced is told of by the next one as it is",
         "systematic",
         Edit(f"{_DATABASE}:Database.__init__", '"PRAGMA wal_checkpoint"', '"SELECT 1"'),
+        Edit(f"{_DATABASE}:Database._note_made", '"PRAGMA wal_checkpoint(TRUNCATE)"', '"SELECT 1"'),
     ),
     "only a new directory is synced": Mutant(
         "the name of a directory that is there already is taken to be on disk",

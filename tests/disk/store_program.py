@@ -60,10 +60,11 @@ class User:
     async def live(self, heal: Callable[[], None]) -> None:
         """Use a store that is opened and closed a few times, and made smaller. A new one is of
         version 1 at first, and brought to this one when it is opened again."""
-        is_new = not self._directory.exists()
-        for version in (1 if is_new else SCHEMA_VERSION, SCHEMA_VERSION):
+        is_new, found = not self._directory.exists(), self._find_version()
+        phases = ("creation" if is_new else "opening", "migration" if found == 1 else "opening")
+        for version, phase in zip((found, SCHEMA_VERSION), phases, strict=True):
             with of_version(version):
-                await self._open(heal, "creation" if version == 1 else "migration")
+                await self._open(heal, phase)
                 for _ in range(ROUNDS):
                     await self._round()
                 await self._close()
@@ -73,6 +74,15 @@ class User:
         heal()
         await self._recover()
         await self._close()
+
+    def _find_version(self) -> int:
+        """Return the version of a store that is there; 1 for a new one."""
+        uri = f"{(self._directory / Database.FILE).absolute().as_uri()}?mode=ro"
+        with contextlib.suppress(sqlite3.OperationalError):
+            with contextlib.closing(sqlite3.connect(uri, uri=True)) as found:
+                (version,) = found.execute("PRAGMA user_version").fetchone()
+            return max(1, int(version))
+        return 1
 
     async def _open(self, heal: Callable[[], None], phase: str) -> None:
         self._notes.add(phase=phase)
