@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cache.types import SessionId
+from session_server.core.commands import ReportMemory
+from session_server.engine.config import MemoryCheck
 from session_server.engine.tiers.store import TierCounts
 from tests.engine.bench import Bench
 from tests.scenarios.lines import distinct
@@ -58,6 +60,7 @@ def test_what_is_cooled_comes_back_from_host_memory(mixture: Mixture, segment_pa
     assert num_cached >= 8 * (PROMPT_LEN - 2 * sizes.page_size)
     assert counts(bench).restored_tokens > 4 * PROMPT_LEN
     assert counts(bench).failed_copies == 0
+    assert bench.hand.engine.inspect().tiers.store.violations() == []
     bench.close_all()
     assert len(bench.hand.engine.inspect().tiers.store.tree) == 0
 
@@ -67,3 +70,16 @@ def test_without_room_outside_it_is_computed_again() -> None:
     histories = first_turns(bench, 8)
     assert second_turns(bench, histories) < 4 * PROMPT_LEN
     assert counts(bench) == TierCounts()
+
+
+def test_books_of_copies_that_are_wrong_are_found_and_everything_outside_is_dropped() -> None:
+    bench = Bench(Sizes(num_pages=40, host_kv_bytes=MIB, memory_check=MemoryCheck.WARN))
+    histories = first_turns(bench, 8)
+    store = bench.hand.engine.inspect().tiers.store
+    store.host.num_bytes += 1
+    bench.run(ReportMemory(request_id=1, full=True))
+    watch = bench.hand.engine.inspect().watch
+    assert watch.num_violations == 1
+    assert "host memory" in watch.texts[0]
+    assert len(store.tree) == 0
+    assert second_turns(bench, histories) < 4 * PROMPT_LEN

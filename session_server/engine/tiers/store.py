@@ -7,7 +7,7 @@ written there first, ahead of need: what is on disk can give way at once.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -228,6 +228,40 @@ class TierStore:
         self._unread_bytes = 0
         if self.has_disk:
             self._orders.append(Forget(is_everything=True))
+
+    def violations(self) -> list[str]:
+        """Recount the segments, and return where they are not as the tree and the accounts say.
+        O(segments)."""
+        segments = self.tree.segments()
+        found = [text for segment in segments for text in self._shape(segment)]
+        for name, account in (("host memory", self.host), ("disk", self.disk)):
+            held = sum(each.content.num_bytes for each in segments if each in account)
+            if held != account.num_bytes:
+                found.append(f"{name}: segments have {held} bytes, {account.num_bytes} are counted")
+            if account.num_bytes > account.max_bytes:
+                found.append(f"{name}: {account.num_bytes} bytes of {account.max_bytes}")
+        if (unread := sum(self._unread.values())) != self._unread_bytes:
+            found.append(f"disk: unread files have {unread} bytes, not {self._unread_bytes}")
+        return found
+
+    def _shape(self, segment: Segment) -> Iterator[str]:
+        who = f"segment {segment.number}"
+        if segment.in_host and segment not in self.host:
+            yield f"{who} is in host memory and not counted there"
+        if (segment.on_disk or segment.is_writing) and segment not in self.disk:
+            yield f"{who} is on disk and not counted there"
+        if segment not in self.host and segment not in self.disk:
+            yield f"{who} is nowhere"
+        parent, start = segment.parent, segment.content.start
+        if parent is None:
+            if start:
+                yield f"{who} follows nothing and begins at {start}"
+        elif not (
+            self.tree.get(parent.number) is parent
+            and parent.children.get(segment.content.name) is segment
+            and parent.content.start < start <= parent.content.end
+        ):
+            yield f"{who} does not follow the segment that it hangs below"
 
     # Private
 
