@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cache.types import SessionId
-from session_server.core.commands import ReportMemory
+from session_server.core.commands import ReportMemory, Shutdown
+from session_server.core.tier_orders import CopyIn, FindFiles
 from session_server.engine.config import MemoryCheck
 from session_server.engine.tiers.store import TierCounts
 from tests.engine.bench import Bench
@@ -83,3 +84,39 @@ def test_books_of_copies_that_are_wrong_are_found_and_everything_outside_is_drop
     assert "host memory" in watch.texts[0]
     assert len(store.tree) == 0
     assert second_turns(bench, histories) < 4 * PROMPT_LEN
+
+
+def test_a_copy_found_on_disk_waits_for_forwards_launched_meanwhile() -> None:
+    """One of them may still write the pages for a turn that had them before."""
+    sizes = Sizes(num_pages=80, host_kv_bytes=MIB, disk_kv_bytes=MIB)
+    first = Bench(sizes)
+    histories = first_turns(first, 1)
+    first.run(Shutdown())
+    bench = Bench(sizes)
+    carrier = bench.hand.carrier
+    assert carrier is not None
+    assert first.hand.carrier is not None
+    carrier.disk = first.hand.carrier.disk
+    ((_, history),) = histories.items()
+    bench.open("other")
+    cold = bench.open("cold", tokens=history)
+    bench.step(bench.submit_command(SessionId("other"), "long", distinct(7, 3), max_tokens=40))
+    carrier.at_once = False
+    bench.step()
+    assert len(bench.runner) == 2
+    command = bench.submit_command(cold, "back", distinct(8, 3), base_len=len(history))
+    outcome = bench.step(command)
+    assert [type(order) for order in outcome.orders] == [FindFiles]
+    bench.settle()  # and the next is launched
+    carrier.carry_all()
+    outcome = bench.settle()
+    assert not outcome.orders
+    assert len(bench.runner) == 2
+    bench.settle()
+    outcome = bench.settle()
+    assert [type(order) for order in outcome.orders] == [CopyIn]
+    carrier.at_once = True
+    carrier.carry_all()
+    bench.run()
+    bench.expect("back", history + distinct(8, 3))
+    assert bench.finished("back").cached_tokens >= len(history) - sizes.page_size
