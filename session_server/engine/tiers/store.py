@@ -21,6 +21,7 @@ from session_server.core.tier_orders import (
     Forget,
     FoundFile,
     ListFiles,
+    Refusal,
     TierOrder,
     TierResult,
     WriteFile,
@@ -166,16 +167,20 @@ class TierStore:
 
         def take(result: TierResult) -> None:
             self._enter_found(namespace, tokens, result.found)
-            if result.refusal is None and not result.found:
+            if result.refusal is Refusal.WRONG:
+                self.counts.refused_files += 1
+            if not result.found:
+                # One that cannot be read is not asked for again, which might go on for ever.
                 self._forget_unread(key.name)
             then()
 
         self.order(lambda number: FindFiles(number, key, tokens), take)
 
-    def file_key(self, segment: Segment) -> FileKey:
-        """Return what identifies the file of a segment."""
+    def file_of(self, segment: Segment) -> FoundFile:
+        """Return what the file of a segment must be."""
         content = segment.content
-        return FileKey(content.name, content.namespace, content.chain, content.start)
+        key = FileKey(content.name, content.namespace, content.chain, content.start)
+        return FoundFile(key, content.tokens, content.spans)
 
     # Use
 
@@ -249,12 +254,7 @@ class TierStore:
 
         self.order(
             lambda number: WriteFile(
-                number,
-                segment.number,
-                self.file_key(segment),
-                segment.content.tokens,
-                segment.content.spans,
-                segment.content.num_bytes,
+                number, segment.number, self.file_of(segment), segment.content.num_bytes
             ),
             take,
         )
@@ -277,9 +277,10 @@ class TierStore:
     def _make_room_on_disk(self, num_bytes: int) -> bool:
         if num_bytes > self.disk.max_bytes:
             return False
-        is_crowded = len(self.disk) + len(self._unread) >= MAX_FILES
-        while is_crowded or self.disk.free_bytes - self._unread_bytes < num_bytes:
-            is_crowded = False
+        while (
+            len(self.disk) + len(self._unread) >= MAX_FILES
+            or self.disk.free_bytes - self._unread_bytes < num_bytes
+        ):
             if self._unread:
                 self._forget_unread(next(iter(self._unread)))
                 continue
@@ -305,8 +306,10 @@ class TierStore:
 
     def _take_list(self, result: TierResult) -> None:
         self.is_listed = True
+        if result.refusal is not None:
+            self.disk.max_bytes = 0  # what it has cannot be counted, so it gets no more
         known = {segment.content.name for segment in self.tree.segments() if segment in self.disk}
-        for name, num_bytes in result.files[-MAX_FILES:]:
+        for name, num_bytes in result.files:
             if name not in known:
                 self._unread[name] = num_bytes
                 self._unread_bytes += num_bytes
