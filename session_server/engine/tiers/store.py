@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from cache.tiers.segment import Segment
-from cache.tiers.segment_tree import Path, SegmentTree
+from cache.tiers.segment_tree import SEGMENT_BYTES, Path, SegmentTree
 from cache.tiers.tier_account import TierAccount
 from cache.types import Namespace, Tokens
 from session_server.core.tier_orders import (
@@ -89,7 +89,8 @@ class TierStore:
     def start(self) -> None:
         """Ask what the disk has from before."""
         if not self.is_listed:
-            self.order(ListFiles, self._take_list)
+            unread = self._unread
+            self.order(ListFiles, lambda result: self._take_list(result, unread))
 
     # Orders
 
@@ -164,9 +165,11 @@ class TierStore:
         """Read the headers of what the disk has of `tokens` behind a path, then go on."""
         assert path.next_name is not None, "a path that goes on has a name"
         key = FileKey(path.next_name, namespace, path.chain, path.length)
+        unread = self._unread
 
         def take(result: TierResult) -> None:
-            self._enter_found(namespace, tokens, result.found)
+            if unread is self._unread:
+                self._enter_found(namespace, tokens, result.found)
             if result.refusal is Refusal.WRONG:
                 self.counts.refused_files += 1
             if not result.found:
@@ -218,8 +221,7 @@ class TierStore:
         for segment in self.tree.segments():
             if self.tree.get(segment.number) is segment:
                 self.drop(segment)
-        self._unread.clear()
-        self._unread_bytes = 0
+        self._unread, self._unread_bytes = OrderedDict(), 0  # what is being found is gone by then
         if self.has_disk:
             self._orders.append(Forget(is_everything=True))
 
@@ -304,15 +306,18 @@ class TierStore:
             self._unread_bytes -= num_bytes
             self._orders.append(Forget(names=(name,)))
 
-    def _take_list(self, result: TierResult) -> None:
+    def _take_list(self, result: TierResult, unread: OrderedDict[bytes, int]) -> None:
         self.is_listed = True
+        if unread is not self._unread:
+            return
         if result.refusal is not None:
             self.disk.max_bytes = 0  # what it has cannot be counted, so it gets no more
         known = {segment.content.name for segment in self.tree.segments() if segment in self.disk}
         for name, num_bytes in result.files:
             if name not in known:
-                self._unread[name] = num_bytes
-                self._unread_bytes += num_bytes
+                # It counts as what a segment of it takes at most, so that there is room for that.
+                self._unread[name] = num_bytes + SEGMENT_BYTES
+                self._unread_bytes += num_bytes + SEGMENT_BYTES
         self._make_room_on_disk(0)
 
     def _enter_found(
