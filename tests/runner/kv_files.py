@@ -111,20 +111,29 @@ def written(files: SegmentFiles, directory: Path, found: FoundFile, seed: int = 
 
 def with_header(of: Written, header: Mapping[str, Any], *, signed: bool = True) -> bytes:
     """The same file with another header; `signed`: and the checksum that it would have."""
-    header = json.loads(json.dumps(header))
-    if signed:
-        metadata = header["__metadata__"]
-        metadata.pop("sha256", None)
-        tensors = {name: each for name, each in header.items() if name != "__metadata__"}
-        shapes = {name: (each["dtype"], each["shape"]) for name, each in tensors.items()}
-        metadata["sha256"] = hashlib.sha256(json.dumps([metadata, shapes]).encode()).hexdigest()
-    return with_text(of, json.dumps(header).encode())
+    text = resigned(header) if signed else framed(json.dumps(header).encode())
+    return text + of.raw[of.header_len :]
 
 
 def with_text(of: Written, text: bytes) -> bytes:
     """The same file with this in place of its header."""
+    return framed(text) + of.raw[of.header_len :]
+
+
+def resigned(header: Mapping[str, Any]) -> bytes:
+    """The bytes of a header, with the checksum of its other fields."""
+    tensors = {name: each for name, each in header.items() if name != "__metadata__"}
+    shapes = {name: (each["dtype"], each["shape"]) for name, each in tensors.items()}
+    metadata = {name: each for name, each in header["__metadata__"].items() if name != "sha256"}
+    told = json.dumps([metadata, shapes]).encode()
+    metadata["sha256"] = hashlib.sha256(told).hexdigest()
+    return framed(json.dumps({"__metadata__": metadata, **tensors}).encode())
+
+
+def framed(text: bytes) -> bytes:
+    """A header's text with its length in front."""
     text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text + of.raw[of.header_len :]
+    return struct.pack("<Q", len(text)) + text
 
 
 def open_descriptors() -> int:
