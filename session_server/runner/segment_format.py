@@ -170,7 +170,7 @@ class Layout:
                 "shape": list(shape),
                 "data_offsets": [at, at + num_bytes],
             }
-            parts[name] = Part(shape, at, num_bytes, checks[name])
+            parts[name] = TensorPlace(shape, at, num_bytes, checks[name])
             at += num_bytes
         text = json.dumps(tensors).encode()
         text += b" " * (-len(text) % 8)
@@ -178,7 +178,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorPlace:
     """Describe one tensor of a file: `start`, where it begins behind the header; `checks`: crc32 of
     every block."""
 
@@ -193,7 +193,7 @@ class Header:
     """Hold the header of a file. `text`: its bytes, with the length in front."""
 
     text: bytes
-    parts: Mapping[str, Part]
+    parts: Mapping[str, TensorPlace]
     spans: Mapping[PoolName, tuple[int, int]]
 
 
@@ -215,7 +215,7 @@ class SegmentFile:
         self.header_text = self._read(0, 8 + length)
         self.header = self.header_text[8:]
 
-    def part(self, part: Part) -> NDArray[np.uint8]:
+    def part(self, part: TensorPlace) -> NDArray[np.uint8]:
         """Return the bytes of a tensor, in its shape.
 
         Raises:
