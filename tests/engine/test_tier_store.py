@@ -265,6 +265,19 @@ def test_a_disk_that_takes_nothing_costs_nothing_but_itself(
     stock.assert_bounded()
 
 
+def test_before_the_end_what_everybody_has_is_written(tmp_path: Path) -> None:
+    stock = Stock(tmp_path, host=10 * SEGMENT, disk=20 * SEGMENT)
+    for seed in range(4):
+        stock.put(path(seed))
+    stock.put(path(4), BOB)
+    assert not stock.names, "there is room"
+    for _ in range(5):
+        stock.store.write_ahead(is_draining=True)
+        stock.carry()
+    assert len(stock.names) == 5
+    stock.assert_bounded()
+
+
 # Files from before
 
 

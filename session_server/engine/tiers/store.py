@@ -143,13 +143,16 @@ class TierStore:
         return True
 
     def write_ahead(self, *, is_draining: bool = False) -> None:
-        """Write the segment that is used longest ago to disk, if host memory is nearly full or
+        """Write a segment that was used longest ago to disk, if host memory is nearly full or
         `is_draining`, and none is being written."""
         if not self.has_disk or self.is_writing:
             return
-        if not is_draining and self.host.free_bytes > self.host.max_bytes // _FULL_DIVISOR:
+        if is_draining:
+            segment = self.host.find(_may_be_written)
+        elif self.host.free_bytes <= self.host.max_bytes // _FULL_DIVISOR:
+            segment = self.host.next_to_give(_may_be_written, 64)
+        else:
             return
-        segment = self.host.next_to_give(_may_be_written, len(self.host) if is_draining else 64)
         if segment is not None:
             self._write(segment)
 
