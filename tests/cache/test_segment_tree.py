@@ -106,9 +106,9 @@ def pages_of(live: dict[int, Segment]) -> Kept:
     for segment in live.values():
         # A segment may follow another one at any page of that: its beginning is what names it.
         before: list[int] = []
-        at: Segment | None = segment
-        start = segment.content.start
-        while (at := at.parent) is not None:
+        at, start = segment, segment.content.start
+        while at.parent is not None:
+            at = at.parent
             before = at.content.tokens[: start - at.content.start].tolist() + before
             start = at.content.start
         whole = before + segment.content.tokens.tolist()
