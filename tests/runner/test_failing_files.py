@@ -10,18 +10,19 @@ import itertools
 import os
 import socket
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pytest
 
 from session_server.runner import segment_format
-from session_server.runner.segment_files import file_name
-from session_server.runner.segment_format import (
-    FileRefused,
-)
+from session_server.runner.segment_files import SegmentFiles, file_name
+from session_server.runner.segment_format import FileRefused
+from tests.depth import at_depth
 from tests.runner.kv_files import (
     FULL,
     LAYOUT,
@@ -37,6 +38,8 @@ from tests.runner.kv_files import (
     with_header,
     written,
 )
+
+ROOT = Path(__file__).resolve().parents[2]
 
 Spoil = Callable[[Path, Written], None]
 """Put something else in place of a file."""
@@ -290,3 +293,44 @@ def test_a_segment_that_could_not_be_read_is_not_written(
     assert os.listdir(shelf.directory) == before
     monkeypatch.setattr(segment_format, "MAX_FILE_BYTES", 1000)
     assert not shelf.is_read()
+
+
+# A process that is killed
+
+ENDLESS: Final = """
+import sys
+from pathlib import Path
+from session_server.runner.segment_files import SegmentFiles
+from tests.runner.kv_files import LAYOUT, found_of, path_of, payload_of
+
+files = SegmentFiles(Path(sys.argv[1]), LAYOUT)
+for seed in range(int(sys.argv[2]), 1 << 30):
+    found = found_of(path_of(200, seed))
+    files.write(found, payload_of(found, seed))
+    print(seed, flush=True)
+"""
+
+
+def test_a_process_that_is_killed_while_it_writes_leaves_whole_files(tmp_path: Path) -> None:
+    told = set[int]()
+    for number in range(at_depth(4, proof=40)):
+        begin = number * 1000
+        command = [sys.executable, "-c", ENDLESS, str(tmp_path), str(begin)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True) as process:
+            assert process.stdout is not None
+            for line in itertools.islice(process.stdout, number + 1):
+                told.add(int(line))
+            process.kill()
+            told |= {int(line) for line in process.stdout if line.endswith("\n")}
+        files = SegmentFiles(tmp_path, LAYOUT)
+        listed = {name for name, _ in files.listing()}
+        assert set(os.listdir(tmp_path)) == {file_name(name) for name in listed} | {REFUSED}
+        # One may be whole of which nothing was told.
+        seeds = {seed: found_of(path_of(200, seed)) for seed in told | {s + 1 for s in told}}
+        names = {found.file.name: seed for seed, found in seeds.items()}
+        assert {names[name] for name in listed} >= told
+        for name in listed:
+            payload = files.read(seeds[names[name]])
+            wrote = payload_of(seeds[names[name]], names[name])
+            assert all(map(np.array_equal, payload[FULL], wrote[FULL]))
+    assert not os.listdir(tmp_path / REFUSED)
