@@ -125,6 +125,12 @@ SLICES = (
         "the new copy is not made",
     ),
     _constant(
+        "engine.tiers.store:_NUM_AHEAD",
+        "copies of KV that are looked at for one to write ahead of need",
+        "copies",
+        "the next one is written once the first of these have given way",
+    ),
+    _constant(
         "runner.segment_format:_BLOCK_BYTES",
         "bytes of KV on disk that share a checksum",
         "bytes",

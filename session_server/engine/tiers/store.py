@@ -34,6 +34,9 @@ _FULL_DIVISOR: Final = 4
 _NUM_TRIED: Final = 8
 """Segments that one search for one that gives way looks at."""
 
+_NUM_AHEAD: Final = 64
+"""Segments that one search for one to write ahead looks at."""
+
 MAX_FILES: Final = 1 << 20
 """Files on disk: what is known of each takes host memory too."""
 
@@ -150,7 +153,7 @@ class TierStore:
         if is_draining:
             segment = self.host.find(_may_be_written)
         elif self.host.free_bytes <= self.host.max_bytes // _FULL_DIVISOR:
-            segment = self.host.next_to_give(_may_be_written, 64)
+            segment = self.host.next_to_give(_may_be_written, _NUM_AHEAD)
         else:
             return
         if segment is not None:
