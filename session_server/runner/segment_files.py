@@ -45,8 +45,6 @@ _REFUSED: Final = "refused"
 _NEW: Final = "new-"
 _FILE: Final = re.compile(f"([0-9a-f]{{{2 * NAME_BYTES}}}){re.escape(_SUFFIX)}", re.ASCII)
 _UNFINISHED: Final = re.compile(f"{_NEW}[0-9a-f]{{16}}", re.ASCII)
-_NO_FILE: Final = (errno.ELOOP, errno.ENXIO)
-"""Errors of opening a link, or a socket or device."""
 
 Payload = Mapping[PoolName, Sequence[NDArray[np.uint8]]]
 """Per pool, the pages of each of its tensors as bytes."""
@@ -236,12 +234,7 @@ class SegmentFiles:
     @contextlib.contextmanager
     def _opened(self, key: FileKey) -> Iterator[tuple[SegmentFile, Header]]:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-        try:
-            descriptor = os.open(file_name(key.name), flags, dir_fd=self._directory)
-        except OSError as error:
-            if error.errno in _NO_FILE:
-                raise FileRefused("it is no file") from error
-            raise
+        descriptor = os.open(file_name(key.name), flags, dir_fd=self._directory)
         try:
             file = SegmentFile(descriptor)
             yield file, self._layout.verify(file, key)
