@@ -173,8 +173,8 @@ class Restoring:
                     ids = wanted.pages[first - wanted.first : end - wanted.first]
                     pages[pool] = (first - has_first, ids)
             if pages:
-                file = None if segment.in_host else self._store.file_key(segment)
-                parts.append(ReadPart(segment.number, file, len(segment.content.tokens), pages))
+                found = None if segment.in_host else self._store.file_of(segment)
+                parts.append(ReadPart(segment.number, found, pages))
         num_read = sum(len(ids) for part in parts for _, ids in part.pages.values())
         num_wanted = sum(len(each.pages) for each in transit.pages.values())
         assert num_read == num_wanted, "every page that comes in is read once"
