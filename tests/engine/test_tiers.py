@@ -112,7 +112,6 @@ def test_a_copy_found_on_disk_waits_for_forwards_launched_meanwhile() -> None:
     outcome = bench.settle()
     assert not outcome.orders
     assert len(bench.runner) == 2
-    bench.settle()
     outcome = bench.settle()
     assert [type(order) for order in outcome.orders] == [CopyIn]
     carrier.at_once = True
