@@ -176,7 +176,7 @@ class SegmentFiles:
             self._unlink(file_name(name))
 
     def remove_all(self) -> None:
-        """Remove every file of a segment.
+        """Remove every file of a segment, and those that were put aside.
 
         Raises:
             OSError: the disk does not answer.
@@ -184,6 +184,7 @@ class SegmentFiles:
         for entry in self._entries():
             if _FILE.fullmatch(entry.name):
                 self._unlink(entry.name)
+        self._keep_refused(0)
 
     def listing(self) -> list[tuple[bytes, int]]:
         """Return the name and size of every file, those used longest ago first, and remove what a
@@ -224,10 +225,14 @@ class SegmentFiles:
             os.rename(text, text, src_dir_fd=self._directory, dst_dir_fd=self._refused)
         except OSError:
             self._unlink(text)
+        self._keep_refused(_MAX_REFUSED)
+
+    def _keep_refused(self, num_kept: int) -> None:
+        """Remove all files that were put aside but the last ones."""
         with contextlib.suppress(OSError):
             with os.scandir(self._refused) as entries:
                 ages = [(e.stat(follow_symlinks=False).st_ctime_ns, e.name) for e in entries]
-            for _, old in sorted(ages)[:-_MAX_REFUSED]:
+            for _, old in sorted(ages)[: max(0, len(ages) - num_kept)]:
                 with contextlib.suppress(OSError):
                     os.unlink(old, dir_fd=self._refused)
 

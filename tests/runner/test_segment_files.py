@@ -175,7 +175,9 @@ def test_what_is_not_ours_is_left_alone_and_reported(
     assert shelf.files.listing() == expected
     assert "have 10 others" in caplog.text
     assert not (shelf.directory / "new-0123456789abcdef").exists()
+    (shelf.directory / REFUSED / f"{none}.safetensors").write_text("of a session that is gone")
     shelf.files.remove_all()
+    assert not os.listdir(shelf.directory / REFUSED)
     left = set(os.listdir(shelf.directory))
     assert left == {*kept, REFUSED, f"{'2' * 32}.safetensors"}
     assert outside.read_text() == "precious"
