@@ -61,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
     console.print(pool_table(memory["pools"]))
     console.print(session_table(memory["sessions"], sessions, args.limit))
     console.print(f"rows {memory['rows'] - memory['rows_free']} of {memory['rows']} held")
+    if told := tiers_line(memory["tiers"]):
+        console.print(told)
     console.print(checks_line(memory["checks"]))
     for problem in problems:
         console.print(f"[red]{escape(problem)}[/]")
@@ -98,6 +100,20 @@ def checks_line(checks: Mapping[str, Any]) -> str:
         f"checks: {of_accounts} of accounts, {of_sessions} of sessions, {recounts} recounts, "
         f"{probes} page probes\n{checks['violations']} violations, "
         f"{checks['cost_share']:.2%} of the time the engine worked{probed}"
+    )
+
+
+def tiers_line(tiers: Mapping[str, Any]) -> str:
+    """Describe the KV outside of the pools; "" where there is none and was none."""
+    if not tiers["spilled_tokens"] and not tiers["disk_bytes"]:
+        return ""
+    mib = 1 << 20
+    return (
+        f"KV outside of the pools: {tiers['host_bytes'] / mib:.0f} MiB in host memory, "
+        f"{tiers['disk_bytes'] / mib:.0f} MiB on disk\n"
+        f"{tiers['spilled_tokens']} tokens copied out, {tiers['restored_tokens']} back, for "
+        f"{tiers['hits']} of {tiers['lookups']} turns of cold sessions; "
+        f"{tiers['refused_files']} files refused, {tiers['failed_copies']} copies failed"
     )
 
 

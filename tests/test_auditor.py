@@ -10,12 +10,13 @@ from json import dumps
 from threading import Thread
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from session_server import auditor
 from session_server.auditor import imbalances
-from session_server.core.events import ACCOUNTS
+from session_server.core.events import ACCOUNTS, TierReport
 
 
 def pool(**accounts: int) -> dict[str, int]:
@@ -37,6 +38,7 @@ def memory(*, violations: int = 0, **accounts: int) -> dict[str, Any]:
         "rows_free": 3,
         "sessions": [held],
         "checks": checks(violations),
+        "tiers": msgspec.to_builtins(TierReport(spilled_tokens=20, host_bytes=3 << 20)),
     }
 
 

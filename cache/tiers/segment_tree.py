@@ -22,7 +22,7 @@ much."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PathPart:
     """Name the first pages of a segment, up to `end` tokens of the path."""
 
     segment: Segment
@@ -36,7 +36,7 @@ class Path:
     `next_name`: the name that a segment which goes on would have; None where the tokens end.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[PathPart, ...]
     length: int
     chain: Chain
     next_name: Chain | None
@@ -44,7 +44,7 @@ class Path:
     def followed_by(self, segment: Segment) -> Path:
         """Return the same with a segment that was added behind it."""
         content = segment.content
-        part = Part(segment, content.end)
+        part = PathPart(segment, content.end)
         return Path((*self.parts, part), content.end, content.end_chain, None)
 
     def readable(self) -> Path:
@@ -90,7 +90,7 @@ class SegmentTree:
         page_size = self._page_size
         num_whole = len(tokens) - len(tokens) % page_size
         children = self._roots.get(namespace, {})
-        chain, at, parts = first_chain(namespace), 0, list[Part]()
+        chain, at, parts = first_chain(namespace), 0, list[PathPart]()
         while at < num_whole:
             name = chain_after(chain, tokens[at : at + page_size], page_size)
             segment = children.get(name)
@@ -106,7 +106,7 @@ class SegmentTree:
                 else chain_after(chain, held[:common], page_size)
             )
             at += common
-            parts.append(Part(segment, at))
+            parts.append(PathPart(segment, at))
             children = segment.children
         return Path(tuple(parts), at, chain, None)
 

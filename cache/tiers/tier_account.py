@@ -71,6 +71,15 @@ class TierAccount:
                 return segment
         return None
 
+    def find(self, is_wanted: Callable[[Segment], bool]) -> Segment | None:
+        """Return the segment of somebody that was used longest ago of those that are wanted; None
+        if none is. O(segments)."""
+        for share in self._of_tenants.values():
+            for segment in share.oldest_first.values():
+                if is_wanted(segment):
+                    return segment
+        return None
+
     def _change(self, tenant: str, num_bytes: int) -> None:
         self.num_bytes += num_bytes
         if (share := self._of_tenants.get(tenant)) is not None:

@@ -24,7 +24,7 @@ from chunk to chunk only the state is passed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class StateSegment:
     """Describe tokens [offset, offset + num_tokens) of a batch, all of one row.
 
     The state before them is in page `source` (zero if that is the padding page); the state after
@@ -129,7 +129,7 @@ class RecurrentPlan:
     pool: StatePool
     steps: Steps
     rounds: Rounds | None
-    segments: tuple[Segment, ...]
+    segments: tuple[StateSegment, ...]
     padded: Padded | None
 
     def convolve(self, layer: int, x: Tensor, taps: Tensor, bias: Tensor | None) -> Tensor:
@@ -218,7 +218,7 @@ class RecurrentBackend:
         )
 
     def _rounds(
-        self, num_steps: int, rows: list[tuple[Span, StateMoves]], segments: list[Segment]
+        self, num_steps: int, rows: list[tuple[Span, StateMoves]], segments: list[StateSegment]
     ) -> Rounds:
         taken, tokens, sources, targets = list(range(num_steps)), [], [], []
         for index in range(max(span.num_tokens for span, _ in rows)):
@@ -282,10 +282,10 @@ def _source_of(moves: StateMoves, index: int) -> int:
     return moves.targets[index - 1][1] if index else moves.source
 
 
-def _segments(span: Span, moves: StateMoves) -> list[Segment]:
+def _segments(span: Span, moves: StateMoves) -> list[StateSegment]:
     segments, start, source = [], span.start, moves.source
     for length, target in moves.targets:
         offset = span.offset + start - span.start
-        segments.append(Segment(offset, length - start, source, target))
+        segments.append(StateSegment(offset, length - start, source, target))
         start, source = length, target
     return segments

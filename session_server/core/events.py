@@ -304,40 +304,6 @@ class CheckerReport(msgspec.Struct, frozen=True, kw_only=True):
     cost_share: float = 0.0
 
 
-class MemoryReported(Event, frozen=True, tag=True, kw_only=True):
-    """Answer `ReportMemory`. `sessions`: those listed of all `num_sessions`. `trace`: the steps
-    before the first violation, if asked for; `steps`: the newest ones, likewise."""
-
-    request_id: int
-    pools: dict[str, PoolReport]
-    rows: int
-    rows_free: int
-    num_sessions: int
-    sessions: tuple[SessionPages, ...]
-    checks: CheckerReport
-    trace: tuple[TracedStep, ...] = ()
-    steps: tuple[TracedStep, ...] = ()
-
-
-class CacheFlushed(Event, frozen=True, tag=True, kw_only=True):
-    """Answer `FlushCache`. `done` is False if turns were live and nothing was changed."""
-
-    request_id: int
-    done: bool
-
-
-SIZE_BOUNDS: Final = tuple(1 << power for power in range(14))
-"""Upper ends of what `SizeCounts` counts apart."""
-
-
-class SizeCounts(msgspec.Struct, frozen=True, gc=False):
-    """Count sizes: `counts[i]` of them are at most `SIZE_BOUNDS[i]` and above the bound before,
-    the last are above all bounds. `total`: their sum."""
-
-    counts: tuple[int, ...] = (0,) * (len(SIZE_BOUNDS) + 1)
-    total: int = 0
-
-
 class TierReport(msgspec.Struct, frozen=True, gc=False):
     """Report what was kept of KV outside of the pools since the engine's start.
 
@@ -367,6 +333,42 @@ class TierReport(msgspec.Struct, frozen=True, gc=False):
     dropped_segments: int = 0
     host_bytes: int = 0
     disk_bytes: int = 0
+
+
+class MemoryReported(Event, frozen=True, tag=True, kw_only=True):
+    """Answer `ReportMemory`. `sessions`: those listed of all `num_sessions`. `trace`: the steps
+    before the first violation, if asked for; `steps`: the newest ones, likewise. `tiers`: of KV
+    outside of the pools."""
+
+    request_id: int
+    pools: dict[str, PoolReport]
+    rows: int
+    rows_free: int
+    num_sessions: int
+    sessions: tuple[SessionPages, ...]
+    checks: CheckerReport
+    trace: tuple[TracedStep, ...] = ()
+    steps: tuple[TracedStep, ...] = ()
+    tiers: TierReport = TierReport()
+
+
+class CacheFlushed(Event, frozen=True, tag=True, kw_only=True):
+    """Answer `FlushCache`. `done` is False if turns were live and nothing was changed."""
+
+    request_id: int
+    done: bool
+
+
+SIZE_BOUNDS: Final = tuple(1 << power for power in range(14))
+"""Upper ends of what `SizeCounts` counts apart."""
+
+
+class SizeCounts(msgspec.Struct, frozen=True, gc=False):
+    """Count sizes: `counts[i]` of them are at most `SIZE_BOUNDS[i]` and above the bound before,
+    the last are above all bounds. `total`: their sum."""
+
+    counts: tuple[int, ...] = (0,) * (len(SIZE_BOUNDS) + 1)
+    total: int = 0
 
 
 class EngineStats(Event, frozen=True, tag=True, kw_only=True):

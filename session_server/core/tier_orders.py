@@ -37,15 +37,22 @@ class CopyOut(msgspec.Struct, frozen=True, gc=False):
     num_bytes: int
 
 
+class FoundFile(msgspec.Struct, frozen=True, gc=False):
+    """Describe a segment on disk: one that was written, or whose header was verified."""
+
+    file: FileKey
+    tokens: Tokens
+    spans: Mapping[PoolName, tuple[int, int]]
+
+
 class ReadPart(msgspec.Struct, frozen=True, gc=False):
     """Read pages of one segment: of those it has of a pool the ones from `first` on, into `pages`.
 
-    `file`: where to read; None for host memory. `num_tokens`: of the whole segment.
+    `found`: the file to read; None for host memory.
     """
 
     segment: int
-    file: FileKey | None
-    num_tokens: int
+    found: FoundFile | None
     pages: Mapping[PoolName, tuple[int, Pages]]
 
 
@@ -59,18 +66,17 @@ class CopyIn(msgspec.Struct, frozen=True, gc=False):
 
 
 class WriteFile(msgspec.Struct, frozen=True, gc=False):
-    """Write a segment in host memory to disk. `spans`: see `Segment`."""
+    """Write a segment in host memory to disk, as `found`."""
 
     number: int
     segment: int
-    file: FileKey
-    tokens: Tokens
-    spans: Mapping[PoolName, tuple[int, int]]
+    found: FoundFile
     num_bytes: int
 
 
 class FindFiles(msgspec.Struct, frozen=True, gc=False):
-    """Read the headers of the segments that hold `tokens`, int32 [n], from `file.start` on."""
+    """Read the headers of the segments that hold `tokens`, int32 [n], from `file.start` on. The
+    result names those in front of a file that is not what it should be, and refuses that."""
 
     number: int
     file: FileKey
@@ -94,14 +100,6 @@ class Forget(msgspec.Struct, frozen=True, gc=False):
 TierOrder = CopyOut | CopyIn | WriteFile | FindFiles | ListFiles | Forget
 
 
-class FoundFile(msgspec.Struct, frozen=True, gc=False):
-    """Describe a segment on disk, whose header was verified."""
-
-    file: FileKey
-    tokens: Tokens
-    spans: Mapping[PoolName, tuple[int, int]]
-
-
 class Refusal(enum.Enum):
     """Say why a copy failed."""
 
@@ -109,7 +107,7 @@ class Refusal(enum.Enum):
     """The memory or the disk did not do it."""
 
     WRONG = "wrong"
-    """A file is not what it should be, or is gone. It is used no more."""
+    """A file is not what it should be, cannot be read, or is gone. It is used no more."""
 
 
 class TierResult(msgspec.Struct, frozen=True, gc=False):

@@ -102,6 +102,7 @@ class CommandHandler:
             case ReportMemory():
                 if command.full:
                     self._watch.audit_all()
+                    self._guard.audit_tiers()
                 self._outbox.emit(self._guard.report(command, now_s))
             case Shutdown():
                 self.is_shutting_down = True

@@ -81,6 +81,13 @@ class MemoryGuard:
         self._watch.take_damage()
         self._rebuild(are_turns_whole=False)
 
+    def audit_tiers(self) -> None:
+        """Recount what is kept outside of the pools, and drop all of it if that is wrong.
+        O(segments), so only on demand."""
+        if violations := self._tiers.store.violations():
+            self._watch.note_outside(violations)
+            self._tiers.clear()
+
     def report(self, command: ReportMemory, now_s: float) -> MemoryReported:
         """Return the accounts of all pools and what the checker has done."""
         cache, chosen = self._cache, command.session_ids
@@ -102,6 +109,7 @@ class MemoryGuard:
             steps=(
                 () if command.steps_after is None else self._watch.trace.recent(command.steps_after)
             ),
+            tiers=self._tiers.store.report(),
         )
 
     def _checks(self, now_s: float) -> CheckerReport:

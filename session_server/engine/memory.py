@@ -179,6 +179,13 @@ class MemoryWatch:
             # The page is in the tree; a recount counts pages and does not see their content.
             self._require_rebuild()
 
+    def note_outside(self, texts: Sequence[str]) -> None:
+        """Record that what is kept outside of the pools is not as its books say. The pools are not
+        in doubt."""
+        self._remember([Violation(text) for text in texts])
+        if self.mode is MemoryCheck.STRICT:
+            raise AuditFailed("; ".join(texts))
+
     def note_failure(self, error: AuditFailed) -> None:
         """Record that a verb of the cache raised in its middle.
 

@@ -10,6 +10,7 @@ from session_server.core.events import (
     CheckerReport,
     PoolReport,
     SessionPages,
+    TierReport,
     TracedStep,
     TurnTimings,
 )
@@ -152,7 +153,7 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 class MemoryBody(msgspec.Struct, frozen=True, kw_only=True):
     """Pages by account and pool, rows, and pages of the first 1,000 of `num_sessions` sessions. A
     pool's accounts add up to `pages`. `trace`: the engine's steps before the first violation, if
-    requested."""
+    requested. `tiers`: what is kept of KV outside of the pools."""
 
     pools: dict[str, PoolReport]
     rows: int
@@ -161,6 +162,7 @@ class MemoryBody(msgspec.Struct, frozen=True, kw_only=True):
     sessions: tuple[SessionPages, ...]
     checks: CheckerReport
     trace: tuple[TracedStep, ...]
+    tiers: TierReport
 
 
 class StatusBody(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,6 @@ from session_server.core.tier_orders import (
     FindFiles,
     Forget,
     ListFiles,
-    ReadPart,
     Refusal,
     TierOrder,
     TierResult,
@@ -63,7 +62,7 @@ class KvCarrier:
                 return _work(order.number, partial(self._copy_out, order), uses_disk=False)
             case CopyIn():
                 held = {part.segment: self._segments.get(part.segment) for part in order.parts}
-                uses_disk = any(part.file is not None for part in order.parts)
+                uses_disk = any(part.found is not None for part in order.parts)
                 return _work(order.number, partial(self._copy_in, order, held), uses_disk=uses_disk)
             case WriteFile():
                 segment = self._segments.get(order.segment)
@@ -97,11 +96,10 @@ class KvCarrier:
         for part in order.parts:
             try:
                 payload: HostSegment | Payload | None = held[part.segment]
-                if part.file is not None:
-                    payload = self._read(part)
-                    used.append(part.file.name)
-            except FileRefused as error:
-                _LOG.warning("a file of KV is not used: %s", error)
+                if part.found is not None:
+                    payload = self._disk.read(part.found)
+                    used.append(part.found.file.name)
+            except FileRefused:
                 return TierResult(order.number, 0.0, Refusal.WRONG, part.segment)
             if payload is None:
                 return TierResult(order.number, 0.0, Refusal.FAILED)
@@ -112,29 +110,26 @@ class KvCarrier:
             self._files.touch(used)
         return TierResult(order.number, 0.0)
 
-    def _read(self, part: ReadPart) -> Payload:
-        assert part.file is not None, "only a file is read"
-        found, payload = self._disk.read(part.file)
-        if len(found.tokens) != part.num_tokens:
-            raise FileRefused("it has other tokens than when it was found")
-        return payload
-
     def _write(self, order: WriteFile, segment: HostSegment | None) -> TierResult:
         if segment is None:
             return TierResult(order.number, 0.0, Refusal.FAILED)
-        self._disk.write(order.file, order.tokens, order.spans, segment)
+        self._disk.write(order.found, segment)
         return TierResult(order.number, 0.0)
 
     def _find(self, order: FindFiles) -> TierResult:
-        found = tuple(self._disk.find(order.file, order.tokens))
-        return TierResult(order.number, 0.0, found=found)
+        found, has_refused = self._disk.find(order.file, order.tokens)
+        refusal = Refusal.WRONG if has_refused else None
+        return TierResult(order.number, 0.0, refusal, found=tuple(found))
 
     def _list(self, order: ListFiles) -> TierResult:
         return TierResult(order.number, 0.0, files=tuple(self._disk.listing()))
 
     def _forget(self, order: Forget) -> None:
         if order.is_everything:
-            self._disk.remove_all()
+            try:
+                self._disk.remove_all()
+            except OSError as error:
+                _LOG.warning("the files of KV cannot be removed: %s", error)
         if order.names:
             self._disk.remove(order.names)
 

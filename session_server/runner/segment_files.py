@@ -1,18 +1,20 @@
 """`SegmentFiles`: segments of KV on disk, one file each, never changed.
 
 Files are written under a random name, synced and renamed, and the directory synced: a crash leaves
-a whole file or none. Nothing is opened through a link. See `runner.segment_format` for what is in
-one.
+a whole file or none. Nothing is opened through a link, and what is not ours is left alone. See
+`runner.segment_format` for what is in a file.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import io
+import logging
 import os
+import re
 import secrets
 import stat
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +26,7 @@ from cache.tiers.segment import NAME_BYTES, chain_after
 from cache.types import PoolName, Tokens
 from session_server.core.tier_orders import FileKey, FoundFile
 from session_server.runner.segment_format import (
+    MAX_FILE_BYTES,
     FileRefused,
     Header,
     Layout,
@@ -35,10 +38,13 @@ from session_server.runner.segment_format import (
 _MAX_REFUSED: Final = 4
 """Files that did not verify which are kept for whoever wants to know why."""
 
+_LOG: Final = logging.getLogger("session_server.engine")
+
 _SUFFIX: Final = ".safetensors"
 _REFUSED: Final = "refused"
 _NEW: Final = "new-"
-_HEX: Final = frozenset("0123456789abcdef")
+_FILE: Final = re.compile(f"([0-9a-f]{{{2 * NAME_BYTES}}}){re.escape(_SUFFIX)}", re.ASCII)
+_UNFINISHED: Final = re.compile(f"{_NEW}[0-9a-f]{{16}}", re.ASCII)
 
 Payload = Mapping[PoolName, Sequence[NDArray[np.uint8]]]
 """Per pool, the pages of each of its tensors as bytes."""
@@ -54,55 +60,56 @@ class SegmentFiles:
             OSError: it cannot be used.
         """
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-        self._directory = os.open(directory, flags)
-        os.fchmod(self._directory, 0o700)
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(_REFUSED, 0o700, dir_fd=self._directory)
+        self._directory = _open_directory(directory)
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(_REFUSED, 0o700, dir_fd=self._directory)
+            self._refused = _open_directory(_REFUSED, self._directory)
+        except OSError:
+            os.close(self._directory)
+            raise
         self._layout = layout
 
-    def write(
-        self,
-        key: FileKey,
-        tokens: Tokens,
-        spans: Mapping[PoolName, tuple[int, int]],
-        payload: Payload,
-    ) -> None:
+    def write(self, segment: FoundFile, payload: Payload) -> None:
         """Write a segment. Returns once it is on disk.
 
         Raises:
-            OSError: it is not.
+            OSError: it is not, and no file has its name.
         """
-        data: dict[str, NDArray[Any]] = {"tokens": np.ascontiguousarray(tokens, "<i4")}
+        data: dict[str, NDArray[Any]] = {"tokens": np.ascontiguousarray(segment.tokens, "<i4")}
         for pool, arrays in payload.items():
             for index, array in enumerate(arrays):
                 data[part_name(pool, index)] = array
         checks = {name: checks_of(array) for name, array in data.items()}
-        header = self._layout.header(key, len(tokens), spans, checks)
-        temporary = _NEW + secrets.token_hex(8)
+        header = self._layout.header(segment.file, len(segment.tokens), segment.spans, checks)
+        num_bytes = len(header.text) + sum(array.nbytes for array in data.values())
+        if num_bytes > MAX_FILE_BYTES:
+            raise OSError(errno.EFBIG, f"a segment of {num_bytes} bytes")
+        temporary, name = _NEW + secrets.token_hex(8), file_name(segment.file.name)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         descriptor = os.open(temporary, flags, 0o600, dir_fd=self._directory)
         try:
-            with open(descriptor, "wb", buffering=0) as file:
-                _write_all(file, memoryview(header.text))
+            try:
+                _write_all(descriptor, memoryview(header.text))
                 for array in data.values():
-                    _write_all(file, array.reshape(-1).view(np.uint8).data)
+                    _write_all(descriptor, array.reshape(-1).view(np.uint8).data)
                 os.fsync(descriptor)
-            self._rename(temporary, file_name(key.name))
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary, dir_fd=self._directory)
+            finally:
+                os.close(descriptor)
+            os.rename(temporary, name, src_dir_fd=self._directory, dst_dir_fd=self._directory)
+            os.fsync(self._directory)
+        except BaseException:
+            # One that is renamed and may be gone after a crash would be counted by nobody.
+            self._unlink(temporary)
+            self._unlink(name)
             raise
-        os.fsync(self._directory)
 
-    def find(self, key: FileKey, tokens: Tokens) -> list[FoundFile]:
-        """Return what the files hold of `tokens` from `key.start` on, in order of the path; as far
-        as their headers and tokens verify.
-
-        Raises:
-            OSError: the disk does not answer.
+    def find(self, key: FileKey, tokens: Tokens) -> tuple[list[FoundFile], bool]:
+        """Return what the files hold of `tokens` from `key.start` on, in order of the path, as far
+        as their headers and tokens can be read and verify; and whether one was put aside that did
+        not.
         """
-        found, page_size = [], self._layout.page_size
+        found, page_size = list[FoundFile](), self._layout.page_size
         end = len(tokens) - len(tokens) % page_size
         while key.start < end:
             try:
@@ -110,9 +117,9 @@ class SegmentFiles:
                     each = FoundFile(key, self._layout.tokens(file, key, header), header.spans)
             except FileNotFoundError:
                 break
-            except FileRefused:
-                self._refuse(key.name)
-                break
+            except (FileRefused, OSError) as error:
+                self._refuse(key.name, error)
+                return found, True
             found.append(each)
             rest = tokens[key.start : end]
             num_common = min(len(rest), len(each.tokens))
@@ -125,20 +132,23 @@ class SegmentFiles:
                 break
             name = chain_after(chain, tokens[start : start + page_size], page_size)
             key = FileKey(name, key.namespace, chain, start)
-        return found
+        return found, False
 
-    def read(self, key: FileKey) -> tuple[FoundFile, Payload]:
-        """Read a segment.
+    def read(self, expected: FoundFile) -> Payload:
+        """Read the pages of a segment.
 
         Raises:
-            FileRefused: the file is not what it should be, or is gone. One that is there is put
-                aside.
-            OSError: the disk does not answer.
+            FileRefused: the file is not the one that was written or found, cannot be read, or is
+                gone. One that is there is put aside.
         """
+        key = expected.file
         try:
             with self._opened(key) as (file, header):
-                tokens = self._layout.tokens(file, key, header)
-                payload = {
+                if header.spans != expected.spans:
+                    raise FileRefused("it has other pages than when it was found")
+                if not np.array_equal(self._layout.tokens(file, key, header), expected.tokens):
+                    raise FileRefused("it has other tokens than when it was found")
+                return {
                     pool: [
                         file.part(header.parts[part_name(pool, index)])
                         for index in range(len(layout.shapes))
@@ -147,78 +157,94 @@ class SegmentFiles:
                 }
         except FileNotFoundError as error:
             raise FileRefused("it is gone") from error
-        except FileRefused:
-            self._refuse(key.name)
-            raise
-        return FoundFile(key, tokens, header.spans), payload
+        except (FileRefused, OSError) as error:
+            self._refuse(key.name, error)
+            raise FileRefused(str(error)) from error
 
     def touch(self, names: Sequence[bytes]) -> None:
         """Note that files were used, the first of them last."""
-        for name in reversed(names):
+        # The times that a kernel gives by itself are the same for a whole tick.
+        now_ns = time.time_ns()
+        for age_ns, name in enumerate(names):
+            times = (now_ns - age_ns, now_ns - age_ns)
             with contextlib.suppress(OSError):
-                os.utime(file_name(name), dir_fd=self._directory, follow_symlinks=False)
+                os.utime(file_name(name), ns=times, dir_fd=self._directory, follow_symlinks=False)
 
     def remove(self, names: Sequence[bytes]) -> None:
         """Remove files, those that are there."""
         for name in names:
-            with contextlib.suppress(OSError):
-                os.unlink(file_name(name), dir_fd=self._directory)
+            self._unlink(file_name(name))
 
     def remove_all(self) -> None:
-        """Remove every file."""
-        for entry in self._entries():
-            with contextlib.suppress(OSError):
-                os.unlink(entry.name, dir_fd=self._directory)
-
-    def listing(self) -> list[tuple[bytes, int]]:
-        """Return the name and size of every file, those used longest ago first, and remove what a
-        crash has left.
+        """Remove every file of a segment, and those that were put aside.
 
         Raises:
             OSError: the disk does not answer.
         """
-        files = []
         for entry in self._entries():
-            name = _parsed_name(entry.name)
-            status = entry.stat(follow_symlinks=False)
-            if name is None or not stat.S_ISREG(status.st_mode):
-                os.unlink(entry.name, dir_fd=self._directory)
-                continue
-            files.append((status.st_mtime_ns, name, status.st_size))
+            if _FILE.fullmatch(entry.name):
+                self._unlink(entry.name)
+        self._keep_refused(0)
+
+    def listing(self) -> list[tuple[bytes, int]]:
+        """Return the name and size of every file, those used longest ago first, and remove what a
+        crash has left unfinished.
+
+        Raises:
+            OSError: the disk does not answer.
+        """
+        files, foreign = [], []
+        for entry in self._entries():
+            match = _FILE.fullmatch(entry.name)
+            with contextlib.suppress(FileNotFoundError):
+                status = entry.stat(follow_symlinks=False)
+                if match is not None and stat.S_ISREG(status.st_mode):
+                    name = bytes.fromhex(match[1])
+                    files.append((status.st_mtime_ns, name, status.st_size))
+                elif _UNFINISHED.fullmatch(entry.name):
+                    self._unlink(entry.name)
+                else:
+                    foreign.append(entry.name)
+        if foreign:
+            _LOG.warning("the files of KV have %d others beside them: %r", len(foreign), foreign[0])
         return [(name, size) for _, name, size in sorted(files)]
 
     def _entries(self) -> list[os.DirEntry[str]]:
         with os.scandir(self._directory) as entries:
             return [entry for entry in entries if entry.name != _REFUSED]
 
-    def _rename(self, name: str, new_name: str) -> None:
-        os.rename(name, new_name, src_dir_fd=self._directory, dst_dir_fd=self._directory)
-
-    def _refuse(self, name: bytes) -> None:
-        """Put a file aside, in place of the one that was put aside longest ago."""
+    def _unlink(self, name: str) -> None:
         with contextlib.suppress(OSError):
-            self._rename(file_name(name), f"{_REFUSED}/{file_name(name)}")
-            refused = os.open(_REFUSED, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=self._directory)
-            try:
-                with os.scandir(refused) as entries:
-                    ages = sorted((entry.stat().st_ctime_ns, entry.name) for entry in entries)
-                for _, old in ages[:-_MAX_REFUSED]:
-                    os.unlink(old, dir_fd=refused)
-            finally:
-                os.close(refused)
+            os.unlink(name, dir_fd=self._directory)
+
+    def _refuse(self, name: bytes, why: Exception) -> None:
+        """Put a file aside, in place of the one that was put aside longest ago."""
+        _LOG.warning("a file of KV is not used: %s", why)
+        text = file_name(name)
+        try:
+            os.rename(text, text, src_dir_fd=self._directory, dst_dir_fd=self._refused)
+        except OSError:
+            self._unlink(text)
+        self._keep_refused(_MAX_REFUSED)
+
+    def _keep_refused(self, num_kept: int) -> None:
+        """Remove all files that were put aside but the last ones."""
+        with contextlib.suppress(OSError):
+            with os.scandir(self._refused) as entries:
+                ages = [(e.stat(follow_symlinks=False).st_ctime_ns, e.name) for e in entries]
+            for _, old in sorted(ages)[: max(0, len(ages) - num_kept)]:
+                with contextlib.suppress(OSError):
+                    os.unlink(old, dir_fd=self._refused)
 
     @contextlib.contextmanager
     def _opened(self, key: FileKey) -> Iterator[tuple[SegmentFile, Header]]:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(file_name(key.name), flags, dir_fd=self._directory)
         try:
-            descriptor = os.open(file_name(key.name), flags, dir_fd=self._directory)
-        except OSError as error:
-            if error.errno == errno.ELOOP:
-                raise FileRefused("it is a link") from error
-            raise
-        with open(descriptor, "rb", buffering=0) as raw:
-            file = SegmentFile(raw)
+            file = SegmentFile(descriptor)
             yield file, self._layout.verify(file, key)
+        finally:
+            os.close(descriptor)
 
 
 def file_name(name: bytes) -> str:
@@ -226,13 +252,18 @@ def file_name(name: bytes) -> str:
     return name.hex() + _SUFFIX
 
 
-def _parsed_name(text: str) -> bytes | None:
-    """Return the name of the segment that a file of this name holds; None if it holds none."""
-    stem, suffix = text[: 2 * NAME_BYTES], text[2 * NAME_BYTES :]
-    is_name = suffix == _SUFFIX and len(stem) == 2 * NAME_BYTES and set(stem) <= _HEX
-    return bytes.fromhex(stem) if is_name else None
+def _open_directory(path: Path | str, directory: int | None = None) -> int:
+    """Open a directory, which only its owner may look into from now on."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    descriptor = os.open(path, flags, dir_fd=directory)
+    try:
+        os.fchmod(descriptor, 0o700)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
-def _write_all(file: io.FileIO, data: memoryview) -> None:
+def _write_all(descriptor: int, data: memoryview) -> None:
     while len(data):
-        data = data[file.write(data) :]
+        data = data[os.write(descriptor, data) :]

@@ -9,7 +9,6 @@ its checksum: KV that is wrong is worse than none.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import math
 import os
@@ -32,8 +31,22 @@ FORMAT: Final = "session-server KV 1"
 MAX_HEADER_BYTES: Final = 1 << 20
 """A longer header is refused before it is read."""
 
+MAX_FILE_BYTES: Final = 1 << 30
+"""A longer file is neither written nor read: what is read of one passes through as much memory."""
+
 _BLOCK_BYTES: Final = 1 << 20
 """Bytes of a payload that share a checksum."""
+
+
+_NOT_OF_THIS_FORMAT: Final = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
+"""What taking a header apart raises that was made by somebody else."""
 
 
 class FileRefused(Exception):
@@ -93,7 +106,7 @@ class Layout:
             }
             self._check_spans(key, num_tokens, spans)
             header = self.header(key, num_tokens, spans, checks)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except _NOT_OF_THIS_FORMAT as error:
             raise FileRefused("its header is not of this format") from error
         if header.text != file.header_text:
             raise FileRefused("it is of another model, namespace, path or layout, or was changed")
@@ -117,7 +130,7 @@ class Layout:
     def tokens(self, file: SegmentFile, key: FileKey, header: Header) -> Tokens:
         """Return the tokens of a file, int32 [n], whose first page gives its name."""
         page_size = self.page_size
-        tokens = file.part(header.parts["tokens"]).view("<i4").astype(np.int32)
+        tokens = file.part(header.parts["tokens"]).view("<i4").astype(np.int32, copy=False)
         if chain_after(key.chain, tokens[:page_size], page_size) != key.name:
             raise FileRefused("its tokens are not those of its name")
         return tokens
@@ -144,7 +157,7 @@ class Layout:
             "start": str(key.start),
             "num_tokens": str(num_tokens),
             "spans": json.dumps(spans),
-            "crc32": json.dumps(checks),
+            "crc32": json.dumps({name: checks[name] for name in shapes}),
         }
         told = json.dumps([metadata, shapes]).encode()
         metadata["sha256"] = hashlib.sha256(told).hexdigest()
@@ -157,7 +170,7 @@ class Layout:
                 "shape": list(shape),
                 "data_offsets": [at, at + num_bytes],
             }
-            parts[name] = Part(shape, at, num_bytes, checks[name])
+            parts[name] = TensorPlace(shape, at, num_bytes, checks[name])
             at += num_bytes
         text = json.dumps(tensors).encode()
         text += b" " * (-len(text) % 8)
@@ -165,7 +178,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorPlace:
     """Describe one tensor of a file: `start`, where it begins behind the header; `checks`: crc32 of
     every block."""
 
@@ -180,26 +193,29 @@ class Header:
     """Hold the header of a file. `text`: its bytes, with the length in front."""
 
     text: bytes
-    parts: Mapping[str, Part]
+    parts: Mapping[str, TensorPlace]
     spans: Mapping[PoolName, tuple[int, int]]
 
 
 class SegmentFile:
     """Read one file. `header_text`: the bytes before its tensors."""
 
-    def __init__(self, raw: io.FileIO) -> None:
-        status = os.fstat(raw.fileno())
-        self._raw = raw
+    def __init__(self, descriptor: int) -> None:
+        """Read the header. The caller closes the descriptor."""
+        status = os.fstat(descriptor)
+        self._descriptor = descriptor
         self.num_bytes = status.st_size
         if not stat.S_ISREG(status.st_mode):
             raise FileRefused("it is no regular file")
+        if self.num_bytes > MAX_FILE_BYTES:
+            raise FileRefused(f"it has {self.num_bytes} bytes")
         length = int.from_bytes(self._read(0, 8), "little")
         if not 0 < length <= min(MAX_HEADER_BYTES, self.num_bytes - 8):
             raise FileRefused(f"its header has {length} bytes")
         self.header_text = self._read(0, 8 + length)
         self.header = self.header_text[8:]
 
-    def part(self, part: Part) -> NDArray[np.uint8]:
+    def part(self, part: TensorPlace) -> NDArray[np.uint8]:
         """Return the bytes of a tensor, in its shape.
 
         Raises:
@@ -209,7 +225,7 @@ class SegmentFile:
         at = len(self.header_text) + part.start
         num_read = 0
         while num_read < part.num_bytes:
-            count = os.preadv(self._raw.fileno(), [data[num_read:].data], at + num_read)
+            count = os.preadv(self._descriptor, [data[num_read:].data], at + num_read)
             if count == 0:
                 raise FileRefused("it ends early")
             num_read += count
@@ -218,7 +234,7 @@ class SegmentFile:
         return data if part.num_bytes != math.prod(part.shape) else data.reshape(part.shape)
 
     def _read(self, at: int, num_bytes: int) -> bytes:
-        data = os.pread(self._raw.fileno(), num_bytes, at)
+        data = os.pread(self._descriptor, num_bytes, at)
         if len(data) < num_bytes:
             raise FileRefused("it ends early")
         return data

@@ -840,6 +840,66 @@ CHECKPOINTS = (
 
 ENGINE = (
     _constant(
+        "kv_tiers:_FREE_DIVISOR",
+        "free host memory that copies of KV take at the start: at most one part of",
+        "parts",
+        "they take that much",
+    ),
+    _constant(
+        "kv_tiers:_STAGING_BYTES",
+        "host memory that what is written to disk passes through, where `--host-kv-bytes` is less",
+        "bytes",
+        "what was used longest ago leaves it once it is written",
+    ),
+    _constant(
+        "engine.tiers.store:_FULL_DIVISOR",
+        "free part of that memory: one of",
+        "parts",
+        "where less is free, copies are written to disk ahead of need",
+    ),
+    _constant(
+        "engine.tiers.store:MAX_FILES",
+        "files of KV",
+        "files",
+        "those used longest ago are removed",
+    ),
+    _constant(
+        "runner.segment_format:MAX_FILE_BYTES",
+        "file of KV",
+        "bytes",
+        "it is not written; one that is there is refused before it is read",
+    ),
+    _constant(
+        "runner.segment_format:MAX_HEADER_BYTES",
+        "header of a file of KV",
+        "bytes",
+        "the file is refused before it is read",
+    ),
+    _constant(
+        "runner.segment_files:_MAX_REFUSED",
+        "files of KV that did not verify and are kept, beside `--disk-kv-bytes`",
+        "files",
+        "the one that was put aside longest ago is removed",
+    ),
+    _constant(
+        "engine.tiers.spilling:MAX_COPIES",
+        "sessions that are copied out of the pools at the same time",
+        "sessions",
+        "further ones wait, and are not cooled before",
+    ),
+    _constant(
+        "engine.tiers.spilling:_DIRTY_DIVISOR",
+        "pages of sessions at rest that were not copied: one part of",
+        "parts",
+        "they are copied ahead of need",
+    ),
+    _constant(
+        "engine.tiers.restoring:_AHEAD_DIVISOR",
+        "pages that sessions are copied back into before their turns are admitted: one part of",
+        "parts",
+        "further ones are copied back when their turns are admitted",
+    ),
+    _constant(
         "engine_host.process:MAX_UNSENT_BYTES",
         "commands that the engine has not read",
         "bytes",

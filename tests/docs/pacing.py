@@ -133,6 +133,30 @@ SLICES = (
         "sessions",
         _NEXT,
     ),
+    _constant(
+        "engine.tiers.store:_NUM_TRIED",
+        "copies of KV that are looked at for one that gives way",
+        "copies",
+        "the new copy is not made",
+    ),
+    _constant(
+        "engine.tiers.store:_NUM_AHEAD",
+        "copies of KV that are looked at for one to write ahead of need",
+        "copies",
+        "the next one is written once the first of these have given way",
+    ),
+    _constant(
+        "runner.segment_format:_BLOCK_BYTES",
+        "bytes of KV on disk that share a checksum",
+        "bytes",
+        "the next ones have another",
+    ),
+    Constant(
+        "cache.pool.page_copy:BLOCK_BYTES",
+        "bytes of KV that a copy takes of a GPU beside its pools",
+        "bytes",
+        "the rest is copied next",
+    ),
     _constant("engine.memory:SLICE_UNITS", "sessions, edges or rows recounted", "units", _NEXT),
     Constant(
         "cache.room:EVICTED_AHEAD",
@@ -282,6 +306,12 @@ BOUND_NOTHING = frozenset(
         "session_server.sessions.store.records:_CHECKSUM_BYTES",
         # How much of a digest is shown.
         "session_server.web.key_store:SHORT_DIGEST_CHARS",
+        # Of what is known of copies of KV: the bytes of a hash, and what one counts for.
+        "cache.tiers.segment:NAME_BYTES",
+        "cache.tiers.segment_tree:SEGMENT_BYTES",
+        # What a copy costs until it was measured, and what the newest measurement weighs.
+        "session_server.engine.tiers.costs:_ORDER_S",
+        "session_server.engine.tiers.costs:_WEIGHT",
         # How often something happens.
         "session_server.engine.reporting:STATS_INTERVAL_S",
         "session_server.web.server_watch:SAMPLE_INTERVAL_S",
@@ -338,6 +368,7 @@ BOUND_NOTHING = frozenset(
         # From where on another way of doing the same is cheaper.
         "cache.components:_FIRST_BLOCK",
         "cache.pair_check:_SHORT",
+        "cache.pool.page_copy:_HUGE_BYTES",
         "cache.room:_HIGH_WATER_DIVISOR",
         "cache.lockstep:LOW_WATER_DIVISOR",
         "session_server.attention.mla:BLOCK_LEN",

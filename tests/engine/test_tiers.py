@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 
 from cache.types import SessionId
+from session_server.core.commands import ReportMemory, Shutdown
+from session_server.core.tier_orders import CopyIn, FindFiles
+from session_server.engine.config import MemoryCheck
 from session_server.engine.tiers.store import TierCounts
 from tests.engine.bench import Bench
 from tests.scenarios.lines import distinct
@@ -58,6 +61,7 @@ def test_what_is_cooled_comes_back_from_host_memory(mixture: Mixture, segment_pa
     assert num_cached >= 8 * (PROMPT_LEN - 2 * sizes.page_size)
     assert counts(bench).restored_tokens > 4 * PROMPT_LEN
     assert counts(bench).failed_copies == 0
+    assert bench.hand.engine.inspect().tiers.store.violations() == []
     bench.close_all()
     assert len(bench.hand.engine.inspect().tiers.store.tree) == 0
 
@@ -67,3 +71,51 @@ def test_without_room_outside_it_is_computed_again() -> None:
     histories = first_turns(bench, 8)
     assert second_turns(bench, histories) < 4 * PROMPT_LEN
     assert counts(bench) == TierCounts()
+
+
+def test_books_of_copies_that_are_wrong_are_found_and_everything_outside_is_dropped() -> None:
+    bench = Bench(Sizes(num_pages=40, host_kv_bytes=MIB, memory_check=MemoryCheck.WARN))
+    histories = first_turns(bench, 8)
+    store = bench.hand.engine.inspect().tiers.store
+    store.host.num_bytes += 1
+    bench.run(ReportMemory(request_id=1, full=True))
+    watch = bench.hand.engine.inspect().watch
+    assert watch.num_violations == 1
+    assert "host memory" in watch.texts[0]
+    assert len(store.tree) == 0
+    assert second_turns(bench, histories) < 4 * PROMPT_LEN
+
+
+def test_a_copy_found_on_disk_waits_for_forwards_launched_meanwhile() -> None:
+    """One of them may still write the pages for a turn that had them before."""
+    sizes = Sizes(num_pages=80, host_kv_bytes=MIB, disk_kv_bytes=MIB)
+    first = Bench(sizes)
+    histories = first_turns(first, 1)
+    first.run(Shutdown())
+    bench = Bench(sizes)
+    carrier = bench.hand.carrier
+    assert carrier is not None
+    assert first.hand.carrier is not None
+    carrier.disk = first.hand.carrier.disk
+    ((_, history),) = histories.items()
+    bench.open("other")
+    cold = bench.open("cold", tokens=history)
+    bench.step(bench.submit_command(SessionId("other"), "long", distinct(7, 3), max_tokens=40))
+    carrier.at_once = False
+    bench.step()
+    assert len(bench.runner) == 2
+    command = bench.submit_command(cold, "back", distinct(8, 3), base_len=len(history))
+    outcome = bench.step(command)
+    assert [type(order) for order in outcome.orders] == [FindFiles]
+    bench.settle()  # and the next is launched
+    carrier.carry_all()
+    outcome = bench.settle()
+    assert not outcome.orders
+    assert len(bench.runner) == 2
+    outcome = bench.settle()
+    assert [type(order) for order in outcome.orders] == [CopyIn]
+    carrier.at_once = True
+    carrier.carry_all()
+    bench.run()
+    bench.expect("back", history + distinct(8, 3))
+    assert bench.finished("back").cached_tokens >= len(history) - sizes.page_size

@@ -83,9 +83,11 @@ def test_one_step_takes_no_more_commands_than_its_bytes_allow(
     taken: list[int] = []
     step = assembly.engine.step
 
-    def watched(now_s: float, commands: Sequence[EngineCommand], *others: Any) -> StepOutcome:
+    def watched(
+        now_s: float, commands: Sequence[EngineCommand], *others: Any, **named: Any
+    ) -> StepOutcome:
         taken.append(len(commands))
-        return step(now_s, commands, *others)
+        return step(now_s, commands, *others, **named)
 
     monkeypatch.setattr(assembly.engine, "step", watched)
     EngineLoop(assembly, lambda events: None).take(opening(f"s_{i}") for i in range(4))

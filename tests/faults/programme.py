@@ -71,13 +71,13 @@ ELSEWHERE: Final[Mapping[str, str]] = MappingProxyType(
         "crash and restart of the server": "[chaos](#chaos)",
         "torn or partial write": "[a simulated disk](#a-simulated-disk)",
         "disk full, EIO": "[a simulated disk](#a-simulated-disk)",
+        "version or model mismatch of spilled KV": "[files of KV](#files-of-kv)",
     }
 )
 """Faults that tests of another folder inject."""
 
-NOT_YET: Final[Mapping[str, str]] = MappingProxyType(
-    {"version or model mismatch of spilled KV": "KV is never spilled"}
-)
+NOT_YET: Final[Mapping[str, str]] = MappingProxyType({})
+"""Faults that nothing injects, and why."""
 
 
 def injections() -> dict[str, list[Injection]]:

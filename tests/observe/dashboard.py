@@ -177,6 +177,31 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             "Tokens per second; what was computed and not used was wasted.",
         ),
         Panel("Computed again in doubt", "short", {"tokens": rate("reprefill_tokens_total")}),
+        Panel("KV outside of the pools", "bytes", {"{{tier}}": total("kv_tier_bytes", "tier")}),
+        Panel(
+            "KV copied",
+            "Bps",
+            {
+                "out": rate("kv_spilled_bytes_total"),
+                "back": rate("kv_restored_bytes_total"),
+                "to files": rate("kv_written_bytes_total"),
+            },
+        ),
+        Panel(
+            "KV found outside",
+            "percentunit",
+            {"share": rate("kv_hits_total") + " / " + rate("kv_lookups_total")},
+            "Of the turns of sessions without KV in the pools: what is not found is computed.",
+        ),
+        Panel(
+            "KV not copied",
+            "cps",
+            {
+                "failed": rate("kv_failed_copies_total"),
+                "files refused": rate("kv_refused_files_total"),
+            },
+            "Files are refused that somebody has changed or damaged.",
+        ),
     ),
     "Engine": (
         Panel("Forwards", "ops", {"forwards": rate("forwards_total")}),

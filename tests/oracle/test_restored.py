@@ -36,12 +36,14 @@ MIB = 1 << 20
 class TieredHouse(House):
     """A house whose engine keeps KV in host memory and in files; every copy is made at once."""
 
-    def __init__(self, setup: Setup, directory: Path, files: Path) -> None:
+    def __init__(
+        self, setup: Setup, directory: Path, files: Path, fingerprint: str = "oracle"
+    ) -> None:
         super().__init__(setup, directory)
         loaded = load(setup, directory)
         self.carrier = KvCarrier(
             loaded.runner.paged_tensors(),
-            SegmentFiles(files, layout_of(loaded, "oracle")),
+            SegmentFiles(files, layout_of(loaded, fingerprint)),
             is_pinned=DEVICE.type == "cuda",
         )
         tiers = TierPolicy(64 * MIB, 64 * MIB, page_bytes=self.carrier.page_bytes)

@@ -153,9 +153,9 @@ class EchoCarrier:
         is_failing = self.fails(Site.TIER_COPY)
         for part in order.parts:
             payload = held[part.segment]
-            if part.file is not None:
-                stored = self.disk.files.get(part.file.name)
-                if stored is None or stored.is_damaged or stored.found.file != part.file:
+            if part.found is not None:
+                stored = self.disk.files.get(part.found.file.name)
+                if stored is None or stored.is_damaged or not is_same(stored.found, part.found):
                     self.reached["tier: file refused"] += 1
                     return TierResult(order.number, _COPY_S, Refusal.WRONG, part.segment)
                 payload = stored.payload
@@ -174,10 +174,9 @@ class EchoCarrier:
     def _write(self, order: WriteFile, payload: Payload | None) -> TierResult:
         if payload is None or self.disk.is_full or self.fails(Site.TIER_COPY):
             return TierResult(order.number, _COPY_S, Refusal.FAILED)
-        found = FoundFile(order.file, order.tokens, order.spans)
         is_damaged = self.fails(Site.TIER_FILE)
-        self.disk.files[order.file.name] = StoredFile(
-            found, payload, order.num_bytes, is_damaged=is_damaged
+        self.disk.files[order.found.file.name] = StoredFile(
+            order.found, payload, order.num_bytes, is_damaged=is_damaged
         )
         self.reached["tier: written to disk"] += 1
         return TierResult(order.number, _COPY_S)
@@ -211,3 +210,9 @@ class EchoCarrier:
             self.disk.files.clear()
         for name in order.names:
             self.disk.files.pop(name, None)
+
+
+def is_same(found: FoundFile, expected: FoundFile) -> bool:
+    """Whether a file is the one that was written or found."""
+    is_like = found.file == expected.file and found.spans == expected.spans
+    return is_like and np.array_equal(found.tokens, expected.tokens)

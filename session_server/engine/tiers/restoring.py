@@ -20,6 +20,7 @@ from cache.tiers.segment_tree import Path
 from cache.transit import Transit
 from cache.types import Namespace, SessionId, SlotState, Tokens
 from session_server.core.tier_orders import CopyIn, ReadPart, Refusal, TierResult
+from session_server.engine.in_flight import InFlight
 from session_server.engine.tiers.spilling import Spilling
 from session_server.engine.tiers.store import TierStore
 
@@ -53,8 +54,16 @@ class _Wanted:
 class Restoring:
     """Copy sessions back. At most one copy per session is under way."""
 
-    def __init__(self, cache: SessionAwareCache, store: TierStore, spilling: Spilling) -> None:
+    def __init__(
+        self,
+        cache: SessionAwareCache,
+        store: TierStore,
+        *,
+        spilling: Spilling,
+        in_flight: InFlight,
+    ) -> None:
         self._cache, self._store, self._spilling = cache, store, spilling
+        self._in_flight = in_flight
         self._page_size = cache.spec.page_size
         self._waiting: dict[SessionId, list[Then]] = {}
         """Sessions that are copied, and what is done when that has ended."""
@@ -68,15 +77,7 @@ class Restoring:
         """Copies that wait for forwards: the number of the last forward that may write their pages,
         and what orders the copy."""
 
-    def begin(
-        self,
-        session_id: SessionId,
-        tokens: Tokens,
-        then: Then,
-        *,
-        num_launched: int,
-        is_ahead: bool,
-    ) -> bool:
+    def begin(self, session_id: SessionId, tokens: Tokens, then: Then, *, is_ahead: bool) -> bool:
         """Begin to copy back what the pools lack of `tokens`, int32 [n], the context that a turn of
         a cold session may reuse.
 
@@ -84,7 +85,6 @@ class Restoring:
             session_id: the session.
             tokens: see above.
             then: called when the copy has ended, whatever came of it.
-            num_launched: forwards launched so far.
             is_ahead: nobody has found pages for it yet.
 
         Returns:
@@ -102,7 +102,7 @@ class Restoring:
         self._store.counts.lookups += 1
         path = self._store.find(slot.namespace, tokens).readable()
         find_more = self._store.is_unread(path.next_name)
-        copy = partial(self._copy, session_id, slot.namespace, tokens, num_launched)
+        copy = partial(self._copy, session_id, slot.namespace, tokens)
         if find_more:
             self._store.find_files(
                 slot.namespace, tokens, path, lambda: self._go_on(session_id, copy)
@@ -119,8 +119,9 @@ class Restoring:
         """Note that a turn has what was copied back, or wants it no more."""
         self._num_ahead -= self._ahead.pop(session_id, 0)
 
-    def release(self, num_settled: int) -> None:
+    def release(self) -> None:
         """Order the copies whose pages no forward can write any more."""
+        num_settled = self._in_flight.num_forwards - len(self._in_flight)
         while self._held and self._held[0][0] <= num_settled:
             self._held.popleft()[1]()
 
@@ -133,9 +134,7 @@ class Restoring:
         for then in self._waiting.pop(session_id):
             then()
 
-    def _copy(
-        self, session_id: SessionId, namespace: Namespace, tokens: Tokens, num_launched: int
-    ) -> bool:
+    def _copy(self, session_id: SessionId, namespace: Namespace, tokens: Tokens) -> bool:
         store, copies = self._store, self._cache.copies
         path = store.find(namespace, tokens).readable()
         try:
@@ -156,7 +155,8 @@ class Restoring:
         def order() -> None:
             store.order(lambda number: CopyIn(number, parts, num_bytes), end)
 
-        self._held.append((num_launched, order))
+        # Those in flight now may write the pages for whoever had them before.
+        self._held.append((self._in_flight.num_forwards, order))
         return True
 
     def _parts(self, path: Path, transit: Transit) -> tuple[ReadPart, ...]:
@@ -173,8 +173,8 @@ class Restoring:
                     ids = wanted.pages[first - wanted.first : end - wanted.first]
                     pages[pool] = (first - has_first, ids)
             if pages:
-                file = None if segment.in_host else self._store.file_key(segment)
-                parts.append(ReadPart(segment.number, file, len(segment.content.tokens), pages))
+                found = None if segment.in_host else self._store.file_of(segment)
+                parts.append(ReadPart(segment.number, found, pages))
         num_read = sum(len(ids) for part in parts for _, ids in part.pages.values())
         num_wanted = sum(len(each.pages) for each in transit.pages.values())
         assert num_read == num_wanted, "every page that comes in is read once"

@@ -47,7 +47,16 @@ class Spilling:
         self._copying: Counter[SessionId] = Counter()
         """Copies under way."""
 
+        self._full_bytes = -1
+        """What host memory held when the last session found no room in it."""
+
         self.is_draining = False
+
+    @property
+    def _is_waiting_for_room(self) -> bool:
+        """Return whether nothing has left host memory since a session found no room in it. Asking
+        again in every step would read its history in every step."""
+        return self._store.is_writing and self._store.host.num_bytes == self._full_bytes
 
     @property
     def is_copying(self) -> bool:
@@ -93,7 +102,8 @@ class Spilling:
     def advance(self) -> None:
         """Order copies that are due. O(1) while none is."""
         while self._dirty and len(self._copying) < MAX_COPIES:
-            if not (self.is_draining or self._num_dirty > self._max_dirty):
+            is_due = self.is_draining or self._num_dirty > self._max_dirty
+            if not is_due or self._is_waiting_for_room:
                 return
             session_id = next(reversed(self._dirty) if self.is_draining else iter(self._dirty))
             if session_id in self._copying or not self._begin(session_id):
@@ -107,6 +117,8 @@ class Spilling:
             return False
         if len(self._copying) >= MAX_COPIES:
             return True  # it comes next
+        if self._is_waiting_for_room:
+            return False
         return self._begin(session_id) and session_id in self._copying
 
     def copy_now(self, session_id: SessionId) -> None:
@@ -137,6 +149,7 @@ class Spilling:
                 # While something is written to disk there will be room; else there is none for it.
                 if store.is_writing:
                     self._set_dirty(session_id, slot.protected_len - path.length)
+                    self._full_bytes = store.host.num_bytes
                 return False
             path = path.followed_by(added)
         return True

@@ -7,12 +7,12 @@ written there first, ahead of need: what is on disk can give way at once.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from cache.tiers.segment import Segment
-from cache.tiers.segment_tree import Path, SegmentTree
+from cache.tiers.segment_tree import SEGMENT_BYTES, Path, SegmentTree
 from cache.tiers.tier_account import TierAccount
 from cache.types import Namespace, Tokens
 from session_server.core.events import TierReport
@@ -22,6 +22,7 @@ from session_server.core.tier_orders import (
     Forget,
     FoundFile,
     ListFiles,
+    Refusal,
     TierOrder,
     TierResult,
     WriteFile,
@@ -33,6 +34,9 @@ _FULL_DIVISOR: Final = 4
 
 _NUM_TRIED: Final = 8
 """Segments that one search for one that gives way looks at."""
+
+_NUM_AHEAD: Final = 64
+"""Segments that one search for one to write ahead looks at."""
 
 MAX_FILES: Final = 1 << 20
 """Files on disk: what is known of each takes host memory too."""
@@ -99,7 +103,8 @@ class TierStore:
     def start(self) -> None:
         """Ask what the disk has from before."""
         if not self.is_listed:
-            self.order(ListFiles, self._take_list)
+            unread = self._unread
+            self.order(ListFiles, lambda result: self._take_list(result, unread))
 
     # Orders
 
@@ -152,13 +157,16 @@ class TierStore:
         return True
 
     def write_ahead(self, *, is_draining: bool = False) -> None:
-        """Write the segment that is used longest ago to disk, if host memory is nearly full or
+        """Write a segment that was used longest ago to disk, if host memory is nearly full or
         `is_draining`, and none is being written."""
         if not self.has_disk or self.is_writing:
             return
-        if not is_draining and self.host.free_bytes > self.host.max_bytes // _FULL_DIVISOR:
+        if is_draining:
+            segment = self.host.find(_may_be_written)
+        elif self.host.free_bytes <= self.host.max_bytes // _FULL_DIVISOR:
+            segment = self.host.next_to_give(_may_be_written, _NUM_AHEAD)
+        else:
             return
-        segment = self.host.next_to_give(_may_be_written, len(self.host) if is_draining else 64)
         if segment is not None:
             self._write(segment)
 
@@ -174,19 +182,25 @@ class TierStore:
         """Read the headers of what the disk has of `tokens` behind a path, then go on."""
         assert path.next_name is not None, "a path that goes on has a name"
         key = FileKey(path.next_name, namespace, path.chain, path.length)
+        unread = self._unread
 
         def take(result: TierResult) -> None:
-            self._enter_found(namespace, tokens, result.found)
-            if result.refusal is None and not result.found:
+            if unread is self._unread:
+                self._enter_found(namespace, tokens, result.found)
+            if result.refusal is Refusal.WRONG:
+                self.counts.refused_files += 1
+            if not result.found:
+                # One that cannot be read is not asked for again, which might go on for ever.
                 self._forget_unread(key.name)
             then()
 
         self.order(lambda number: FindFiles(number, key, tokens), take)
 
-    def file_key(self, segment: Segment) -> FileKey:
-        """Return what identifies the file of a segment."""
+    def file_of(self, segment: Segment) -> FoundFile:
+        """Return what the file of a segment must be."""
         content = segment.content
-        return FileKey(content.name, content.namespace, content.chain, content.start)
+        key = FileKey(content.name, content.namespace, content.chain, content.start)
+        return FoundFile(key, content.tokens, content.spans)
 
     # Use
 
@@ -224,10 +238,43 @@ class TierStore:
         for segment in self.tree.segments():
             if self.tree.get(segment.number) is segment:
                 self.drop(segment)
-        self._unread.clear()
-        self._unread_bytes = 0
+        self._unread, self._unread_bytes = OrderedDict(), 0  # what is being found is gone by then
         if self.has_disk:
             self._orders.append(Forget(is_everything=True))
+
+    def violations(self) -> list[str]:
+        """Recount the segments, and return where they are not as the tree and the accounts say.
+        O(segments)."""
+        segments = self.tree.segments()
+        found = [text for segment in segments for text in self._shape(segment)]
+        for name, account in (("host memory", self.host), ("disk", self.disk)):
+            held = sum(each.content.num_bytes for each in segments if each in account)
+            if held != account.num_bytes:
+                found.append(f"{name}: segments have {held} bytes, {account.num_bytes} are counted")
+            if account.num_bytes > account.max_bytes:
+                found.append(f"{name}: {account.num_bytes} bytes of {account.max_bytes}")
+        if (unread := sum(self._unread.values())) != self._unread_bytes:
+            found.append(f"disk: unread files have {unread} bytes, not {self._unread_bytes}")
+        return found
+
+    def _shape(self, segment: Segment) -> Iterator[str]:
+        who = f"segment {segment.number}"
+        if segment.in_host and segment not in self.host:
+            yield f"{who} is in host memory and not counted there"
+        if (segment.on_disk or segment.is_writing) and segment not in self.disk:
+            yield f"{who} is on disk and not counted there"
+        if segment not in self.host and segment not in self.disk:
+            yield f"{who} is nowhere"
+        parent, start = segment.parent, segment.content.start
+        if parent is None:
+            if start:
+                yield f"{who} follows nothing and begins at {start}"
+        elif not (
+            self.tree.get(parent.number) is parent
+            and parent.children.get(segment.content.name) is segment
+            and parent.content.start < start <= parent.content.end
+        ):
+            yield f"{who} does not follow the segment that it hangs below"
 
     # Private
 
@@ -260,12 +307,7 @@ class TierStore:
 
         self.order(
             lambda number: WriteFile(
-                number,
-                segment.number,
-                self.file_key(segment),
-                segment.content.tokens,
-                segment.content.spans,
-                segment.content.num_bytes,
+                number, segment.number, self.file_of(segment), segment.content.num_bytes
             ),
             take,
         )
@@ -288,9 +330,10 @@ class TierStore:
     def _make_room_on_disk(self, num_bytes: int) -> bool:
         if num_bytes > self.disk.max_bytes:
             return False
-        is_crowded = len(self.disk) + len(self._unread) >= MAX_FILES
-        while is_crowded or self.disk.free_bytes - self._unread_bytes < num_bytes:
-            is_crowded = False
+        while (
+            len(self.disk) + len(self._unread) >= MAX_FILES
+            or self.disk.free_bytes - self._unread_bytes < num_bytes
+        ):
             if self._unread:
                 self._forget_unread(next(iter(self._unread)))
                 continue
@@ -314,13 +357,18 @@ class TierStore:
             self._unread_bytes -= num_bytes
             self._orders.append(Forget(names=(name,)))
 
-    def _take_list(self, result: TierResult) -> None:
+    def _take_list(self, result: TierResult, unread: OrderedDict[bytes, int]) -> None:
         self.is_listed = True
+        if unread is not self._unread:
+            return
+        if result.refusal is not None:
+            self.disk.max_bytes = 0  # what it has cannot be counted, so it gets no more
         known = {segment.content.name for segment in self.tree.segments() if segment in self.disk}
-        for name, num_bytes in result.files[-MAX_FILES:]:
+        for name, num_bytes in result.files:
             if name not in known:
-                self._unread[name] = num_bytes
-                self._unread_bytes += num_bytes
+                # It counts as what a segment of it takes at most, so that there is room for that.
+                self._unread[name] = num_bytes + SEGMENT_BYTES
+                self._unread_bytes += num_bytes + SEGMENT_BYTES
         self._make_room_on_disk(0)
 
     def _enter_found(

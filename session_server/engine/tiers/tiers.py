@@ -29,8 +29,8 @@ class Tiers:
         tree = SegmentTree(spec.page_size, page_bytes, components_of(spec))
         self.store = TierStore(tree, host_bytes=policy.host_bytes, disk_bytes=policy.disk_bytes)
         self._spilling = Spilling(cache, self.store, policy.segment_bytes)
-        self._restoring = Restoring(cache, self.store, self._spilling)
-        self._cache, self._in_flight = cache, in_flight
+        self._restoring = Restoring(cache, self.store, spilling=self._spilling, in_flight=in_flight)
+        self._cache = cache
         self._is_on = policy.host_bytes > 0
         self._drain_s, self._drain_until_s = policy.drain_s, 0.0
         if self._is_on:
@@ -73,10 +73,7 @@ class Tiers:
         self, session_id: SessionId, tokens: Tokens, then: Callable[[], None], *, is_ahead: bool
     ) -> bool:
         """Bring back what the pools lack of `tokens`, see `Restoring.begin`."""
-        num_launched = self._in_flight.num_forwards
-        return self._is_on and self._restoring.begin(
-            session_id, tokens, then, num_launched=num_launched, is_ahead=is_ahead
-        )
+        return self._is_on and self._restoring.begin(session_id, tokens, then, is_ahead=is_ahead)
 
     def clear(self) -> None:
         """Drop everything."""
@@ -110,5 +107,5 @@ class Tiers:
             self._spilling.is_draining = now_s < self._drain_until_s
             self.store.write_ahead(is_draining=True)
         self._spilling.advance()
-        self._restoring.release(self._in_flight.num_forwards - len(self._in_flight))
+        self._restoring.release()
         return self.store.take_orders()

@@ -1,0 +1,222 @@
+"""Files of KV: what was written is read, and a directory in which there is more than ours."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import stat
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from cache.tiers.segment import chain_after
+from cache.tiers.segment_tree import SEGMENT_BYTES
+from cache.types import Namespace
+from session_server.core.tier_orders import FileKey, FoundFile
+from session_server.engine.config import TierPolicy
+from session_server.runner.segment_files import SegmentFiles
+from tests.runner.kv_files import (
+    LAYOUT,
+    PAGE_SIZE,
+    REFUSED,
+    STATE,
+    WINDOW,
+    FailingDisk,
+    Shelf,
+    found_of,
+    key_of,
+    open_descriptors,
+    path_of,
+    same,
+    written,
+)
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Shelf:
+    return Shelf(tmp_path / "kv")
+
+
+def test_what_was_written_is_found_and_read(shelf: Shelf) -> None:
+    found, has_refused = shelf.files.find(shelf.segment.found.file, shelf.tokens)
+    assert len(found) == 1
+    assert not has_refused
+    assert same(found[0], shelf.segment.found)
+    payload = shelf.files.read(found[0])
+    for pool, arrays in shelf.segment.payload.items():
+        assert all(map(np.array_equal, payload[pool], arrays))
+    assert SegmentFiles(shelf.directory, LAYOUT).read(found[0]).keys() == LAYOUT.pools.keys()
+
+
+def test_the_library_of_the_format_opens_it_and_reads_the_same(shelf: Shelf) -> None:
+    tensors = load_file(shelf.path)
+    assert np.array_equal(tensors.pop("tokens"), shelf.tokens)
+    for pool, arrays in shelf.segment.payload.items():
+        for index, array in enumerate(arrays):
+            assert np.array_equal(tensors.pop(f"{pool}/{index}"), array)
+    assert not tensors
+
+
+def test_a_pool_of_which_a_segment_has_no_page_is_written_and_read(tmp_path: Path) -> None:
+    files, tokens = SegmentFiles(tmp_path, LAYOUT), path_of()
+    found = found_of(tokens)
+    found = FoundFile(found.file, tokens, {**found.spans, WINDOW: (5, 5), STATE: (0, 0)})
+    one = written(files, tmp_path, found)
+    assert files.read(found)[WINDOW][0].shape == (3, 0, 4)
+    assert load_file(tmp_path / one.file)["state/1"].shape == (0, 10)
+
+
+def test_a_path_is_found_through_its_segments_and_where_it_leaves_one(tmp_path: Path) -> None:
+    files, tokens = SegmentFiles(tmp_path, LAYOUT), path_of(8)
+    first = written(files, tmp_path, found_of(tokens[:20])).found
+    second = written(files, tmp_path, found_of(tokens, 20)).found
+    other = np.concatenate([tokens[:12], path_of(3, seed=9)])
+    third = written(files, tmp_path, found_of(other, 12)).found
+    key = key_of(tokens, 0)
+    assert [f.file for f in files.find(key, tokens)[0]] == [first.file, second.file]
+    assert [f.file for f in files.find(key, other)[0]] == [first.file, third.file]
+    assert [f.file for f in files.find(key, tokens[:22])[0]] == [first.file]
+    assert [f.file for f in files.find(key, tokens[:3])[0]] == []
+    assert files.find(second.file, tokens)[0][0].file == second.file
+
+
+def test_what_a_file_has_beside_tokens_and_pages_is_what_a_segment_counts(shelf: Shelf) -> None:
+    pages = sum(array.nbytes for arrays in shelf.segment.payload.values() for array in arrays)
+    assert len(shelf.segment.raw) <= SEGMENT_BYTES + shelf.tokens.nbytes + pages
+    # The largest that a server writes: a checksum for each of its MiB, of the longest numbers.
+    found, blocks = shelf.segment.found, TierPolicy().segment_bytes >> 20
+    checks: dict[str, tuple[int, ...]] = {
+        f"{pool}/{index}": (2**32 - 1,) * (blocks // 5 + 1)
+        for pool, each in LAYOUT.pools.items()
+        for index in range(len(each.shapes))
+    }
+    header = LAYOUT.header(found.file, 1 << 17, found.spans, checks | {"tokens": (2**32 - 1,)})
+    assert len(header.text) <= SEGMENT_BYTES
+
+
+def test_only_their_owner_may_look_whatever_the_umask_says(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        shelf = Shelf(tmp_path / "kv")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(shelf.directory.stat().st_mode) == 0o700
+    assert stat.S_IMODE((shelf.directory / REFUSED).stat().st_mode) == 0o700
+    assert stat.S_IMODE(shelf.path.stat().st_mode) == 0o600
+    shelf.directory.chmod(0o755)
+    SegmentFiles(shelf.directory, LAYOUT)
+    assert stat.S_IMODE(shelf.directory.stat().st_mode) == 0o700
+
+
+# The directory
+
+
+@pytest.mark.parametrize("name", ["", REFUSED])
+def test_a_directory_that_is_a_link_is_not_opened(tmp_path: Path, name: str) -> None:
+    outside, kv = tmp_path / "outside", tmp_path / "kv"
+    outside.mkdir()
+    if name:
+        kv.mkdir()
+    (kv / name).symlink_to(outside)
+    num_open = open_descriptors()
+    with pytest.raises(OSError, match=r"Not a directory|symbolic links"):
+        SegmentFiles(kv, LAYOUT)
+    assert open_descriptors() == num_open
+
+
+def test_a_directory_that_is_a_file_or_of_a_dead_disk_leaks_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    num_open = open_descriptors()
+    with pytest.raises(FileExistsError):
+        SegmentFiles(tmp_path / "file", LAYOUT)
+    disk = FailingDisk(monkeypatch, ("open", "fchmod", "mkdir"))
+    for at in itertools.count():
+        disk.begin(at)
+        try:
+            SegmentFiles(tmp_path / "kv", LAYOUT)
+        except OSError:
+            assert open_descriptors() == num_open
+        if not disk.has_struck:
+            break
+    assert at >= 5
+
+
+def test_what_is_put_aside_does_not_leave_through_a_link_made_later(
+    shelf: Shelf, tmp_path: Path
+) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (shelf.directory / REFUSED).rename(tmp_path / "moved")
+    (shelf.directory / REFUSED).symlink_to(outside)
+    shelf.path.write_bytes(b"")
+    assert shelf.files.find(shelf.segment.found.file, shelf.tokens) == ([], True)
+    assert os.listdir(outside) == []
+
+
+def test_what_is_not_ours_is_left_alone_and_reported(
+    shelf: Shelf, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    outside = tmp_path / "outside"
+    outside.write_text("precious")
+    none = "0" * 32
+    kept = ["notes.txt", "new-notes", f"{'0' * 31}.safetensors", f"{'0' * 33}.safetensors",
+            f"{'A' * 32}.safetensors", f"{chr(0x660) * 32}.safetensors", f"{none}.safetensors.bak",
+            f"{none}.safetensors\n"]  # fmt: skip
+    for name in kept:
+        (shelf.directory / name).write_text(name)
+    (shelf.directory / "new-0123456789abcdef").write_text("half of a file")
+    (shelf.directory / f"{'1' * 32}.safetensors").symlink_to(outside)
+    (shelf.directory / f"{'2' * 32}.safetensors").mkdir()
+    expected = [(shelf.segment.found.file.name, len(shelf.segment.raw))]
+    assert shelf.files.listing() == expected
+    assert "have 10 others" in caplog.text
+    assert not (shelf.directory / "new-0123456789abcdef").exists()
+    (shelf.directory / REFUSED / f"{none}.safetensors").write_text("of a session that is gone")
+    shelf.files.remove_all()
+    assert not os.listdir(shelf.directory / REFUSED)
+    left = set(os.listdir(shelf.directory))
+    assert left == {*kept, REFUSED, f"{'2' * 32}.safetensors"}
+    assert outside.read_text() == "precious"
+
+
+def test_a_file_that_goes_while_files_are_listed_is_not_listed(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = shelf.files._entries()
+    monkeypatch.setattr(shelf.files, "_entries", lambda: entries)
+    shelf.path.unlink()
+    assert shelf.files.listing() == []
+
+
+def test_files_are_listed_by_their_last_use(tmp_path: Path) -> None:
+    files = SegmentFiles(tmp_path, LAYOUT)
+    names = [
+        written(files, tmp_path, found_of(path_of(seed=seed))).found.file.name for seed in range(6)
+    ]
+    assert [name for name, _ in files.listing()][-1] == names[-1]
+    for order in (names, names[::-1], names[3:] + names[:3]):
+        files.touch(order)
+        assert [name for name, _ in files.listing()] == order[::-1]
+    files.touch(names[2:3])
+    assert [name for name, _ in files.listing()][-1] == names[2]
+    files.touch([b"\0" * 16])
+    files.remove([names[0], b"\0" * 16, names[1]])
+    assert {name for name, _ in files.listing()} == set(names[2:])
+
+
+def test_a_chain_covers_all_that_lies_before() -> None:
+    """A name is that of one path alone: every token, its order and its place count."""
+    tokens = path_of(3)
+    chains = {key_of(tokens, 8).name}
+    for at in range(len(tokens)):
+        other = tokens.copy()
+        other[at] ^= 1
+        chains.add(key_of(other, 8).name)
+    chains.add(chain_after(b"", tokens, PAGE_SIZE))
+    chains.add(FileKey(b"", Namespace("alic", "emodel"), b"", 0).name)
+    chains.add(key_of(tokens, 8, Namespace("alic", "emodel")).name)
+    assert len(chains) == len(tokens) + 4

@@ -1,0 +1,126 @@
+"""More sessions of the embedded model than its pool holds, on real servers: what they say, with KV
+in host memory and on disk, is what they say with plenty of memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from session_server.local_server import LocalServer
+from tests.web.wire_client import greeted, http_client
+
+NUM_SESSIONS = 8
+POOL = ("--max-total-tokens", "512")
+"""Of about two of the sessions."""
+
+PLENTY = ("--max-total-tokens", "16384", "--host-kv-bytes", "0")
+GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+MIB = 1 << 20
+
+
+def served(*flags: str) -> LocalServer:
+    return LocalServer(["--log-level", "warning", *flags])
+
+
+def story(number: int) -> str:
+    return f"My name is {number}. " + "I live in a house with a garden and a dog. " * 12
+
+
+async def ask(url: str, session_id: str, turn_id: str, text: str) -> dict[str, Any]:
+    async with greeted(url, session_id) as wire:
+        content = [{"role": "user", "content": text}]
+        end = await wire.turn(turn_id, input=content, sampling=GREEDY)
+    assert end["type"] == "turn.completed", end
+    return end
+
+
+async def begin(url: str) -> tuple[list[str], list[str]]:
+    """The ids of sessions, and what was said in the first turn of each."""
+    session_ids, said = [], []
+    async with http_client(url) as http:
+        for number in range(NUM_SESSIONS):
+            session_ids.append((await http.post("/v1/sessions", json={})).json()["id"])
+            end = await ask(url, session_ids[-1], "t1", story(number))
+            said.append(end["item"]["content"])
+    return session_ids, said
+
+
+async def go_on(url: str, session_ids: list[str], turn_id: str) -> tuple[list[str], int]:
+    """What is said in the next turn of each, and how much of their prompts was not computed."""
+    said, num_cached = [], 0
+    for session_id in session_ids:
+        end = await ask(url, session_id, turn_id, "What is my name?")
+        said.append(end["item"]["content"])
+        num_cached += end["usage"]["cached_tokens"]
+    return said, num_cached
+
+
+async def figures(url: str) -> dict[str, float]:
+    async with http_client(url) as http:
+        text = (await http.get("/metrics")).text
+    families = text_string_to_metric_families(text)
+    return {s.name: s.value for family in families for s in family.samples if not s.labels}
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[list[str]]:
+    with served(*PLENTY) as server:
+        session_ids, said = asyncio.run(begin(server.url))
+        others = [asyncio.run(go_on(server.url, session_ids, turn))[0] for turn in ("t2", "t3")]
+    return [said, *others]
+
+
+@pytest.mark.timeout(180)
+def test_sessions_that_memory_does_not_hold_go_on_from_host_memory(
+    reference: list[list[str]],
+) -> None:
+    with served(*POOL, "--store", "none", "--host-kv-bytes", str(256 * MIB)) as server:
+        session_ids, first = asyncio.run(begin(server.url))
+        second, num_cached = asyncio.run(go_on(server.url, session_ids, "t2"))
+        told = asyncio.run(figures(server.url))
+    assert [first, second] == reference[:2]
+    assert told["session_server_kv_hits_total"] >= NUM_SESSIONS - 2
+    assert told["session_server_kv_restored_tokens_total"] > 50 * NUM_SESSIONS
+    assert told["session_server_kv_failed_copies_total"] == 0
+    assert num_cached > 50 * NUM_SESSIONS
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.timeout(240)
+def test_sessions_go_on_from_files_after_a_restart(
+    tmp_path: Path, reference: list[list[str]], number: signal.Signals
+) -> None:
+    store = ("--store", str(tmp_path / "store"), "--disk-kv-bytes", str(256 * MIB))
+    with served(*POOL, *store, "--host-kv-bytes", str(4 * MIB)) as server:
+        session_ids, first = asyncio.run(begin(server.url))
+        second, _ = asyncio.run(go_on(server.url, session_ids, "t2"))
+        os.kill(server.pid, number)
+        server.wait(timeout_s=60)
+    files = list((tmp_path / "store" / "kv").glob("*.safetensors"))
+    assert files
+    assert all(file.stat().st_mode & 0o777 == 0o600 for file in files)
+    with served(*POOL, *store) as server:
+        third, _ = asyncio.run(go_on(server.url, session_ids, "t3"))
+        told = asyncio.run(figures(server.url))
+        asyncio.run(close(server.url, session_ids))
+        server.stop()
+    assert [first, second, third] == reference
+    assert told["session_server_kv_refused_files_total"] == 0
+    # What was not written before a kill is computed.
+    wanted = 50 * NUM_SESSIONS if number is signal.SIGTERM else 50
+    assert told["session_server_kv_restored_tokens_total"] > wanted
+    # Nothing is left of sessions that were closed.
+    assert not list((tmp_path / "store" / "kv").glob("*.safetensors"))
+
+
+async def close(url: str, session_ids: list[str]) -> None:
+    async with http_client(url) as http:
+        for session_id in session_ids:
+            assert (await http.delete(f"/v1/sessions/{session_id}")).status_code < 300
