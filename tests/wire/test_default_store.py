@@ -8,6 +8,8 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,11 @@ import httpx
 import pytest
 
 from session_server.config import Settings
+from session_server.engine_host.process import EngineProcess
 from session_server.local_server import LocalServer
 from session_server.sessions.store.database import Database
 from session_server.sessions.store.places import default_directory
-from session_server.wiring import opened_store
+from session_server.wiring import make_engine, opened_store, with_store
 from tests.web.serving import model_text
 from tests.wire.test_restart import free_port
 
@@ -112,3 +115,28 @@ def test_sessions_of_a_default_server_are_there_after_a_crash(
             assert client.get(f"/v1/sessions/{made['id']}").status_code == 200
     stores = sorted(path.name for path in (tmp_path / "session-server").iterdir())
     assert stores == sorted(f"port-{port}" for port in ports)
+
+
+def test_an_engine_is_told_of_the_store_that_is_open_and_of_no_other(tmp_path: Path) -> None:
+    """Its files of KV lie there: in no store that another server has open."""
+
+    @asynccontextmanager
+    async def serving(**settings: Any) -> AsyncIterator[Any]:
+        of_all = Settings.model_validate(settings)
+        environment = {"XDG_STATE_HOME": str(tmp_path)}
+        async with opened_store(of_all, model_text(), environment) as store:
+            engine = make_engine(with_store(of_all, store))
+            assert isinstance(engine, EngineProcess)
+            yield Settings.model_validate_json(engine._settings.settings).sessions.store
+
+    async def run() -> None:
+        async with serving() as place:
+            assert place == tmp_path / "session-server" / "port-30000"
+            async with serving() as other:
+                assert other == "none"
+        async with serving(http={"port": 0}) as place:
+            assert place == "none"
+        async with serving(sessions={"store": tmp_path / "none"}) as place:
+            assert place == tmp_path / "none"
+
+    asyncio.run(run())
