@@ -235,9 +235,13 @@ class StoredMachine(SessionMachine):
         self.reached["duplicate id after a crash"] += 1
 
     @precondition(lambda self: self.names)
-    @rule(is_quiet=st.sampled_from([True, True, False]), num_sessions=st.integers(1, 3))
-    def unload(self, is_quiet: bool, num_sessions: int) -> None:
-        """Others need the memory of what rests."""
+    @rule(
+        is_quiet=st.sampled_from([True, True, False]),
+        num_sessions=st.integers(1, 3),
+        then=st.sampled_from(["", "", "list", "show", "close", "crash"]),
+    )
+    def unload(self, is_quiet: bool, num_sessions: int, then: str = "") -> None:
+        """Others need the memory of what rests. What comes `then` would be rare by itself."""
         if is_quiet and self.world.engine.is_alive:
             self.world.engine.run()
             self.store.fails = False
@@ -255,6 +259,15 @@ class StoredMachine(SessionMachine):
                 shadow = self.shadows[name]
                 assert shadow.ended == set(shadow.order), "a session left with a turn"
                 self.unloaded[name] = before[name].expires_s
+        match then if self.unloaded else "":
+            case "list":
+                self.list_all()
+            case "show":
+                self.show_all("opened")
+            case "close":
+                self.close_unloaded(0, num_sessions)
+            case "crash":
+                self.crash(0)
 
     @precondition(lambda self: self.names)
     @rule(chance=st.integers(0, 5))
@@ -294,7 +307,7 @@ class StoredMachine(SessionMachine):
     @precondition(lambda self: self.unloaded)
     @rule(chance=st.integers(0, 2), index=st.integers(0, 2))
     def close_unloaded(self, chance: int, index: int) -> None:
-        if chance == 1:
+        if chance:
             return
         name = list(self.unloaded)[index % len(self.unloaded)]
         try:
