@@ -65,10 +65,6 @@ def _url(given: SecretStr | None) -> SecretStr | None:
     return given
 
 
-def _none(given: Any) -> Any:
-    return None if given == "none" else given
-
-
 _Words = Annotated[tuple[str, ...], BeforeValidator(_words)]
 
 
@@ -231,8 +227,11 @@ class SessionOptions(_Section):
     replay_ttl_s: Annotated[float, Bound("seconds", _JOURNAL_IS_SHORT)] = _setting(
         300.0, "maximum age of journal entries, seconds", gt=0, le=86400
     )
-    store: Annotated[Path | None, BeforeValidator(_none)] = _setting(
-        None, "directory that keeps sessions when the server ends; none: they end with it"
+    store: Literal["auto", "none"] | Path = _setting(
+        "auto",
+        "directory that keeps sessions when the server ends; auto: one for each --port in the "
+        "user's state directory; none: they end with the server",
+        union_mode="left_to_right",
     )
     durability: Literal["turn", "relaxed"] = _setting(
         "turn",

@@ -2,13 +2,14 @@
 
 With --store it examines a store instead, with a server running or without, and
 changes nothing there. The exit status is 1 if a finding would keep the server
-from serving, or if sessions of the store are damaged or lost.
+from serving, or if sessions, responses or conversations of the store are
+damaged or lost.
 
 examples:
   session-server doctor
   session-server doctor --model-path PATH            check your own checkpoint
   session-server doctor --port 8000 --json | jq .ok
-  session-server doctor --store DIR            read every session of a store
+  session-server doctor --store DIR            read all of a store
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def run_checks(model_dir: Path, host: str, port: int) -> Iterator[Finding]:
 def check_store(directory: Path) -> Iterator[Finding]:
     """Examine a store, and show on stderr how far that is."""
     with StepProgress(Console(stderr=True)) as progress:
-        task = progress.add_task("sessions", total=None)
+        task = progress.add_task("sessions and records", total=None)
         for of in examine(directory, partial(progress.advance, task)):
             verdict = CheckStatus.WARNING if of.advice else CheckStatus.GOOD
             verdict = CheckStatus.WRONG if of.is_wrong else verdict

@@ -39,20 +39,20 @@ class KvTiers:
 
 
 def make_tiers(settings: Settings, loaded: LoadedRunner, fingerprint: str) -> KvTiers:
-    """Return the tiers that the settings ask for.
+    """Return the tiers that the settings ask for: files only in the store that they name.
 
     Raises:
         ValueError: the directory of files cannot be used.
     """
     cache, store = settings.cache, settings.sessions.store
-    disk_bytes = cache.disk_kv_bytes if store is not None else 0
+    disk_bytes = cache.disk_kv_bytes if isinstance(store, Path) else 0
     host_bytes = max(cache.host_kv_bytes, min(disk_bytes, _STAGING_BYTES))
     host_bytes = min(host_bytes, free_host_bytes() // _FREE_DIVISOR)
     if host_bytes == 0:
         return KvTiers(TierPolicy(), NoTiers())
     files = None
     if disk_bytes:
-        assert store is not None, "files of KV lie in a store"
+        assert isinstance(store, Path), "files of KV lie in a store"
         files = _open_files(store / KV_DIRECTORY, layout_of(loaded, fingerprint))
     tensors = loaded.runner.paged_tensors()
     carrier = KvCarrier(tensors, files, is_pinned=loaded.device != "cpu")

@@ -34,8 +34,9 @@ class ServerFailed(Exception):
 class LocalServer:
     """Run `session-server serve --port 0` with further flags, as a context manager.
 
-    `url` is where it listens, without a trailing slash. On exit it gets SIGTERM, drains, and is
-    killed only if it does not exit; `returncode` is its exit status.
+    It keeps no session on disk unless a flag says so. `url` is where it listens, without a trailing
+    slash. On exit it gets SIGTERM, drains, and is killed only if it does not exit; `returncode` is
+    its exit status.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class LocalServer:
         start_timeout_s: float = 180.0,
         on_line: Callable[[str], None] | None = None,
     ) -> None:
-        self._argv = (*program, "--port", "0", *flags)
+        self._argv = (*program, "--port", "0", "--store", "none", *flags)
         self._start_timeout_s = start_timeout_s
         self._on_line = on_line
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)

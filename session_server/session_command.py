@@ -1,4 +1,4 @@
-"""List, show, move and delete the sessions that `serve --store DIR` keeps.
+"""List, show, move and delete the sessions that `serve` keeps on disk.
 
   list                     show the sessions, oldest first
   show ID                  print what was said in one
@@ -8,17 +8,19 @@
   vacuum                   give the space of deleted sessions back to the disk
 
 `list`, `show` and `export` work beside a server; the others need the store
-for themselves, so stop the server first.
+for themselves, so stop the server first. The store is that of a server on the
+default port, unless --store names another.
 
 examples:
-  session-server sessions list --store DIR
-  session-server sessions export s_4f1c --store DIR > talk.json
+  session-server sessions list
+  session-server sessions export s_4f1c > talk.json
   session-server sessions import talk.json --store OTHER
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sqlite3
 import sys
 import time
@@ -30,9 +32,11 @@ from typing import Final
 from msgspec import structs
 from rich.console import Console
 
+from session_server.config import Settings
 from session_server.core.errors import InvalidRequest
 from session_server.core.owner import ANONYMOUS
 from session_server.sessions.store.database import Database, StoreUnusable
+from session_server.sessions.store.places import default_directory, found_directories
 from session_server.sessions.store.records import (
     Damaged,
     LogEntry,
@@ -76,7 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=_WORDS, metavar="ACTION", help=", ".join(_WORDS))
     parser.add_argument("words", nargs="*", default=[], metavar="ID", help="see above")
     group = parser.add_argument_group("sessions", "Choose the store, and whose sessions.")
-    group.add_argument("--store", type=Path, metavar="DIR", help="directory of the store")
+    told = "directory of the store; by default that of `serve` on its default port"
+    group.add_argument("--store", type=Path, metavar="DIR", help=told)
     group.add_argument(
         "--owner",
         help=f"name of the key whose sessions they are; {ANONYMOUS.owner_id} without keys. "
@@ -88,23 +93,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Do what was asked. Return 0, 1 if it cannot be done, 2 for arguments that are wrong."""
     least, most, needs = _WORDS[args.action]
-    misuse = None
-    if args.store is None:
-        misuse = "pass --store DIR"
-    elif not least <= len(args.words) <= most:
-        misuse = f"{args.action} takes {needs}"
-    if misuse is not None:
-        print(f"session-server sessions: {misuse}", file=sys.stderr)
+    if not least <= len(args.words) <= most:
+        print(f"session-server sessions: {args.action} takes {needs}", file=sys.stderr)
         return 2
     try:
-        if not (args.store / Database.FILE).exists():
-            raise _Refused(f"{args.store} is no store: `serve --store {args.store}` makes one")
-        with closing(Database(args.store, is_read_only=args.action in _READS)) as database:
+        directory = _directory(args.store)
+        with closing(Database(directory, is_read_only=args.action in _READS)) as database:
             _ACTIONS[args.action](database, args)
     except (*_ERRORS, OSError, ValueError) as error:
         print(f"session-server sessions: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _directory(asked: Path | None) -> Path:
+    """Return the directory of the store."""
+    port = Settings().http.port
+    directory = asked or default_directory(os.environ, port)
+    if directory is None:
+        raise _Refused("there is no home directory with a store: pass --store DIR")
+    if (directory / Database.FILE).exists():
+        return directory
+    if asked is not None:
+        raise _Refused(f"{asked} is no store: `serve --store {asked}` makes one")
+    others = " or ".join(map(str, found_directories(os.environ)))
+    raise _Refused(
+        f"no server has run on port {port} and kept sessions: pass --store {others or 'DIR'}"
+    )
 
 
 def _list(database: Database, args: argparse.Namespace) -> None:
@@ -159,6 +174,8 @@ def _import(database: Database, args: argparse.Namespace) -> None:
     if database.find(owner_id, session_id) is not None:
         raise _Refused(f"{session_id} is there already: pass --id ID for another one")
     entry, now_s = entry_of(file), time.time()
+    # A key of the client is one of the server that it was sent to; who imports a session uses it.
+    settings = structs.replace(file.settings, request_digest=b"", num_own_uses=None)
     _, last_number = database.count()
     row = SessionRow(
         number=max(last_number + 1, int(now_s * 1e6)),
@@ -166,8 +183,7 @@ def _import(database: Database, args: argparse.Namespace) -> None:
         session_id=session_id,
         model=file.model,
         expires_s=now_s + file.settings.ttl_s,
-        # A key of the client is one of the server that it was sent to.
-        settings=encode_settings(structs.replace(file.settings, request_digest=b"")),
+        settings=encode_settings(settings),
         num_tokens=len(file.token_ids),
         num_turns=len(file.ended_turns),
         num_uses=0,

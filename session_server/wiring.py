@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from errno import EADDRINUSE
 from functools import partial
@@ -52,6 +52,7 @@ from session_server.sessions.manager import SessionManager
 from session_server.sessions.quotas import QuotaLimits, SessionLimits
 from session_server.sessions.salts import TenantSalts
 from session_server.sessions.store.database import StoreUnusable
+from session_server.sessions.store.places import default_directory
 from session_server.sessions.store.session_store import SessionStore
 from session_server.text.model_text import ModelText
 from session_server.web import app as web_app
@@ -77,7 +78,10 @@ EXIT_UNUSABLE: Final = 2
 _SECRET: Final = {
     "http": {"api_key", "api_key_file", "ssl_certfile", "ssl_keyfile", "otlp_traces_endpoint"}
 }
-"""Settings that no client is shown: keys, where they lie, and a URL that may have one in it."""
+"""Settings that the engine is not told: keys, where they lie, and a URL that may have one in it."""
+
+_HIDDEN: Final = _SECRET | {"sessions": {"store"}}
+"""Settings that no client is shown: these, and where sessions lie."""
 
 _TOKEN_TEXTS_KEPT: Final = 1 << 16
 """Size of the cache of single tokens' texts, for logprobs."""
@@ -219,7 +223,7 @@ async def _serve(settings: Settings, entrance: Entrance, logger: logging.Logger)
                 open_listeners.enter_context(contextlib.closing(_bind(*address)))
                 for address in _addresses(settings.http)
             ]
-            async with opened_store(settings, text) as store:
+            async with opened_store(settings, text, os.environ) as store:
                 return await _serve_on(
                     listeners,
                     settings,
@@ -279,7 +283,7 @@ async def _serve_on(
 ) -> int:
     logger = logging.getLogger(LOGGER_NAME)
     metrics = ServerMetrics(now_s=time.monotonic)
-    engine = make_engine(settings)
+    engine = make_engine(with_store(settings, store))
     manager = make_manager(settings, engine, text, store)
     logger.info("starting the engine model=%s", directory.name)
     tracing = make_tracing(settings, model=_name_of(settings, directory))
@@ -350,6 +354,14 @@ def _observers(
     return metrics.on_event, EventLog(logger).on_event, throughput.on_event
 
 
+def with_store(settings: Settings, store: SessionStore | None) -> Settings:
+    """Return the settings of the engine of a server that keeps sessions there: its files of KV lie
+    beside them, and without a store there are none."""
+    place = "none" if store is None else store.directory.absolute()
+    sessions = settings.sessions.model_copy(update={"store": place})
+    return settings.model_copy(update={"sessions": sessions})
+
+
 def make_engine(settings: Settings) -> EngineProcess | InlineEngine:
     """Return the engine client that the settings ask for, not started."""
     # Spinning threads of a forward keep the thread they wait for off its core as soon as anything
@@ -374,24 +386,48 @@ def make_engine(settings: Settings) -> EngineProcess | InlineEngine:
 
 
 @contextlib.asynccontextmanager
-async def opened_store(settings: Settings, text: ModelText) -> AsyncIterator[SessionStore | None]:
+async def opened_store(
+    settings: Settings, text: ModelText, environment: Mapping[str, str]
+) -> AsyncIterator[SessionStore | None]:
     """Open the store for sessions of this model, and close it after the block; None without one.
 
     Raises:
-        StoreUnusable: the directory cannot be used, or another server has it open.
+        StoreUnusable: the directory that was asked for cannot be used, or another server has it
+            open. A server that was asked for none goes on without one, and warns.
     """
-    directory = settings.sessions.store
-    if directory is None:
+    store = _open_store(settings, text, environment)
+    if store is None:
         yield None
         return
-    model, durability = text.fingerprint, settings.sessions.durability
-    store = SessionStore(directory.expanduser(), model=model, durability=durability)
-    _logger.info("sessions are kept in %s, where there are %d", directory, store.num_sessions)
     store.start(asyncio.get_running_loop())
     try:
         yield store
     finally:
         await store.close()
+
+
+def _open_store(
+    settings: Settings, text: ModelText, environment: Mapping[str, str]
+) -> SessionStore | None:
+    asked, port = settings.sessions.store, settings.http.port
+    if asked == "none":
+        return None
+    directory = default_directory(environment, port) if asked == "auto" else asked.expanduser()
+    if asked == "auto" and (port == 0 or directory is None):
+        why = "on any free port" if port == 0 else "by a user without a home directory"
+        _logger.info("sessions end with this server, which is served %s: --store keeps them", why)
+        return None
+    assert directory is not None, "a store without a place"
+    model, durability = text.fingerprint, settings.sessions.durability
+    try:
+        store = SessionStore(directory, model=model, durability=durability)
+    except StoreUnusable as error:
+        if asked != "auto":
+            raise
+        _logger.warning("sessions end with this server, because they cannot be kept: %s", error)
+        return None
+    _logger.info("sessions are kept in %s, where there are %d", directory, store.num_sessions)
+    return store
 
 
 def make_manager(
@@ -454,7 +490,7 @@ def make_services(
             takes_tools=text.takes_tools,
         ),
         settings=_web_settings(settings, entrance or Entrance()),
-        server_args=settings.model_dump(mode="json", exclude=_SECRET),
+        server_args=settings.model_dump(mode="json", exclude=_HIDDEN),
     )
 
 

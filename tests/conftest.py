@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import tempfile
 from collections import Counter
 from typing import Final
 
@@ -24,6 +26,11 @@ class, or all functions of a file, at a time (`--dist loadscope`)."""
 # A background job of a shell ignores SIGINT, and the programs that tests interrupt inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# What a server keeps unless it is told otherwise is kept in nobody's home.
+_state = tempfile.TemporaryDirectory(prefix="state-")
+os.environ["XDG_STATE_HOME"] = _state.name
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

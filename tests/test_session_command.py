@@ -134,8 +134,26 @@ def test_no_store_is_made_by_looking(tmp_path: Path, capsys: Shown) -> None:
     status, _, told = sessions(capsys, tmp_path / "none", "list")
     assert (status, "is no store" in told) == (1, True)
     assert not (tmp_path / "none").exists()
-    assert cli.main(["sessions", "list"]) == 2
+
+
+def test_the_store_is_that_of_a_server_on_the_default_port(
+    disk: Disk, name: str, capsys: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(disk.directory.parent))
+    assert cli.main(["sessions", "list"]) == 1
     assert "pass --store DIR" in capsys.readouterr().err
+    stores = disk.directory.with_name("session-server")
+    stores.mkdir()
+    disk.directory.rename(stores / "port-8000")
+    assert cli.main(["sessions", "list"]) == 1
+    assert f"pass --store {stores / 'port-8000'}" in capsys.readouterr().err
+    (stores / "port-8000").rename(stores / "port-30000")
+    assert cli.main(["sessions", "list"]) == 0
+    assert name in capsys.readouterr().out
+    monkeypatch.setenv("XDG_STATE_HOME", "relative")
+    monkeypatch.delenv("HOME")
+    assert cli.main(["sessions", "list"]) == 1
+    assert "no home directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from session_server import cli
 from session_server.sessions.store import examination
 from session_server.sessions.store.database import Database
 from tests.sessions.test_store import LOSSES, contents, spoil
+from tests.sessions.test_stored_dialects import desk, restore_version_1
 from tests.sessions.test_stored_sessions import Disk
 from tests.sessions.world import OWNER, turn
 
@@ -68,7 +69,7 @@ def test_a_store_that_is_whole_is_found_well(store: Path, state: str, capsys: Sh
     assert contents(store) == before
     assert status == 0
     assert {verdict for verdict, _, _ in found.values()} == {"good"}
-    assert set(found) == {"files", "schema", "database", "sessions", "disk"}
+    assert set(found) == {"files", "schema", "database", "sessions", "records", "disk"}
     assert found["sessions"][1].startswith("5 with ")
     if state == "served":
         assert server is not None
@@ -195,3 +196,67 @@ def test_a_table_says_what_to_do(store: Path, capsys: Shown) -> None:
     os.truncate(store / Database.FILE, 0)
     assert cli.main(["doctor", "--store", str(store)]) == 1
     assert "is empty" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.fixture
+def dialects(tmp_path: Path) -> Path:
+    """Responses, and a conversation."""
+    disk = Disk(tmp_path / "store")
+    with desk(disk) as this:
+        first = this.ask("one", conversation=this.converse("hello"))
+        this.ask("two", first)
+    return disk.directory
+
+
+def test_responses_and_conversations_are_examined(dialects: Path, capsys: Shown) -> None:
+    before = contents(dialects)
+    status, found = examined(dialects, capsys)
+    assert contents(dialects) == before
+    assert status == 0
+    assert {verdict for verdict, _, _ in found.values()} == {"good"}
+    said = "1 kept conversations, 2 responses; every checksum matches"
+    assert found["records"][1] == said
+
+
+RECORD = "(SELECT number FROM records WHERE id = 'resp_one')"
+OF_RECORDS: dict[str, tuple[str, str, str]] = {
+    "a bit of a part": (
+        f"UPDATE parts SET part = CAST(part || x'00' AS BLOB) WHERE record = {RECORD}",
+        "records",
+        "resp_one of owner (the checksum of a part does not match)",
+    ),
+    "a part": (f"DELETE FROM parts WHERE record = {RECORD}", "records", "resp_one of owner"),
+    "a head": (
+        "DELETE FROM parts WHERE position = 0 AND record ="
+        " (SELECT number FROM records WHERE id = 'conv_1')",
+        "records",
+        "conv_1 of owner (its first part is missing)",
+    ),
+    "an orphan": ("DELETE FROM records WHERE id = 'conv_1'", "parts", "parts of records that"),
+}
+
+
+@pytest.mark.parametrize("name", OF_RECORDS)
+def test_what_is_damaged_of_records_is_named(dialects: Path, name: str, capsys: Shown) -> None:
+    statement, topic, words = OF_RECORDS[name]
+    change(dialects, statement)
+    before = contents(dialects)
+    status, found = examined(dialects, capsys)
+    assert contents(dialects) == before
+    assert status == 1
+    verdict, said, advice = found[topic]
+    assert (verdict, bool(advice)) == ("wrong", True)
+    assert words in said
+    assert found["sessions"][0] == "good"
+
+
+def test_a_store_of_an_earlier_version_is_told_and_not_walked(
+    tmp_path: Path, capsys: Shown
+) -> None:
+    restore_version_1(tmp_path / "store")
+    before = contents(tmp_path / "store")
+    status, found = examined(tmp_path / "store", capsys)
+    assert contents(tmp_path / "store") == before
+    assert status == 0
+    assert found["schema"][:2] == ("warning", "version 1, before 2")
+    assert not {"sessions", "records", "database"} & set(found)

@@ -125,7 +125,7 @@ class LiveCollector(Collector):
         )
         behind = self._gauge(
             "store_sessions_behind",
-            "Sessions of which something could not be written to the store.",
+            "Sessions, responses and conversations of which something is not on disk.",
         )
         failing = self._gauge("store_failing", "1 while the store cannot be written to, else 0.")
         if store is not None:

@@ -83,7 +83,8 @@ class FunctionToolBody(msgspec.Struct, frozen=True, kw_only=True, tag_field="typ
 
 
 class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A response; `session_id` names the session that holds what was said."""
+    """A response; `session_id` names the session that holds what was said. `durable`: whether it
+    was on disk when it ended; null for one that is not stored there."""
 
     id: str
     object: Literal["response"] = "response"
@@ -119,6 +120,7 @@ class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, str] = msgspec.field(default_factory=dict)
     conversation: dict[str, str] | None = None
     session_id: str | None = None
+    durable: bool | None = None
 
     @property
     def suffix(self) -> str:
@@ -135,7 +137,15 @@ class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
             incomplete_details=None,
             output=(),
             usage=None,
+            durable=None,
         )
+
+    def interrupted(self) -> ResponseBody:
+        """Return the response as it is if the server ends before it does."""
+        failure = ResponseFailure(
+            code="server_error", message="The server ended before the response did: send it again."
+        )
+        return structs.replace(self, status="failed", error=failure, durable=True)
 
     def ended(
         self, end: TurnEnd, *, now_s: int, output: tuple[OutputItem, ...] | None = None
@@ -154,6 +164,7 @@ class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
             incomplete_details=IncompleteDetails() if status == "incomplete" else None,
             output=output,
             usage=usage_of(end.outcome.usage),
+            durable=end.outcome.is_durable if self.store else None,
         )
 
 

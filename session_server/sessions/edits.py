@@ -101,9 +101,11 @@ class HistoryEdits:
         Its first turn finds the KV that both have in common in the radix tree, as far as it is
         there. It is not pinned. Raises what `rewind` and `SessionManager.open` raise.
         """
-        if not self.parts.sessions.get(owner, session_id).is_idle:
+        source = self.parts.sessions.get(owner, session_id)
+        if not source.is_idle:
             raise SessionBusy(NOT_ENDED)
-        return self.branch(owner, session_id, at_item=at_item, new_id=new_id)
+        is_stored = source.life.log is not None
+        return self.branch(owner, session_id, at_item=at_item, new_id=new_id, is_stored=is_stored)
 
     def branch(
         self,
@@ -112,6 +114,7 @@ class HistoryEdits:
         *,
         at_item: str | None = None,
         new_id: str | None = None,
+        is_stored: bool,
     ) -> SessionView:
         """Fork what has ended in a session, whatever runs in it now. Raises what `fork` raises, but
         for SessionBusy."""
@@ -125,7 +128,7 @@ class HistoryEdits:
             ttl_s=source.settings.ttl_s,
             metadata=source.settings.metadata,
             history=source.settings.asked_history,
-            is_stored=source.life.log is not None,
+            is_stored=is_stored,
         )
         view = self.open_with(owner, request, source.transcript.fork(num_items))
         if not source.journal.is_closed:  # it may have closed to make room

@@ -83,7 +83,9 @@ class SessionExits:
         is_at_rest = session.is_idle and session.closing is None
         if place is None or not place.is_written or not is_at_rest:
             return False
-        if abs(session.expires_s - place.expires_s) > EXPIRY_SLACK_S:
+        is_own, num_uses = session.life.num_own_uses is None, session.life.num_uses
+        is_same = is_own or place.num_uses == num_uses  # else somebody may have it spared
+        if not is_same or abs(session.expires_s - place.expires_s) > EXPIRY_SLACK_S:
             self._parts.logs.touch(session)  # it may go once that is on disk
             return False
         return not (

@@ -1,16 +1,30 @@
 """Keep records of owners, bounded in bytes of each owner and in all: the one unused for longest
-goes. Their bytes count as bytes of conversations."""
+goes. Their bytes count as bytes of conversations.
+
+With a store they are on disk as well, and bounded there by the same count: what goes, goes from
+there too. After a restart a record is read when it is first asked for, and counts before as it did.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Final, Generic, Protocol, TypeVar
 
-from session_server.core.errors import QuotaExceeded, ServerBusy
+from session_server.core.errors import InternalInconsistency, QuotaExceeded, ServerBusy
 from session_server.core.owner import Owner
 from session_server.sessions.budget import OwnerBudget
 from session_server.sessions.quotas import Quotas
+from session_server.sessions.record_log import RecordLog
+from session_server.sessions.store.records import Damaged, Parts, RecordRow
+from session_server.sessions.store.writer import Beside
+from session_server.sessions.stored_sessions import reading
+
+_logger: Final = logging.getLogger("session_server.store")
 
 KEPT_DIVISOR: Final = 4
 """Records of one kind take one of so many parts of the bytes of conversations at most."""
@@ -20,11 +34,14 @@ class KeptRecord(Protocol):
     """Name what `KeptRecords` asks of a record."""
 
     owner: Owner
-    counted_bytes: int
 
     @property
     def key(self) -> str:
         """Return its id, unique for its owner."""
+
+    @property
+    def made_in(self) -> str:
+        """Return the session in which it was made, which never changes; "" for none."""
 
     @property
     def num_bytes(self) -> int:
@@ -34,38 +51,73 @@ class KeptRecord(Protocol):
 _RecordT = TypeVar("_RecordT", bound=KeptRecord)
 
 
-class KeptRecords(Generic[_RecordT]):
-    """Hold records by owner and id. `on_dropped` is told of each that goes."""
+class RecordForm(Protocol[_RecordT]):
+    """Say how records of one kind are written."""
 
-    def __init__(
-        self, quotas: Quotas, noun: str, *, on_dropped: Callable[[_RecordT], None]
-    ) -> None:
-        self._quotas = quotas
-        self._on_dropped = on_dropped
-        self.budget = OwnerBudget(f"bytes of {noun}", quotas.history_bytes.limit // KEPT_DIVISOR)
-        self._by_owner: dict[Owner, dict[str, _RecordT]] = {}
-        self._in_order: dict[tuple[Owner, str], None] = {}
+    noun: str
+    """What they are, in the plural."""
+
+    def parts(self, record: _RecordT) -> Parts:
+        """Return all parts of a record."""
+
+    def read(self, owner: Owner, key: str, parts: Parts) -> _RecordT:
+        """Return a record from its parts. Raises Damaged."""
+
+
+@dataclass(slots=True, eq=False)
+class _Slot(Generic[_RecordT]):
+    """Hold a record; None while it is on disk alone. `number`: its own on disk, 0 before it was
+    written; `num_writes` were asked for."""
+
+    owner: Owner
+    key: str
+    made_in: str
+    record: _RecordT | None
+    counted_bytes: int = 0
+    number: int = 0
+    num_writes: int = 0
+
+
+class KeptRecords(Generic[_RecordT]):
+    """Hold records by owner and id."""
+
+    def __init__(self, quotas: Quotas, form: RecordForm[_RecordT], log: RecordLog) -> None:
+        limit = quotas.history_bytes.limit // KEPT_DIVISOR
+        self.budget = OwnerBudget(f"bytes of {form.noun}", limit)
+        self._quotas, self._form, self._log = quotas, form, log
+        self._by_owner: dict[Owner, dict[str, _Slot[_RecordT]]] = {}
+        self._in_order: dict[_Slot[_RecordT], None] = {}
+        self._num_made_in: Counter[tuple[Owner, str]] = Counter()
+        self._find_on_disk(log.rows(form.noun))
 
     def __len__(self) -> int:
         return len(self._in_order)
 
     def get(self, owner: Owner, key: str) -> _RecordT | None:
-        """Return a record as one in use, or None."""
-        found = self._by_owner.get(owner, {}).get(key)
-        if found is not None:
-            self._touch(found)
-        return found
+        """Return a record as one in use, or None.
+
+        Raises:
+            InternalInconsistency: what is stored of it is damaged.
+            ServerBusy: the disk cannot be read.
+        """
+        slot = self._by_owner.get(owner, {}).get(key)
+        if slot is None:
+            return None
+        if slot.record is None:
+            slot.record = self._read(owner, slot)
+            self._count(slot, slot.record.num_bytes)
+        self._touch(slot)
+        return slot.record
 
     def add(self, record: _RecordT) -> None:
-        """Keep a record; older ones go where there is no room.
+        """Keep a record, in memory alone for now; older ones go where there is no room.
 
         Raises:
             QuotaExceeded, ServerBusy: it is larger than all that may be kept, or conversations have
                 no room for it.
         """
         self.check(record.owner, record.num_bytes)
-        self._by_owner.setdefault(record.owner, {})[record.key] = record
-        self._touch(record)
+        self._insert(_Slot(record.owner, record.key, record.made_in, record))
         self.recount(record)
 
     def check(self, owner: Owner, num_bytes: int) -> None:
@@ -75,58 +127,177 @@ class KeptRecords(Generic[_RecordT]):
             self.budget.check(owner, num_bytes)
         self._quotas.check_growth(owner, num_bytes)
 
+    def check_stored(self, owner: Owner, num_bytes: int) -> None:
+        """Reject bytes as `check` does, and those that the store has no room for."""
+        self.check(owner, num_bytes)
+        if self._log.has_store:
+            self._quotas.stored_bytes.check(owner, num_bytes)
+
     def recount(self, record: _RecordT) -> None:
         """Count a record anew that has changed, if it is kept; older ones go to make room, and at
         last itself."""
-        if not self.is_kept(record):
+        slot = self._slot_of(record)
+        if slot is None:
             return
         num_bytes = record.num_bytes
-        self._count(record, 0)
+        self._count(slot, 0)
         while True:
             try:
-                self.budget.check(record.owner, num_bytes)
+                self.budget.check(slot.owner, num_bytes)
             except QuotaExceeded:
-                oldest = next(iter(self._by_owner[record.owner].values()))
+                oldest = next(iter(self._by_owner[slot.owner].values()))
             except ServerBusy:
-                owner, key = next(iter(self._in_order))
-                oldest = self._by_owner[owner][key]
+                oldest = next(iter(self._in_order))
             else:
-                self._count(record, num_bytes)
+                self._count(slot, num_bytes)
                 return
-            self.remove(oldest)
-            if oldest is record:
+            self._remove(oldest)
+            if oldest is slot:
                 return
 
     def remove(self, record: _RecordT) -> None:
-        """Forget a record, if it is kept."""
-        if not self.is_kept(record):
-            return
-        self._count(record, 0)
-        owned = self._by_owner[record.owner]
-        del owned[record.key], self._in_order[record.owner, record.key]
-        if not owned:
-            del self._by_owner[record.owner]
-        self._on_dropped(record)
+        """Forget a record, if it is kept, and delete it from the disk."""
+        slot = self._slot_of(record)
+        if slot is not None:
+            self._remove(slot)
+
+    def remove_unread(self, owner: Owner, key: str) -> str | None:
+        """Forget a record that is on disk alone, and delete it there, readable or not; return the
+        session in which it was made, None if there is no such record."""
+        slot = self._by_owner.get(owner, {}).get(key)
+        if slot is None or slot.record is not None:
+            return None
+        self._remove(slot)
+        return slot.made_in
 
     def remove_some(self, owner: Owner, most: int) -> int:
         """Forget up to so many records of an owner; return their number."""
         oldest = tuple(islice(self._by_owner.get(owner, {}).values(), most))
-        for record in oldest:
-            self.remove(record)
+        for slot in oldest:
+            self._remove(slot)
         return len(oldest)
 
     def is_kept(self, record: _RecordT) -> bool:
         """Return whether this very record is kept."""
-        return self._by_owner.get(record.owner, {}).get(record.key) is record
+        return self._slot_of(record) is not None
 
-    def _touch(self, record: _RecordT) -> None:
-        owned, key = self._by_owner[record.owner], record.key
-        owned[key] = owned.pop(key)
-        self._in_order.pop((record.owner, key), None)
-        self._in_order[record.owner, key] = None
+    def num_made_in(self, owner: Owner, session_id: str) -> int:
+        """Return how many records are kept that were made in a session."""
+        return self._num_made_in.get((owner, session_id), 0)
 
-    def _count(self, record: _RecordT, num_bytes: int) -> None:
-        change = num_bytes - record.counted_bytes
-        self.budget.add(record.owner, change)
-        self._quotas.history_bytes.add(record.owner, change)
-        record.counted_bytes = num_bytes
+    # -- on disk
+
+    def put(self, record: _RecordT, shown: _RecordT | None = None) -> None:
+        """Write a record, as `shown` has it if given, if it is kept and there is a store."""
+        write = self.write_of(record, record if shown is None else shown)
+        if write is not None:
+            self._log.ask(write)
+
+    def write_of(self, record: _RecordT, shown: _RecordT) -> Beside | None:
+        """Return the write of a record as `shown` has it; None if it is not kept, or nowhere on
+        disk."""
+        slot = self._slot_of(record)
+        if slot is None or not self._log.has_store:
+            return None
+        if slot.number == 0:
+            slot.number = self._log.new_number()
+            self._quotas.stored_bytes.add(slot.owner, slot.counted_bytes)
+        row = self._row(slot, shown)
+        return self._log.put(row, self._form.parts(shown), partial(self._again, slot))
+
+    def change_of(
+        self, record: _RecordT, parts: Parts, removed: Sequence[int] = ()
+    ) -> Beside | None:
+        """Return the write of parts of a record, and the removal of others, as `write_of` does."""
+        slot = self._slot_of(record)
+        if slot is None or slot.number == 0 or self._log.is_behind(slot.number):
+            return self.write_of(record, record)
+        return self._log.change(self._row(slot, record), parts, removed, partial(self._again, slot))
+
+    def change(self, record: _RecordT, parts: Parts, removed: Sequence[int] = ()) -> None:
+        """Write parts of a record, and remove others, if it is kept and there is a store."""
+        write = self.change_of(record, parts, removed)
+        if write is not None:
+            self._log.ask(write)
+
+    def _again(self, slot: _Slot[_RecordT]) -> None:
+        if slot in self._in_order and slot.record is not None:
+            self.put(slot.record)
+
+    def _row(self, slot: _Slot[_RecordT], shown: _RecordT) -> RecordRow:
+        """Return what the disk has of a record besides its parts, for a write that is counted."""
+        row = RecordRow(
+            number=slot.number,
+            kind=self._form.noun,
+            owner_id=slot.owner.owner_id,
+            record_id=slot.key,
+            session_id=slot.made_in,
+            num_bytes=shown.num_bytes,
+            used=self._log.new_number(),
+            num_writes=slot.num_writes,
+        )
+        slot.num_writes += 1
+        return row
+
+    def _read(self, owner: Owner, slot: _Slot[_RecordT]) -> _RecordT:
+        with reading():
+            parts = self._log.parts(slot.number)
+        try:
+            return self._form.read(owner, slot.key, parts)
+        except Damaged as error:
+            _logger.error("%s of %s cannot be read: %s", slot.key, self._form.noun, error)
+            raise InternalInconsistency(f"what is stored of {slot.key} is damaged") from error
+
+    # -- in memory
+
+    def _find_on_disk(self, rows: Sequence[RecordRow]) -> None:
+        """Hold records that are on disk alone: there may be hundreds of thousands."""
+        owners = {owner_id: Owner(owner_id) for owner_id in {row.owner_id for row in rows}}
+        num_bytes: Counter[Owner] = Counter()
+        for row in rows:
+            owner = owners[row.owner_id]
+            slot: _Slot[_RecordT] = _Slot(
+                *(owner, row.record_id, row.session_id, None),
+                *(row.num_bytes, row.number, row.num_writes),
+            )
+            self._insert(slot)
+            num_bytes[owner] += row.num_bytes
+        for owner, amount in num_bytes.items():
+            self.budget.add(owner, amount)
+            self._quotas.history_bytes.add(owner, amount)
+            self._quotas.stored_bytes.add(owner, amount)
+
+    def _slot_of(self, record: _RecordT) -> _Slot[_RecordT] | None:
+        slot = self._by_owner.get(record.owner, {}).get(record.key)
+        return slot if slot is not None and slot.record is record else None
+
+    def _insert(self, slot: _Slot[_RecordT]) -> None:
+        self._by_owner.setdefault(slot.owner, {})[slot.key] = slot
+        self._in_order[slot] = None
+        self._num_made_in[slot.owner, slot.made_in] += 1
+
+    def _remove(self, slot: _Slot[_RecordT]) -> None:
+        self._count(slot, 0)
+        owned, place = self._by_owner[slot.owner], (slot.owner, slot.made_in)
+        del owned[slot.key], self._in_order[slot]
+        if not owned:
+            del self._by_owner[slot.owner]
+        self._num_made_in[place] -= 1
+        if not self._num_made_in[place]:
+            del self._num_made_in[place]
+        if slot.number:
+            self._log.delete(slot.number)
+
+    def _touch(self, slot: _Slot[_RecordT]) -> None:
+        owned = self._by_owner[slot.owner]
+        owned[slot.key] = owned.pop(slot.key)
+        del self._in_order[slot]
+        self._in_order[slot] = None
+
+    def _count(self, slot: _Slot[_RecordT], num_bytes: int) -> None:
+        change = num_bytes - slot.counted_bytes
+        self.budget.add(slot.owner, change)
+        self._quotas.history_bytes.add(slot.owner, change)
+        if slot.number:
+            self._quotas.stored_bytes.add(slot.owner, change)
+        slot.counted_bytes = num_bytes

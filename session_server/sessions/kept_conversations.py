@@ -1,7 +1,8 @@
 """Keep the conversations that clients of OpenAI's Responses open by themselves.
 
 A conversation is a list of items, which its client may change at any time, and a session that is
-brought to say the same with each response.
+brought to say the same with each response. On disk each item is a part of its own, so that a
+response costs what it adds.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import ClassVar, Final
+
+import msgspec
 
 from session_server.core.errors import ConversationNotFound, ItemNotFound, QuotaExceeded
 from session_server.core.owner import Owner
@@ -18,6 +21,10 @@ from session_server.core.session_events import Message
 from session_server.sessions.footprint import message_bytes, metadata_bytes, text_bytes
 from session_server.sessions.kept import KeptRecords
 from session_server.sessions.quotas import Quotas
+from session_server.sessions.record_log import RecordLog
+from session_server.sessions.responses import SaidIn
+from session_server.sessions.store.records import Damaged, PartCodec, Parts
+from session_server.sessions.store.writer import Beside
 
 MAX_KEPT_ITEMS: Final = 16_384
 """Items of one conversation to which its client may add others; a response reads all of them."""
@@ -44,7 +51,7 @@ class ConversationEntries:
     def __init__(self) -> None:
         self._num_made = 0
         self._numbers = array("q")
-        """Of each item, in order: they count up, and none is used twice."""
+        """Of each item, in order: they count up, and none is used twice at a time."""
         self._messages: list[Message] = []
         self._ids: list[str] = []
         self._number_of: dict[str, int] = {}
@@ -64,14 +71,19 @@ class ConversationEntries:
         number = self._number_of.get(item_id)
         return None if number is None else bisect_left(self._numbers, number)
 
-    def append(self, entry: ConversationEntry) -> None:
-        """Add an item at the end."""
+    def number(self, index: int) -> int:
+        """Return the number of an item, by which it is filed."""
+        return self._numbers[index]
+
+    def append(self, entry: ConversationEntry, *, number: int | None = None) -> None:
+        """Add an item at the end; None makes a number for it."""
         assert entry.id not in self._number_of, "two items of one id"
-        self._number_of[entry.id] = self._num_made
-        self._numbers.append(self._num_made)
+        number = self._num_made if number is None else number
+        self._number_of[entry.id] = number
+        self._numbers.append(number)
         self._ids.append(entry.id)
         self._messages.append(entry.message)
-        self._num_made += 1
+        self._num_made = number + 1
 
     def pop(self, index: int) -> ConversationEntry:
         """Remove an item and return it."""
@@ -84,8 +96,8 @@ class ConversationEntries:
 class KeptConversation:
     """Hold one conversation.
 
-    `session_id` and `epoch` name the session that said the same when the last response ended; ""
-    before the first. `running`: the response that runs now.
+    `place`: the session that said the same when the last response ended. `running`: the response
+    that runs now.
     """
 
     conversation_id: str
@@ -93,11 +105,10 @@ class KeptConversation:
     created_s: int
     metadata: dict[str, str]
     entries: ConversationEntries = field(default_factory=ConversationEntries)
-    session_id: str = ""
-    epoch: str = ""
+    place: SaidIn = field(default_factory=SaidIn)
     running: str | None = None
     entry_bytes: int = 0
-    counted_bytes: int = 0
+    made_in: ClassVar = ""
 
     @property
     def key(self) -> str:
@@ -110,16 +121,72 @@ class KeptConversation:
         return CONVERSATION_BYTES + metadata_bytes(self.metadata) + self.entry_bytes
 
 
+class _Head(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """Hold what the store has of a conversation besides its items."""
+
+    created_s: int
+    metadata: dict[str, str]
+    session_id: str
+    session_number: int
+
+
+class _Item(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """Hold what the store has of an item."""
+
+    id: str
+    message: Message
+
+
+_heads: Final = PartCodec(_Head, "a conversation")
+_items: Final = PartCodec(_Item, "an item")
+
+
+class ConversationForm:
+    """Say how conversations are written: part 0 is the head, and each item is the part behind its
+    number."""
+
+    noun = "kept conversations"
+
+    def parts(self, record: KeptConversation) -> Parts:
+        """Return all parts."""
+        return [self.head(record), *self.items(record, 0)]
+
+    def head(self, record: KeptConversation) -> tuple[int, bytes]:
+        """Return the part that is no item."""
+        place = record.place
+        head = _Head(record.created_s, record.metadata, place.session_id, place.number)
+        return 0, _heads.encode(head)
+
+    def items(self, record: KeptConversation, start: int) -> Parts:
+        """Return the parts of items from one on."""
+        entries = record.entries
+        found = ((entries.number(i), entries[i]) for i in range(start, len(entries)))
+        return [(n + 1, _items.encode(_Item(entry.id, entry.message))) for n, entry in found]
+
+    def read(self, owner: Owner, key: str, parts: Parts) -> KeptConversation:
+        """Return a conversation. Raises Damaged."""
+        if not parts or parts[0][0] != 0:
+            raise Damaged("it has no head")
+        head = _heads.decode(parts[0][1])
+        place = SaidIn(head.session_id, head.session_number)
+        found = KeptConversation(key, owner, head.created_s, head.metadata, place=place)
+        for position, data in parts[1:]:
+            item = _items.decode(data)
+            entry = ConversationEntry(item.id, item.message)
+            found.entries.append(entry, number=position - 1)
+            found.entry_bytes += _bytes_of((entry,))
+        return found
+
+
 class KeptConversations:
     """Hold the conversations of all owners; the one unused for longest goes first."""
 
-    def __init__(self, quotas: Quotas) -> None:
-        self.records = KeptRecords[KeptConversation](
-            quotas, "kept conversations", on_dropped=lambda _: None
-        )
+    def __init__(self, quotas: Quotas, log: RecordLog) -> None:
+        self._form = ConversationForm()
+        self.records = KeptRecords[KeptConversation](quotas, self._form, log)
 
     def find(self, owner: Owner, conversation_id: str) -> KeptConversation:
-        """Return a conversation. Raises ConversationNotFound."""
+        """Return a conversation. Raises ConversationNotFound, and what `KeptRecords.get` raises."""
         found = self.records.get(owner, conversation_id)
         if found is None:
             raise ConversationNotFound(
@@ -130,35 +197,49 @@ class KeptConversations:
     def add(self, conversation: KeptConversation, entries: Sequence[ConversationEntry]) -> None:
         """Keep a new conversation with its first items. Raises QuotaExceeded, ServerBusy."""
         _append(conversation, entries)
+        self.records.check_stored(conversation.owner, conversation.num_bytes)
         self.records.add(conversation)
+        self.records.put(conversation)
 
     def append(self, conversation: KeptConversation, entries: Sequence[ConversationEntry]) -> None:
         """Append items. Raises QuotaExceeded, ServerBusy, with nothing changed."""
         if len(conversation.entries) + len(entries) > MAX_KEPT_ITEMS:
             raise QuotaExceeded(f"A conversation has at most {MAX_KEPT_ITEMS} items.")
-        self.records.check(conversation.owner, conversation.num_bytes + _bytes_of(entries))
-        self.append_said(conversation, entries)
-
-    def append_said(
-        self, conversation: KeptConversation, entries: Sequence[ConversationEntry]
-    ) -> None:
-        """Append what was said; where there is no room for it, others go, and at last all of it."""
+        self.records.check_stored(conversation.owner, conversation.num_bytes + _bytes_of(entries))
+        num_before = len(conversation.entries)
         _append(conversation, entries)
         self.records.recount(conversation)
+        self.records.change(conversation, self._form.items(conversation, num_before))
+
+    def append_said(
+        self, conversation: KeptConversation, entries: Sequence[ConversationEntry], place: SaidIn
+    ) -> Beside | None:
+        """Append what was said in a session, which says all of it now; return what is to be written
+        then. Where there is no room for it, others go, and at last all of it."""
+        num_before = len(conversation.entries)
+        conversation.place = place
+        _append(conversation, entries)
+        self.records.recount(conversation)
+        said = self._form.items(conversation, num_before)
+        return self.records.change_of(conversation, [self._form.head(conversation), *said])
 
     def delete_item(self, conversation: KeptConversation, item_id: str) -> None:
         """Delete an item. Raises ItemNotFound."""
         index = conversation.entries.index_of(item_id)
         if index is None:
             raise ItemNotFound("There is no such item.", param="item_id")
+        number = conversation.entries.number(index)
         conversation.entry_bytes -= _bytes_of((conversation.entries.pop(index),))
         self.records.recount(conversation)
+        self.records.change(conversation, (), [number + 1])
 
     def update(self, conversation: KeptConversation, metadata: dict[str, str]) -> None:
         """Replace the metadata. Raises QuotaExceeded, ServerBusy, with nothing changed."""
-        self.records.check(conversation.owner, conversation.num_bytes + metadata_bytes(metadata))
+        num_bytes = conversation.num_bytes + metadata_bytes(metadata)
+        self.records.check_stored(conversation.owner, num_bytes)
         conversation.metadata = metadata
         self.records.recount(conversation)
+        self.records.change(conversation, [self._form.head(conversation)])
 
 
 def _append(conversation: KeptConversation, entries: Sequence[ConversationEntry]) -> None:

@@ -35,7 +35,6 @@ from session_server.core.session_events import (
     CloseReason,
     RawInput,
     StateReason,
-    TurnEnd,
     TurnRequest,
 )
 from session_server.core.turn_report import TurnListener
@@ -61,6 +60,7 @@ from session_server.sessions.transcript import Transcript
 from session_server.sessions.turn import (
     SessionTurn,
     TurnCourse,
+    TurnHooks,
     check_same_request,
     fingerprint,
     with_allowed_priority,
@@ -147,14 +147,14 @@ class SessionManager:
     def store_in(self, store: SessionStore) -> None:
         """Keep sessions in a store that the caller opens, starts and closes."""
         logs = self._flow.conclusion.logs
-        logs.store = store
+        logs.keep_in(store)
         self._sessions.number_from(store.last_number)
         for owner_id, num_sessions, num_bytes in store.holdings():
             self._quotas.owned_sessions.add(Owner(owner_id), num_sessions)
             self._quotas.stored_bytes.add(Owner(owner_id), num_bytes)
-        self._sessions.on_disk = StoredSessions(
-            store, logs, self._sessions, self._quotas, self._maker
-        )
+        stored = StoredSessions(store, logs, self._sessions, self._quotas, self._maker)
+        self._sessions.on_disk = stored
+        self._quotas.room_makers.delete = stored.make_room
 
     async def start(self, observers: Sequence[EventListener] = ()) -> EngineReady:
         """Start the engine; `observers` get each of its events before the sessions do. Raises
@@ -299,13 +299,13 @@ class SessionManager:
         session_id: str,
         request: TurnRequest,
         *,
-        on_end: Callable[[TurnEnd], None] | None = None,
+        hooks: TurnHooks | None = None,
     ) -> TurnView:
         """Accept a turn, or reject it by raising with nothing changed.
 
         Returns as soon as the turn waits in the queue or was sent to the engine. Turns run in the
         order of these calls. A turn id seen before in this session returns the same turn. Canceling
-        the caller does not cancel it. `on_end` is called with the terminal entry of a new turn.
+        the caller does not cancel it. `hooks` are those of a new turn.
 
         Raises:
             SessionNotFound, SessionClosing: no session to run it in.
@@ -327,7 +327,7 @@ class SessionManager:
         if turn is None:
             held = held_request(self.text, request, session.transcript.tools_of(request.input))
             turn = self._new_turn(session, with_allowed_priority(held, owner), digest)
-            turn.course.on_end = on_end
+            turn.course.hooks = hooks or turn.course.hooks
             self.drafts.stop(session)
             self._flow.enqueue(session, turn)
         else:

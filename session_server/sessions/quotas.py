@@ -93,17 +93,18 @@ class MakeRoom(Protocol):
         ...
 
 
-def _unload_none(owner: Owner, *, of_others: bool) -> bool:
+def _spare_none(owner: Owner, *, of_others: bool) -> bool:
     return False
 
 
 @dataclass(slots=True)
 class RoomMakers:
     """Hold what makes room: `unload` takes a session out of the memory, each of `close` closes
-    one."""
+    one, and `delete` one that is on disk alone."""
 
-    unload: MakeRoom = _unload_none
+    unload: MakeRoom = _spare_none
     close: list[MakeRoom] = field(default_factory=list)
+    delete: MakeRoom = _spare_none
 
 
 class Quotas:
@@ -304,9 +305,11 @@ class Quotas:
         """Reject what there is no room for, after sessions that can be spared have left the memory,
         or have closed. Raises QuotaExceeded, ServerBusy."""
         if budget.has_room_for(owner, amount):
-            # An owner has as many sessions wherever they are.
-            most = 0 if budget is self.owned_sessions else MAX_UNLOADED
-            self._make_room(budget, owner, amount, make=self.room_makers.unload, most=most)
+            if budget is self.owned_sessions:  # an owner has as many wherever they are
+                make, most = self.room_makers.delete, MAX_SPARED
+            else:
+                make, most = self.room_makers.unload, MAX_UNLOADED
+            self._make_room(budget, owner, amount, make=make, most=most)
             self._make_room(budget, owner, amount, make=self._close_spared, most=MAX_SPARED)
         budget.check(owner, amount)
 

@@ -55,6 +55,9 @@ class OnDisk(Protocol):
     def numbered(self, number: int) -> StoredSummary | None:
         """Return the session of a number, or None if there is none."""
 
+    def spare(self, owner: Owner, session_id: str) -> None:
+        """Delete a session that only the surface that opened it has used, if there is one."""
+
     def expire(self) -> bool:
         """Delete some whose time has come; return whether there may be more."""
 
@@ -201,6 +204,12 @@ class SessionRegistry:
         if self.on_disk is None or self.find(owner, session_id) is not None:
             return None
         return self.on_disk.close(owner, session_id)
+
+    def spare_on_disk(self, owner: Owner, session_id: str) -> None:
+        """Delete a session that is on disk alone, unread, if only the surface that opened it has
+        used it."""
+        if self.on_disk is not None and self.find(owner, session_id) is None:
+            self.on_disk.spare(owner, session_id)
 
     def expire_on_disk(self) -> bool:
         """Delete some sessions that are on disk alone and whose time has come; return whether there

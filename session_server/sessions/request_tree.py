@@ -44,6 +44,7 @@ from session_server.core.session_events import (
 from session_server.sessions.footprint import text_bytes
 from session_server.sessions.journal import Journal
 from session_server.sessions.manager import SessionManager
+from session_server.sessions.turn import TurnHooks
 from session_server.sessions.views import OpenRequest, TurnView
 
 MAX_NODES: Final = 256
@@ -177,9 +178,9 @@ class RequestTrees:
         node.session_id = self._manager.open(owner, OpenRequest(single_turn=True)).session_id
         journal = self._manager.journal(owner, node.session_id)
         tree.nodes[node.rid] = node
-        on_end = partial(self._on_end, ref(tree), node.rid)
+        hooks = TurnHooks(partial(self._on_end, ref(tree), node.rid))
         try:
-            view = await self._manager.submit(owner, node.session_id, whole, on_end=on_end)
+            view = await self._manager.submit(owner, node.session_id, whole, hooks=hooks)
         except BaseException:
             tree.nodes.pop(node.rid, None)
             if not journal.is_closed:

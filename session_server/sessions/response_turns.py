@@ -3,6 +3,10 @@
 What goes on from the newest response of a session is appended there. What goes on from an earlier
 one, or from one whose session is in use, runs in a fork. Where the session is gone, the whole
 conversation is rendered anew in another one, from what is kept of its responses.
+
+A response that is stored is on disk with its turn, in one commit, before anybody is told that it
+has ended; so is what it adds to a conversation. Its session is stored from then on. One that is not
+stored runs in a session which is not.
 """
 
 from __future__ import annotations
@@ -10,62 +14,102 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
-from weakref import WeakKeyDictionary
+from typing import Literal
 
 from session_server.core.errors import (
     EngineUnavailable,
+    InternalInconsistency,
     InvalidRequest,
     PreviousResponseNotFound,
     ResponseNotFound,
     SessionNotFound,
     SessionServerError,
+    UnknownModel,
 )
 from session_server.core.owner import Owner
 from session_server.core.session_events import (
     ChatInput,
     Message,
-    TurnCancelled,
-    TurnCompleted,
     TurnEnd,
     TurnRequest,
 )
 from session_server.sessions.footprint import input_bytes
 from session_server.sessions.items import message_of
-from session_server.sessions.journal import Journal
-from session_server.sessions.kept_conversations import KeptConversation, KeptConversations
+from session_server.sessions.kept_conversations import (
+    ConversationEntry,
+    KeptConversation,
+    KeptConversations,
+)
 from session_server.sessions.manager import SessionManager
 from session_server.sessions.opening import history_modes
-from session_server.sessions.responses import Asked, ResponseStore, StoredResponse
+from session_server.sessions.responses import (
+    Asked,
+    ResponseContent,
+    ResponseStore,
+    SaidIn,
+    StoredResponse,
+)
 from session_server.sessions.resting import CountReaders, RestingSessions
 from session_server.sessions.session import Session
+from session_server.sessions.store.writer import Beside, together
 from session_server.sessions.transcript import Transcript
+from session_server.sessions.turn import TurnHooks
+from session_server.sessions.turn_ends import with_durability
 from session_server.sessions.views import OpenRequest, TurnView
 
-OnEnd = Callable[[StoredResponse, TurnEnd], None]
+Keep = Literal["nowhere", "here", "on disk"]
+"""Where what a response leaves stays for the next one: in its session, and with a store on disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """Hold where a response runs, and what its turn is given there. `is_new`: the session was
-    opened for it. `is_kept`: the session stays for the next response."""
+    opened for it. `keep`: whether the session stays for the next response."""
 
     owner: Owner
-    session_id: str
+    session: Session
     input: ChatInput
     is_new: bool
+    keep: Keep
+
+    @property
+    def said_in(self) -> SaidIn:
+        """Return the name of the session."""
+        session = self.session
+        return SaidIn(session.session_id, session.life.order, session.journal.epoch)
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseWork:
+    """Say what the end of a response's turn makes of it: its content, and what that adds to the
+    conversation that it goes on with, if any.
+
+    `interrupted`: its content if the process ends first, for one whose client is told of it before;
+    None for any other. `is_kept`: somebody may ask for the response again.
+    """
+
+    response: StoredResponse
+    content_of: Callable[[TurnEnd], ResponseContent]
+    entries_of: Callable[[Message | None], list[ConversationEntry]]
+    conversation: KeptConversation | None
+    interrupted: ResponseContent | None
     is_kept: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """Say where a response ended: at item `last` of a conversation. `is_newest`: nothing follows
-    it, and no turn runs."""
+    """Say where a response ended: at item `last` of a session. `is_newest`: nothing follows it, and
+    no turn runs."""
 
-    transcript: Transcript
+    session: Session
     last: int
     is_newest: bool
+
+    @property
+    def transcript(self) -> Transcript:
+        return self.session.transcript
 
     @property
     def item_id(self) -> str:
@@ -81,12 +125,12 @@ class ResponseTurns:
     """Run the responses of all owners."""
 
     def __init__(self, manager: SessionManager, *, count_readers: CountReaders) -> None:
+        parts = manager.edits.parts
         self._manager = manager
-        self.store = ResponseStore(manager.edits.parts.quotas)
-        self.conversations = KeptConversations(manager.edits.parts.quotas)
+        self._logs, self._sessions = parts.logs, parts.sessions
+        self.store = ResponseStore(parts.quotas, parts.logs.records)
+        self.conversations = KeptConversations(parts.quotas, parts.logs.records)
         self._resting = RestingSessions(manager, count_readers)
-        self._uses: WeakKeyDictionary[Journal, int] = WeakKeyDictionary()
-        """How often each session that was opened here has been used here."""
 
     def previous(self, owner: Owner, response_id: str, *, scope: object | None) -> StoredResponse:
         """Return the response that another one goes on from.
@@ -100,9 +144,9 @@ class ResponseTurns:
         except ResponseNotFound:
             raise _not_found(response_id) from None
         param = "previous_response_id"
-        if found.state == "running":
+        if found.content.state == "running":
             raise InvalidRequest(f"Response '{response_id}' has not ended.", param=param)
-        if found.state == "lost":
+        if found.content.state == "lost":
             raise InvalidRequest(
                 f"Response '{response_id}' failed or was canceled, and left nothing.", param=param
             )
@@ -117,25 +161,27 @@ class ResponseTurns:
         return said.messages(len(previous.asked.opening))
 
     def place(
-        self, owner: Owner, asked: Asked, previous: StoredResponse | None, *, is_kept: bool
+        self, owner: Owner, asked: Asked, previous: StoredResponse | None, *, keep: Keep
     ) -> Place:
         """Return where a response runs: the session is open, and nothing spares it from here on.
 
-        `is_kept` False: nothing may go on from it. Raises PreviousResponseNotFound, and whatever
-        `SessionManager.open` raises.
+        Raises PreviousResponseNotFound, and whatever `SessionManager.open` raises.
         """
         if previous is None:
-            return self._open(owner, asked, (), is_kept=is_kept)
+            return self._open(owner, asked, (), keep=keep)
         said = self._said(previous)
         if said is None:
-            return self._open(owner, asked, self._chain(previous), is_kept=is_kept)
-        session_id, is_new = previous.session_id, not (said.is_newest and is_kept)
+            return self._open(owner, asked, self._chain(previous), keep=keep)
+        session = said.session
+        # What is not to be stored leaves nothing in a session that is.
+        is_next = keep == "on disk" or (keep == "here" and session.life.log is None)
+        is_new = not (said.is_newest and is_next)
         if is_new:
-            session_id = self._fork(owner, session_id, said.item_id)
+            session = self._fork(session, said.item_id)
         else:
-            self._resting.take(owner, session_id)
+            self._resting.take(owner, session.session_id)
         turn_input = self._following(asked, previous, said)
-        return Place(owner, session_id, turn_input, is_new=is_new, is_kept=is_kept)
+        return Place(owner, session, turn_input, is_new=is_new, keep=keep)
 
     def place_whole(
         self, conversation: KeptConversation, asked: Asked, before: tuple[Message, ...]
@@ -144,72 +190,102 @@ class ResponseTurns:
         one was made, unless that is gone or in use. Raises what `SessionManager.open` raises."""
         owner, session = conversation.owner, self._session_of(conversation)
         if session is None:
-            return self._open(owner, asked, before, is_kept=True)
+            return self._open(owner, asked, before, keep="on disk")
         self._resting.take(owner, session.session_id)
-        whole = _whole(asked, before)
-        return Place(owner, session.session_id, whole, is_new=False, is_kept=True)
+        return Place(owner, session, _whole(asked, before), is_new=False, keep="on disk")
 
     def _session_of(self, conversation: KeptConversation) -> Session | None:
         """Return the session of a conversation; None if it is gone or in use."""
-        owner, session_id = conversation.owner, conversation.session_id
+        session = self._session_at(conversation.owner, conversation.place)
+        return session if session is not None and session.is_idle else None
+
+    def _session_at(self, owner: Owner, place: SaidIn) -> Session | None:
+        """Return the session in which something was said; None if it is gone, or cannot be read."""
         try:
-            session = self._manager.edits.parts.sessions.get(owner, session_id)
-        except SessionNotFound:
+            session = self._sessions.get(owner, place.session_id)
+        except (SessionNotFound, UnknownModel, InternalInconsistency):
             return None
-        is_same = session.journal.epoch == conversation.epoch and session.closing is None
-        return session if is_same and session.is_idle else None
+        is_same = session.life.order == place.number and session.closing is None
+        return session if is_same else None
 
-    def forget_conversation(self, conversation: KeptConversation) -> None:
-        """Delete a conversation; its session closes unless responses or somebody else use it."""
+    def forget_conversation(self, owner: Owner, conversation_id: str) -> None:
+        """Delete a conversation, readable or not; its session closes unless responses or somebody
+        else use it. Raises ConversationNotFound, ServerBusy."""
+        try:
+            conversation = self.conversations.find(owner, conversation_id)
+        except InternalInconsistency:
+            self.conversations.records.remove_unread(owner, conversation_id)
+            return
         self.conversations.records.remove(conversation)
-        if not self.store.num_in(conversation.owner, conversation.session_id):
-            self._resting.close(conversation.owner, [conversation.session_id])
+        self._close_unasked(owner, conversation.place.session_id)
 
-    async def submit(
-        self,
-        place: Place,
-        request: TurnRequest,
-        response: StoredResponse,
-        on_end: OnEnd,
-        *,
-        is_stored: bool,
-    ) -> TurnView:
-        """Run a response at its place, and keep it if `is_stored`.
+    async def submit(self, place: Place, request: TurnRequest, work: ResponseWork) -> TurnView:
+        """Run a response at its place.
 
-        `on_end` is told of its end before the session is given back; it sets body and answer.
         Raises what `SessionManager.submit` raises, with nothing kept.
         """
-        owner, session_id = place.owner, place.session_id
-        has_ended = False
+        owner, session_id, response = place.owner, place.session.session_id, work.response
+        records, ended = self.store.records, False
+        written: ResponseContent | None = None
 
-        def end(end: TurnEnd) -> None:
-            nonlocal has_ended
-            has_ended = True
-            is_said = isinstance(end, TurnCompleted) or (
-                isinstance(end, TurnCancelled) and end.kept_partial
-            )
-            response.state = "said" if is_said else "lost"
-            on_end(response, end)
-            self.store.records.recount(response)
-            self._release(place, is_said=is_said)
-            if is_stored and not self.store.records.is_kept(response):
-                self._close_unasked(response)  # it was forgotten while it ran
+        def beside(end: TurnEnd) -> Beside | None:
+            nonlocal written
+            written = work.content_of(with_durability(end, is_durable=True))
+            return self._write_of(work, written)
+
+        def on_end(end: TurnEnd) -> None:
+            nonlocal ended
+            ended = True
+            if written is None or not end.outcome.is_durable:
+                response.content = work.content_of(end)
+            else:
+                response.content = written
+            if written is None:
+                self._write_of(work, response.content)
+            if work.conversation is not None:
+                work.conversation.running = None
+            records.recount(response)
+            self._release(place, is_said=response.content.state == "said")
+            if work.is_kept and not records.is_kept(response):
+                self._close_unasked(owner, session_id)  # it was forgotten while it ran
 
         try:
-            if is_stored:
-                self.store.add(response)
-            self._count_use(owner, session_id)
-            return await self._manager.submit(owner, session_id, request, on_end=end)
+            if work.is_kept:
+                records.add(response)
+            if place.keep == "on disk":
+                self._logs.begin(place.session)
+            if work.interrupted is not None:
+                records.put(response, replace(response, content=work.interrupted))
+            _count_use(place.session)
+            hooks = TurnHooks(on_end, beside)
+            view = await self._manager.submit(owner, session_id, request, hooks=hooks)
+            if work.interrupted is not None:
+                await self._manager.stored()
+            return view
         except asyncio.CancelledError:
-            self.store.records.remove(response)
+            records.remove(response)
             with contextlib.suppress(SessionServerError):  # its end releases
                 self._manager.cancel(owner, session_id, request.turn_id, keep_partial=False)
             raise
         except Exception:
-            self.store.records.remove(response)
-            if not has_ended:
+            records.remove(response)
+            if not ended:
                 self._release(place, is_said=False)
             raise
+
+    def _write_of(self, work: ResponseWork, content: ResponseContent) -> Beside | None:
+        """Add to a conversation what a response has said, and return what is to be on disk with its
+        turn, if anything."""
+        writes: list[Beside | None] = []
+        if work.response.scope is None:
+            shown = replace(work.response, content=content)
+            writes.append(self.store.records.write_of(work.response, shown))
+        if work.conversation is not None and content.state == "said":
+            entries = work.entries_of(content.answer)
+            add = self.conversations.append_said
+            writes.append(add(work.conversation, entries, work.response.place))
+        found = [write for write in writes if write is not None]
+        return together(found) if found else None
 
     def give_back(self, place: Place) -> None:
         """Give up a place, of which no response was submitted."""
@@ -257,7 +333,15 @@ class ResponseTurns:
         """Delete a response; its session closes with the last of its responses, unless somebody
         else uses it."""
         self.store.records.remove(response)
-        self._close_unasked(response)
+        self._close_unasked(response.owner, response.made_in)
+
+    def forget_unread(self, owner: Owner, response_id: str) -> bool:
+        """Delete a response that is on disk alone, readable or not, as `forget` does; return
+        whether there is one."""
+        made_in = self.store.records.remove_unread(owner, response_id)
+        if made_in is not None:
+            self._close_unasked(owner, made_in)
+        return made_in is not None
 
     def forget_some(self, owner: Owner, most: int) -> bool:
         """Delete up to so many responses, and conversations, of an owner, and the sessions that
@@ -267,10 +351,17 @@ class ResponseTurns:
         num_gone += self.conversations.records.remove_some(owner, most)
         return num_gone > 0
 
-    def _close_unasked(self, response: StoredResponse) -> None:
-        """Close the session of a response that is gone if it was the last."""
-        if not self.store.num_in(response.owner, response.session_id):
-            self._resting.close(response.owner, [response.session_id])
+    def _close_unasked(self, owner: Owner, session_id: str) -> None:
+        """Close a session of responses that are gone, unless others are kept or somebody else uses
+        it."""
+        if self.store.records.num_made_in(owner, session_id):
+            return
+        session = self._sessions.find(owner, session_id)
+        if session is None:
+            self._sessions.spare_on_disk(owner, session_id)
+        else:
+            self._leave(session)  # it does not rest yet if it was read from the disk
+            self._resting.close(owner, [session_id])
 
     def _following(self, asked: Asked, previous: StoredResponse, said: _Said) -> ChatInput:
         """Return the input of a turn that goes on from where a response ended."""
@@ -282,31 +373,34 @@ class ResponseTurns:
         return ChatInput(whole, is_whole=True, tools=asked.tools)
 
     def _open(
-        self, owner: Owner, asked: Asked, before: tuple[Message, ...], *, is_kept: bool
+        self, owner: Owner, asked: Asked, before: tuple[Message, ...], *, keep: Keep
     ) -> Place:
         session_id = self._manager.open(owner, OpenRequest()).session_id
-        self._begin(owner, session_id)
         messages = (*asked.opening, *before, *asked.messages)
         turn_input = ChatInput(messages, is_whole=bool(before), tools=asked.tools)
-        return Place(owner, session_id, turn_input, is_new=True, is_kept=is_kept)
+        return Place(owner, self._opened(owner, session_id), turn_input, is_new=True, keep=keep)
 
-    def _fork(self, owner: Owner, session_id: str, item_id: str) -> str:
+    def _fork(self, source: Session, item_id: str) -> Session:
+        owner, session_id = source.owner, source.session_id
         self._resting.take(owner, session_id)  # so that nothing spares it for its own fork
-        self._count_use(owner, session_id)
+        _count_use(source)
         try:
-            forked = self._manager.edits.branch(owner, session_id, at_item=item_id).session_id
+            branch = self._manager.edits.branch
+            forked = branch(owner, session_id, at_item=item_id, is_stored=False).session_id
         finally:
-            self._leave(owner, session_id)
-        self._begin(owner, forked)
-        return forked
+            self._leave(source)
+        return self._opened(owner, forked)
+
+    def _opened(self, owner: Owner, session_id: str) -> Session:
+        """Return a session that was opened here, and is not used yet."""
+        session = self._sessions.get(owner, session_id)
+        session.life.num_own_uses = 0
+        return session
 
     def _said(self, response: StoredResponse) -> _Said | None:
         """Return where a response ended in its session; None if that does not hold it any more."""
-        try:
-            session = self._manager.edits.parts.sessions.get(response.owner, response.session_id)
-        except SessionNotFound:
-            return None
-        if session.closing is not None or session.journal.epoch != response.epoch:
+        session = self._session_at(response.owner, response.place)
+        if session is None:
             return None
         transcript, turn_id = session.transcript, response.response_id
         ended = session.ended.find(turn_id)
@@ -314,7 +408,7 @@ class ResponseTurns:
         # Somebody may have gone back to before its end, or changed what it said.
         if last >= transcript.num_items or transcript.item(last).turn_id != turn_id:
             return None
-        return _Said(transcript, last, session.is_idle and last == transcript.num_items - 1)
+        return _Said(session, last, session.is_idle and last == transcript.num_items - 1)
 
     def _chain(self, response: StoredResponse) -> tuple[Message, ...]:
         """Return all that was said up to a response, from what is kept of it and of those before
@@ -322,7 +416,7 @@ class ResponseTurns:
         pieces: list[tuple[Message, ...]] = []
         each = response
         while True:
-            answer = () if each.answer is None else (each.answer,)
+            answer = () if each.content.answer is None else (each.content.answer,)
             pieces.append((*each.asked.messages, *answer))
             if each.previous is None:
                 return tuple(message for piece in reversed(pieces) for message in piece)
@@ -333,25 +427,21 @@ class ResponseTurns:
 
     def _release(self, place: Place, *, is_said: bool) -> None:
         """Let a session rest, or close one that nothing goes on from."""
-        owner, session_id = place.owner, place.session_id
-        if (is_said and place.is_kept) or not place.is_new:
-            self._leave(owner, session_id)
+        if (is_said and place.keep != "nowhere") or not place.is_new:
+            self._leave(place.session)
             return
         with contextlib.suppress(SessionServerError):
-            self._manager.close(owner, session_id)
+            self._manager.close(place.owner, place.session.session_id)
 
-    def _leave(self, owner: Owner, session_id: str) -> None:
-        with contextlib.suppress(SessionNotFound):
-            num_uses = self._uses.get(self._manager.journal(owner, session_id), -1)
+    def _leave(self, session: Session) -> None:
+        owner, session_id, num_uses = session.owner, session.session_id, session.life.num_own_uses
+        if num_uses is not None and self._sessions.find(owner, session_id) is session:
             self._resting.leave(owner, session_id, num_uses=num_uses)
 
-    def _begin(self, owner: Owner, session_id: str) -> None:
-        self._uses[self._manager.journal(owner, session_id)] = 0
 
-    def _count_use(self, owner: Owner, session_id: str) -> None:
-        journal = self._manager.journal(owner, session_id)
-        if journal in self._uses:
-            self._uses[journal] += 1
+def _count_use(session: Session) -> None:
+    if session.life.num_own_uses is not None:
+        session.life.num_own_uses += 1
 
 
 def _whole(asked: Asked, before: tuple[Message, ...]) -> ChatInput:

@@ -1,21 +1,25 @@
 """Keep the responses of OpenAI's clients: what was asked, what was answered, in which session.
 
 They are bounded in bytes, of each owner and in all, and count as bytes of conversations. The one
-unused for longest goes first. A response that is not stored is known to one connection alone.
+unused for longest goes first. A response that is not stored is known to one connection alone, and
+never on disk.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from session_server.core.errors import ResponseNotFound, SessionServerError
+import msgspec
+
+from session_server.core.errors import ResponseNotFound
 from session_server.core.owner import Owner
 from session_server.core.session_events import Message
 from session_server.sessions.footprint import message_bytes, text_bytes
 from session_server.sessions.kept import KeptRecords
 from session_server.sessions.quotas import Quotas
+from session_server.sessions.record_log import RecordLog
+from session_server.sessions.store.records import Damaged, PartCodec, Parts
 
 RESPONSE_BYTES: Final = 1536
 """Host memory of one response without its texts, its places in the tables included."""
@@ -41,27 +45,42 @@ class Asked:
         return messages + sum(map(text_bytes, (*self.tools, *self.open_calls)))
 
 
+@dataclass(frozen=True, slots=True)
+class SaidIn:
+    """Name the session in which something was said. `number`: `SessionLife.order`, which no other
+    session has. `epoch`: of the journal that has the events; "" once it is gone."""
+
+    session_id: str = ""
+    number: int = 0
+    epoch: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseContent:
+    """Hold a response as its client sees it. `body`: as JSON. `ended_s`: wall-clock seconds, 0
+    before. `answer`: None where nothing was said."""
+
+    body: bytes
+    state: ResponseState = "running"
+    ended_s: int = 0
+    answer: Message | None = None
+
+
 @dataclass(slots=True, eq=False)
 class StoredResponse:
     """Hold one response.
 
     `previous`: the id of the one it goes on from. `scope`: the connection that alone knows it; None
-    for one that is stored. `body`: as JSON, as of now. `ended_s`: wall-clock seconds, 0 before.
-    `answer`: None where nothing was said.
+    for one that is stored.
     """
 
     response_id: str
     owner: Owner
-    session_id: str
-    epoch: str
+    place: SaidIn
     asked: Asked
     previous: str | None
     scope: object | None
-    body: bytes = b""
-    ended_s: int = 0
-    answer: Message | None = None
-    state: ResponseState = "running"
-    counted_bytes: int = 0
+    content: ResponseContent
 
     @property
     def key(self) -> str:
@@ -69,51 +88,95 @@ class StoredResponse:
         return self.response_id
 
     @property
+    def made_in(self) -> str:
+        """Return the session that it was made in."""
+        return self.place.session_id
+
+    @property
     def num_bytes(self) -> int:
         """Return the host memory of all of it."""
-        answer = 0 if self.answer is None else message_bytes(self.answer)
-        return RESPONSE_BYTES + self.asked.num_bytes + answer + len(self.body)
+        answer = 0 if self.content.answer is None else message_bytes(self.content.answer)
+        return RESPONSE_BYTES + self.asked.num_bytes + answer + len(self.content.body)
 
     @property
     def open_calls(self) -> tuple[str, ...]:
         """Return the ids of the calls that the next response must answer."""
-        answer = () if self.answer is None else self.answer.tool_calls
+        answer = () if self.content.answer is None else self.content.answer.tool_calls
         return (*self.asked.open_calls, *(call.id for call in answer))
 
 
-class ResponseStore:
-    """Hold responses by owner and id, and count those of each session."""
+class _Written(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """Hold what the store has of a response that has ended, or failed if the process ended now."""
 
-    def __init__(self, quotas: Quotas) -> None:
-        self.records = KeptRecords[StoredResponse](quotas, "responses", on_dropped=self._on_dropped)
-        self._num_in_session: Counter[tuple[Owner, str]] = Counter()
+    session_id: str
+    session_number: int
+    opening: tuple[Message, ...]
+    messages: tuple[Message, ...]
+    tools: tuple[str, ...]
+    open_calls: tuple[str, ...]
+    previous: str | None
+    body: bytes
+    state: ResponseState
+    ended_s: int
+    answer: Message | None
+
+
+_written: Final = PartCodec(_Written, "a response")
+
+
+class ResponseForm:
+    """Say how responses are written: each in one part."""
+
+    noun = "responses"
+
+    def parts(self, record: StoredResponse) -> Parts:
+        """Return its one part."""
+        place, asked, content = record.place, record.asked, record.content
+        written = _Written(
+            session_id=place.session_id,
+            session_number=place.number,
+            opening=asked.opening,
+            messages=asked.messages,
+            tools=asked.tools,
+            open_calls=asked.open_calls,
+            previous=record.previous,
+            body=content.body,
+            state=content.state,
+            ended_s=content.ended_s,
+            answer=content.answer,
+        )
+        return [(0, _written.encode(written))]
+
+    def read(self, owner: Owner, key: str, parts: Parts) -> StoredResponse:
+        """Return a response. Raises Damaged."""
+        if len(parts) != 1:
+            raise Damaged(f"it has {len(parts)} parts")
+        found = _written.decode(parts[0][1])
+        return StoredResponse(
+            response_id=key,
+            owner=owner,
+            place=SaidIn(found.session_id, found.session_number),
+            asked=Asked(found.opening, found.messages, found.tools, found.open_calls),
+            previous=found.previous,
+            scope=None,
+            content=ResponseContent(found.body, found.state, found.ended_s, found.answer),
+        )
+
+
+class ResponseStore:
+    """Hold responses by owner and id."""
+
+    def __init__(self, quotas: Quotas, log: RecordLog) -> None:
+        self.records = KeptRecords[StoredResponse](quotas, ResponseForm(), log)
 
     def find(self, owner: Owner, response_id: str, *, scope: object | None) -> StoredResponse:
         """Return a response that is stored, or that this connection knows, as one in use.
 
         Raises:
             ResponseNotFound: there is none, or it is another owner's or connection's.
+            InternalInconsistency, ServerBusy: it is on disk, and cannot be read.
         """
         found = self.records.get(owner, response_id)
         if found is None or (found.scope is not None and found.scope is not scope):
             raise ResponseNotFound(f"Response with id '{response_id}' not found.", param="id")
         return found
-
-    def add(self, response: StoredResponse) -> None:
-        """Keep a response. Raises what `KeptRecords.add` raises."""
-        self._num_in_session[response.owner, response.session_id] += 1
-        try:
-            self.records.add(response)
-        except SessionServerError:
-            self._on_dropped(response)
-            raise
-
-    def num_in(self, owner: Owner, session_id: str) -> int:
-        """Return how many responses are kept that were made in a session."""
-        return self._num_in_session.get((owner, session_id), 0)
-
-    def _on_dropped(self, response: StoredResponse) -> None:
-        session = response.owner, response.session_id
-        self._num_in_session[session] -= 1
-        if not self._num_in_session[session]:
-            del self._num_in_session[session]

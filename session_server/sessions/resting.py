@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from session_server.core.errors import SessionNotFound
 from session_server.core.owner import Owner
 from session_server.sessions.manager import SessionManager
 from session_server.sessions.views import SessionView
@@ -48,8 +47,11 @@ class RestingSessions:
         if view is None or view.num_uses > num_uses:
             return False
         self._left.setdefault(owner, {})[session_id] = view.epoch, view.num_uses
-        if len(self._left[owner]) > MAX_RESTING:
-            self._close_first(owner)
+        for oldest in self.of(owner):
+            # Of those that have left the memory none is closed: they are forgotten.
+            if len(self._left.get(owner, ())) <= MAX_RESTING:
+                break
+            self.close(owner, [oldest])
         return True
 
     def take(self, owner: Owner, session_id: str) -> None:
@@ -99,10 +101,9 @@ class RestingSessions:
 
 
 def idle_view(manager: SessionManager, owner: Owner, session_id: str) -> SessionView | None:
-    """Return a session that is open and in which no turn runs or waits; None for any other."""
-    try:
-        view = manager.get(owner, session_id)
-    except SessionNotFound:
+    """Return a session that is open, in memory, and in which no turn runs or waits; None for any
+    other."""
+    session = manager.edits.parts.sessions.find(owner, session_id)
+    if session is None or session.closing is not None or not session.is_idle:
         return None
-    is_idle = view.running_turn is None and view.queued_turns == 0
-    return view if is_idle and view.state != "closing" else None
+    return session.view()

@@ -82,7 +82,8 @@ class LogPlace:
     One write is under way at a time (`is_writing`); what comes meanwhile waits for the next one:
     `has_changed` if it needs an entry, `is_touched` if not, with the `ends` of turns and those that
     are `told`. `is_behind`: a write has failed, so the next one has all of the session.
-    `expires_s`: when the session expires as the last write has it, in monotonic seconds.
+    `expires_s`, `num_uses`: when the session expires as the last write has it, in monotonic
+    seconds, and how often it was used.
     """
 
     num_entries: int = 0
@@ -94,6 +95,7 @@ class LogPlace:
     ends: list[EndRecord] = field(default_factory=list)
     told: list[Callable[[Exception | None], None]] = field(default_factory=list)
     expires_s: float = 0.0
+    num_uses: int = 0
 
     @property
     def is_written(self) -> bool:
@@ -106,15 +108,18 @@ class SessionLife:
     """Hold when a session was last used, and the second under which `Deadlines` files it; both
     monotonic.
 
-    `order` counts up in the order in which sessions were opened (`SessionRegistry.add`);
-    `num_uses` with every call that changes the session or runs a turn in it. `log`: None where the
-    session lives as long as the process.
+    `order` counts up in the order in which sessions were opened (`SessionRegistry.add`), and is a
+    session's own for good; `num_uses` counts up with every call that changes the session or runs a
+    turn in it. `num_own_uses`: those by the surface that opened it for a client which does not name
+    sessions; None for one that a client opened. `log`: None where the session lives as long as the
+    process.
     """
 
     last_active_s: float
     deadline_s: float = math.inf
     order: int = 0
     num_uses: int = 0
+    num_own_uses: int | None = None
     log: LogPlace | None = None
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Final
 
 from session_server.core.owner import Owner
 from session_server.sessions.backlog import SLICE
+from session_server.sessions.record_log import RecordLog
 from session_server.sessions.session import LogPlace, Session
 from session_server.sessions.store.records import (
     EndRecord,
@@ -22,7 +24,7 @@ from session_server.sessions.store.records import (
     encode_settings,
 )
 from session_server.sessions.store.session_store import SessionStore
-from session_server.sessions.store.writer import Told
+from session_server.sessions.store.writer import Beside, Told
 from session_server.sessions.views import StoreUse
 
 MAX_ENTRIES: Final = 1024
@@ -49,9 +51,20 @@ class SessionLogs:
         self, *, clock: Callable[[], float], count_bytes: Callable[[Owner, int], None]
     ) -> None:
         self.store: SessionStore | None = None
+        self.records = RecordLog()
         self._clock = clock
         self._count_bytes = count_bytes
         self._behind: dict[Session, None] = {}
+
+    def keep_in(self, store: SessionStore) -> None:
+        """Keep sessions, and records of other kinds, in a store from now on."""
+        self.store = store
+        self.records.keep_in(store)
+
+    @property
+    def directory(self) -> Path | None:
+        """Return where the store is; None without one."""
+        return None if self.store is None else self.store.directory
 
     def use(self) -> StoreUse | None:
         """Return what the store has done; None without one."""
@@ -63,7 +76,7 @@ class SessionLogs:
             num_writes=counts.num_writes,
             num_failed=counts.num_failed,
             commit_s=counts.commit_s,
-            num_behind=len(self._behind) + self.store.num_undeleted,
+            num_behind=len(self._behind) + self.store.num_undeleted + self.records.num_behind,
             is_failing=self.store.failure is not None,
         )
 
@@ -78,24 +91,43 @@ class SessionLogs:
             session.life.log = LogPlace()
             self.record(session)
 
-    def record_turn(self, session: Session, turn: EndRecord, told: Told) -> bool:
+    def begin(self, session: Session) -> None:
+        """Begin the log of an open session that is not stored yet. Nothing of it is on disk before
+        its next turn has ended; then all of it is."""
+        if self.store is not None and session.life.log is None:
+            session.life.log = LogPlace(has_changed=True)
+
+    def record_turn(
+        self, session: Session, turn: EndRecord, told: Told, beside: Beside | None = None
+    ) -> bool:
         """Write a turn that was computed, and what it has changed; return whether its end shall
         wait until `told` is called, which is when it is on disk, or cannot be."""
         is_awaited = self.store is not None and self.store.durability == "turn"
-        self.record(session, turn, told if is_awaited else _ignore)
+        self.record(session, turn, told if is_awaited else _ignore, beside)
         return is_awaited
 
-    def record(self, session: Session, turn: EndRecord | None = None, told: Told = _ignore) -> None:
+    def record(
+        self,
+        session: Session,
+        turn: EndRecord | None = None,
+        told: Told = _ignore,
+        beside: Beside | None = None,
+    ) -> None:
         """Write what has changed in a session, and a turn that has ended. `told` is called when it
-        is on disk, or cannot be. Does nothing for a session that is not stored."""
+        is on disk, or cannot be. `beside` goes to the disk in the same commit, or else before it.
+        Does nothing for a session that is not stored."""
         place = session.life.log
         if place is None:
             return
+        assert self.store is not None, "a log without a store"
         place.has_changed = True
         place.told.append(told)
         if turn is not None:
             place.ends.append(turn)
-        self._write(session, place)
+        if beside is not None and place.is_writing:
+            self.store.ask(*beside)  # writes are in the order in which they were encoded
+            beside = None
+        self._write(session, place, beside)
 
     def touch(self, session: Session) -> None:
         """Write the settings of a session, and when it expires. Does nothing for one that is not
@@ -135,6 +167,7 @@ class SessionLogs:
         if self.store is None:
             return
         self.store.retry_deletes()
+        self.records.retry()
         num_left = 1 if self.store.failure is not None else SLICE
         num_bytes = 0
         for session in list(islice(self._behind, num_left)):
@@ -146,7 +179,7 @@ class SessionLogs:
             if num_bytes > MAX_RETRIED_BYTES:
                 break
 
-    def _write(self, session: Session, place: LogPlace) -> None:
+    def _write(self, session: Session, place: LogPlace, beside: Beside | None = None) -> None:
         """Write what waits, unless a write is under way: then it comes next."""
         if place.is_writing:
             return
@@ -173,9 +206,9 @@ class SessionLogs:
         after = before[0] + 1, before[1] + len(data)
         written = self._on_written(session, place, told, after)
         if is_whole:
-            self.store.put(row, data, written)
+            self.store.put(row, data, written, beside)
         else:
-            self.store.append(row, data, written)
+            self.store.append(row, data, written, beside)
 
     def _on_written(
         self, session: Session, place: LogPlace, told: Sequence[Told], after: tuple[int, int]
@@ -215,7 +248,7 @@ class SessionLogs:
         left_s = session.expires_s - now_s
         # While turns run or wait it does not expire; each of them writes it anew.
         left_s = left_s if rests else max(left_s, 0.0) + BUSY_S
-        place.expires_s = now_s + left_s
+        place.expires_s, place.num_uses = now_s + left_s, session.life.num_uses
         return SessionRow(
             number=session.life.order,
             owner_id=session.owner.owner_id,
@@ -240,4 +273,5 @@ def _stored(session: Session) -> StoredSettings:
         settings.request_digest,
         settings.asked_history,
         session.transcript.now.timestamp(),
+        session.life.num_own_uses,
     )

@@ -57,7 +57,7 @@ class StoredSessions:
             InternalInconsistency: what is stored of it is damaged.
             QuotaExceeded, ServerBusy: there is no room for it in memory, or no disk to read.
         """
-        with _reading():
+        with reading():
             row = self.store.find(owner.owner_id, session_id)
             if row is None:
                 return None
@@ -74,7 +74,7 @@ class StoredSessions:
         if not self._is_long(owner, session_id):
             return
         async with self._turnstile:
-            with _reading():
+            with reading():
                 row = self.store.find(owner.owner_id, session_id)
                 if row is None or self.sessions.find(owner, session_id) is not None:
                     return
@@ -89,14 +89,14 @@ class StoredSessions:
     def _is_long(self, owner: Owner, session_id: str) -> bool:
         if self.sessions.find(owner, session_id) is not None:
             return False
-        with _reading():
+        with reading():
             row = self.store.find(owner.owner_id, session_id)
         return row is not None and row.num_entries > ENTRIES_AT_ONCE
 
     def order_of(self, owner: Owner, session_id: str) -> int | None:
         """Return the place of a session on disk in the order of its owner's, or None. Raises
         ServerBusy if the disk cannot be read."""
-        with _reading():
+        with reading():
             row = self.store.find(owner.owner_id, session_id)
         return None if row is None else row.number
 
@@ -104,7 +104,7 @@ class StoredSessions:
         """Return up to `limit` sessions of an owner that are on disk, oldest first, with their
         places in the order, without those that are in memory. Raises ServerBusy if the disk cannot
         be read."""
-        with _reading():
+        with reading():
             rows = self.store.page(owner.owner_id, after=after, limit=limit)
         return [
             (row.number, self._view(row, "cold"))
@@ -115,7 +115,7 @@ class StoredSessions:
     async def survey(self, question: SurveyQuestion) -> tuple[list[StoredSummary], int]:
         """Look through all sessions on disk alone; return those that were asked for, and how many
         match. Raises ServerBusy if the disk cannot be read."""
-        with _reading():
+        with reading():
             answer = await self.store.survey(question)
         found = [self._summary(row, place) for place, row in answer.found]
         return found, answer.num_matching
@@ -123,7 +123,7 @@ class StoredSessions:
     def numbered(self, number: int) -> StoredSummary | None:
         """Return the session of a number that is on disk; None if there is none. Raises ServerBusy
         if the disk cannot be read."""
-        with _reading():
+        with reading():
             row = self.store.numbered(number)
         return None if row is None else self._summary(row, 0.0)
 
@@ -135,12 +135,31 @@ class StoredSessions:
     def close(self, owner: Owner, session_id: str) -> SessionView | None:
         """Delete a session that is on disk alone, whether or not it could be served; None if there
         is none. Raises ServerBusy if the disk cannot be read."""
-        with _reading():
+        with reading():
             row = self.store.find(owner.owner_id, session_id)
             if row is None:
                 return None
             self._delete(row)
         return self._view(row, "closing")
+
+    def spare(self, owner: Owner, session_id: str) -> None:
+        """Delete a session that is on disk alone, if only the surface that opened it for a client
+        has used it. Raises ServerBusy if the disk cannot be read."""
+        with reading():
+            row = self.store.find(owner.owner_id, session_id)
+            if row is not None and _is_spare(row):
+                self._delete(row)
+
+    def make_room(self, owner: Owner, *, of_others: bool) -> bool:
+        """Delete the oldest session of an owner that is on disk alone and that nobody but its
+        surface has used, if one of the first ones is such; return whether it is. Raises ServerBusy
+        if the disk cannot be read."""
+        with reading():
+            for row in self.store.page(owner.owner_id, after=0, limit=SLICE):
+                if self.sessions.find(owner, row.session_id) is None and _is_spare(row):
+                    self._delete(row)
+                    return True
+        return False
 
     def expire(self) -> bool:
         """Delete a slice of the sessions on disk whose time has come; return whether there may be
@@ -174,7 +193,10 @@ class StoredSessions:
         settings = _config(stored)
         settings.is_pinned &= self.maker.limits.allows_pinned
         life = SessionLife(
-            self.maker.clock() + left_s - settings.ttl_s, order=row.number, num_uses=row.num_uses
+            self.maker.clock() + left_s - settings.ttl_s,
+            order=row.number,
+            num_uses=row.num_uses,
+            num_own_uses=stored.num_own_uses,
         )
         session = self.maker.again(owner, settings, life)
         session.session_id = row.session_id
@@ -200,6 +222,7 @@ class StoredSessions:
         except (Damaged, ValueError) as error:
             raise _damaged(row, error) from error
         session.life.log = LogPlace(row.num_entries, num_bytes, expires_s=session.expires_s)
+        session.life.log.num_uses = row.num_uses
 
     def _register(self, session: Session) -> None:
         """Count and register a session. Raises QuotaExceeded, ServerBusy."""
@@ -238,7 +261,7 @@ class StoredSessions:
 
 
 @contextlib.contextmanager
-def _reading() -> Iterator[None]:
+def reading() -> Iterator[None]:
     """Raise ServerBusy where the disk cannot be read."""
     try:
         yield
@@ -253,6 +276,15 @@ def _settings(row: SessionRow) -> StoredSettings:
         return decode_settings(row.settings)
     except Damaged as error:
         raise _damaged(row, error) from error
+
+
+def _is_spare(row: SessionRow) -> bool:
+    """Return whether only the surface that opened a session has used it."""
+    try:
+        num_own_uses = decode_settings(row.settings).num_own_uses
+    except Damaged:
+        return False
+    return num_own_uses is not None and row.num_uses <= num_own_uses
 
 
 def _damaged(row: SessionRow, error: Exception) -> InternalInconsistency:

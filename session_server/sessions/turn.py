@@ -25,6 +25,7 @@ from session_server.core.session_events import (
 from session_server.core.turn_report import TurnListener
 from session_server.sessions.answer import Answer
 from session_server.sessions.prompt import Prompt
+from session_server.sessions.store.writer import Beside
 
 
 class TurnPhase(enum.Enum):
@@ -60,10 +61,22 @@ class CancelAccepted:
     reason: CancelReason
 
 
+@dataclass(frozen=True, slots=True)
+class TurnHooks:
+    """Hold what a surface does when a turn of its own ends.
+
+    `on_end` is called with the terminal entry once readers are told. `beside` is called before it
+    goes to the disk, if it does, and returns what is to be on disk with it; `on_end` follows.
+    """
+
+    on_end: Callable[[TurnEnd], None] | None = None
+    beside: Callable[[TurnEnd], Beside | None] | None = None
+
+
 @dataclass(slots=True, eq=False)
 class TurnCourse:
     """Follow a turn for those who watch it: where it comes from, when it came to each stage
-    (`TurnReport` has them), and who is called with its terminal entry."""
+    (`TurnReport` has them), and what is called at its end."""
 
     asked_s: float
     origin: Origin | None = None
@@ -73,7 +86,7 @@ class TurnCourse:
     first_token_s: float | None = None
     num_retractions: int = 0
     received_s: float = field(init=False)
-    on_end: Callable[[TurnEnd], None] | None = None
+    hooks: TurnHooks = TurnHooks()
 
     def __post_init__(self) -> None:
         self.received_s = self.asked_s

@@ -55,10 +55,12 @@ class TurnConclusion:
                 on_late()
 
         record = record_of(turn, end, num_items=session.transcript.num_items)
+        make_beside = turn.course.hooks.beside
+        beside = None if make_beside is None else make_beside(end)
         if turn.submitted is None:
             # It leaves nothing but its id, for which nobody waits.
-            self.logs.record(session, record)
-        elif self.logs.record_turn(session, record, on_written):
+            self.logs.record(session, record, beside=beside)
+        elif self.logs.record_turn(session, record, on_written, beside):
             return
         self._conclude(session, turn, with_durability(end, is_durable=False), rewound)
 
@@ -89,5 +91,5 @@ class TurnConclusion:
         self._quotas.recount(session)
         if self.counts.on_ended is not None:
             self.counts.on_ended(report_of(session.session_id, turn, end, ended_s=now_s))
-        if turn.course.on_end is not None:
-            turn.course.on_end(end)
+        if turn.course.hooks.on_end is not None:
+            turn.course.hooks.on_end(end)

@@ -47,7 +47,7 @@ async def compact(
     if body.previous_response_id is not None:
         previous = turns.previous(call.owner, body.previous_response_id, scope=None)
         before = turns.messages_before(previous)
-        goes_on_from = msgspec.json.decode(previous.body, type=ResponseBody)
+        goes_on_from = msgspec.json.decode(previous.content.body, type=ResponseBody)
     max_tokens = num_summary_tokens(context_len)
     asked = parse(turns, call, body.summary_fields(goes_on_from, max_tokens=max_tokens))
     said = (*before, *asked.messages)

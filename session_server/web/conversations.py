@@ -82,6 +82,7 @@ async def create_conversation(request: Request, caller: Caller) -> Response:
     )
     entries = _entries(request, caller, conversation.key, body.items)
     turns_of(request).conversations.add(conversation, entries)
+    await caller.sessions.stored()
     return _answer(conversation)
 
 
@@ -101,14 +102,15 @@ async def update_conversation(conversation_id: str, request: Request, caller: Ca
     body = await read_body(request, ConversationUpdateBody)
     conversation = _find(request, caller, conversation_id)
     turns_of(request).conversations.update(conversation, body.metadata or {})
+    await caller.sessions.stored()
     return _answer(conversation)
 
 
 @router.delete("/{conversation_id}", responses=answers(ConversationDeleted, "It is gone."))
 async def delete_conversation(conversation_id: str, request: Request, caller: Caller) -> Response:
     """Forget a conversation. Responses that were made in it stay."""
-    conversation = _find(request, caller, conversation_id)
-    turns_of(request).forget_conversation(conversation)
+    turns_of(request).forget_conversation(caller.owner, conversation_id)
+    await caller.sessions.stored()
     return JsonResponse(ConversationDeleted(id=conversation_id))
 
 
@@ -119,7 +121,10 @@ async def list_conversation_items(
     conversation_id: str, request: Request, caller: Caller, query: Page
 ) -> Response:
     """List the items of a conversation, the newest first unless `order` says otherwise."""
-    entries = _find(request, caller, conversation_id).entries
+    conversation = _find(request, caller, conversation_id)
+    if conversation.running is not None:
+        await caller.sessions.stored()  # what has just been said may be on its way to the disk
+    entries = conversation.entries
     source = ItemSource(len(entries), lambda index: [_item(entries[index])], entries.index_of)
     return await item_page(source, query)
 
@@ -137,6 +142,7 @@ async def create_conversation_items(
     conversation = _find(request, caller, conversation_id)
     entries = _entries(request, caller, conversation_id, body.items)
     turns_of(request).conversations.append(conversation, entries)
+    await caller.sessions.stored()
     data: Any = await encode_list(entries, _item)
     first_id, last_id = (entries[0].id, entries[-1].id) if entries else ("", "")
     return JsonResponse(
@@ -167,6 +173,7 @@ async def delete_conversation_item(
     """Delete an item; the next response goes on from what stays."""
     conversation = _find(request, caller, conversation_id)
     turns_of(request).conversations.delete_item(conversation, item_id)
+    await caller.sessions.stored()
     return _answer(conversation)
 
 

@@ -47,10 +47,10 @@ from session_server.protocol.response_items import (
 )
 from session_server.protocol.responses import ResponseCall, ResponseFields, parse_response
 from session_server.protocol.tools import tools_written
-from session_server.sessions.journal import Journal
 from session_server.sessions.kept_conversations import ConversationEntry, KeptConversation
-from session_server.sessions.response_turns import Place, ResponseTurns
-from session_server.sessions.responses import Asked, StoredResponse
+from session_server.sessions.response_turns import Keep, Place, ResponseTurns, ResponseWork
+from session_server.sessions.responses import Asked, ResponseContent, StoredResponse
+from session_server.sessions.turn_ends import is_kept
 from session_server.web.event_stream import DONE, HEARTBEAT, each_entry
 from session_server.web.refusals import JsonResponse, failure_response
 from session_server.web.requests import Call
@@ -84,7 +84,7 @@ class ResponseRun:
         with contextlib.suppress(SessionServerError):
             self.call.sessions.cancel(
                 self.call.owner,
-                self.stored.session_id,
+                self.stored.made_in,
                 self.stored.response_id,
                 keep_partial=keep_partial,
                 reason="client_cancelled" if keep_partial else "disconnected",
@@ -127,7 +127,7 @@ class ResponseRun:
                 elif self.reader.has_gap and isinstance(event.response, ResponseBody):
                     yield self.events.last(event.response, after=after)
         except (SessionClosing, TurnNotFound):
-            body = msgspec.json.decode(self.stored.body, type=ResponseBody)
+            body = msgspec.json.decode(self.stored.content.body, type=ResponseBody)
             yield self.events.last(body, after=after)
 
     async def _built(self) -> AsyncGenerator[ResponseEvent | None, None]:
@@ -152,7 +152,7 @@ class ResponseRun:
         if end.outcome.logprobs:
             body_of = partial(score_body, token_text=self._token_text)
             scores = await encode_list(end.outcome.logprobs, body_of)
-        ended_s = self.stored.ended_s
+        ended_s = self.stored.content.ended_s
         for event in self.events.closing(end, ended_s=ended_s, logprobs=scores):
             yield event
 
@@ -194,7 +194,8 @@ def item_finder(turns: ResponseTurns, call: Call, *, scope: object | None = None
         suffix = f"{item_id}__".split("_")[1]
         with contextlib.suppress(ResponseNotFound):
             kept = turns.store.find(call.owner, f"resp_{suffix}", scope=scope)
-            return part_of_response(item_id, suffix, kept.asked.messages, kept.answer)
+            messages, answer = kept.asked.messages, kept.content.answer
+            return part_of_response(item_id, suffix, messages, answer)
         with contextlib.suppress(ConversationNotFound):
             entries = turns.conversations.find(call.owner, f"conv_{suffix}").entries
             index = entries.index_of(item_id)
@@ -240,8 +241,8 @@ def _place(
     """Return what a response is asked, and where it runs."""
     if conversation is None:
         said, previous = ask(turns, call, asked, scope=scope)
-        is_kept = asked.body.store or scope is not None
-        return said, turns.place(call.owner, said, previous, is_kept=is_kept)
+        keep: Keep = "on disk" if asked.body.store else "nowhere" if scope is None else "here"
+        return said, turns.place(call.owner, said, previous, keep=keep)
     said, before = _behind(conversation, asked)
     return said, turns.place_whole(conversation, said, before)
 
@@ -258,6 +259,7 @@ def _behind(
 async def count_tokens(turns: ResponseTurns, call: Call, asked: ResponseCall) -> int:
     """Return the tokens of the context that a response would have. Raises what its turn would."""
     named = asked.body.conversation
+    await _load_long(turns, call, asked.body)
     try:
         if named is None:
             return await turns.count(call.owner, *ask(turns, call, asked))
@@ -267,18 +269,39 @@ async def count_tokens(turns: ResponseTurns, call: Call, asked: ResponseCall) ->
         raise ContextLengthExceeded(error.message, param="input") from None
 
 
-def _go_on(turns: ResponseTurns, conversation: KeptConversation, response: StoredResponse) -> None:
-    """Add to a conversation what a response was asked and has said."""
-    conversation.running = None
-    if response.state != "said":
-        return
+async def _load_long(
+    turns: ResponseTurns, call: Call, body: ResponseBody, *, scope: object | None = None
+) -> None:
+    """Bring the session that a response goes on from into memory if it is a long one on disk. What
+    keeps it from that is said where the response gets its place."""
+    owner, previous = call.owner, body.previous_response_id
+    with contextlib.suppress(SessionServerError):
+        if body.conversation is not None:
+            place = turns.conversations.find(owner, body.conversation["id"]).place
+        elif previous is not None:
+            place = turns.store.find(owner, previous, scope=scope).place
+        else:
+            return
+        await call.sessions.load(owner, place.session_id)
+
+
+def _entries_of(response: StoredResponse, answer: Message | None) -> list[ConversationEntry]:
+    """Return what a response adds to its conversation: what it was asked and has answered."""
     suffix = response.key.partition("_")[2]
     parts = parts_of(response.asked.messages, suffix)
-    if response.answer is not None:
-        parts += answer_parts(response.answer, suffix)
-    conversation.session_id, conversation.epoch = response.session_id, response.epoch
-    entries = [ConversationEntry(item_id, part) for item_id, part in parts]
-    turns.conversations.append_said(conversation, entries)
+    if answer is not None:
+        parts += answer_parts(answer, suffix)
+    return [ConversationEntry(item_id, part) for item_id, part in parts]
+
+
+def _content_of(body: ResponseBody, end: TurnEnd, *, now_s: int) -> ResponseContent:
+    """Return what a response is at its turn's end."""
+    return ResponseContent(
+        msgspec.json.encode(body.ended(end, now_s=now_s)),
+        "said" if is_kept(end) else "lost",
+        now_s,
+        answer_of(end),
+    )
 
 
 @contextlib.contextmanager
@@ -313,36 +336,35 @@ async def start_response(
         SessionServerError: refused, with nothing kept.
     """
     body, owner = asked.body, call.owner
+    await _load_long(turns, call, body, scope=scope)
     # From its place to its turn nothing is awaited: no other response takes the same place.
     conversation = _conversation_of(turns, call, body)
     said, place = _place(turns, call, asked, conversation, scope=scope)
-    body = msgspec.structs.replace(body, session_id=place.session_id)
-    journal = call.sessions.journal(owner, place.session_id)
+    body = msgspec.structs.replace(body, session_id=place.said_in.session_id)
     stored = StoredResponse(
         response_id=asked.response_id,
         owner=owner,
-        session_id=place.session_id,
-        epoch=journal.epoch,
+        place=place.said_in,
         asked=said,
         previous=body.previous_response_id if conversation is None else conversation.key,
         scope=None if body.store else scope,
-        body=msgspec.json.encode(body),
+        content=ResponseContent(msgspec.json.encode(body)),
     )
-
-    def on_end(response: StoredResponse, end: TurnEnd) -> None:
-        response.ended_s = int(call.services.wall_clock_s())
-        ended = body.ended(end, now_s=response.ended_s)
-        response.body = msgspec.json.encode(ended)
-        response.answer = answer_of(end)
-        if conversation is not None:
-            _go_on(turns, conversation, response)
-
-    is_stored = body.store or scope is not None
-    reader = _reader_at(call, turns, place, journal)
+    interrupted = None
+    if body.background and body.store:
+        # Its client is told of it now, and asks for it by its id later.
+        interrupted = ResponseContent(msgspec.json.encode(body.interrupted()), "lost")
+    work = ResponseWork(
+        response=stored,
+        content_of=lambda end: _content_of(body, end, now_s=int(call.services.wall_clock_s())),
+        entries_of=partial(_entries_of, stored),
+        conversation=conversation,
+        interrupted=interrupted,
+        is_kept=body.store or scope is not None,
+    )
+    reader = _reader_at(call, turns, place)
     with _begun(conversation, asked.response_id):
-        view = await turns.submit(
-            place, asked.turn(place.input), stored, on_end, is_stored=is_stored
-        )
+        view = await turns.submit(place, asked.turn(place.input), work)
     run = ResponseRun(
         call=call,
         body=body,
@@ -355,11 +377,12 @@ async def start_response(
     return run
 
 
-def _reader_at(call: Call, turns: ResponseTurns, place: Place, journal: Journal) -> TurnReader:
+def _reader_at(call: Call, turns: ResponseTurns, place: Place) -> TurnReader:
     """Return the reader of a response that is to run at a place. Raises ServerBusy, with the place
     given back."""
+    session_id, journal = place.session.session_id, place.session.journal
     try:
-        return TurnReader(call, place.session_id, journal, keep_partial=None, merge=each_entry)
+        return TurnReader(call, session_id, journal, keep_partial=None, merge=each_entry)
     except ServerBusy:
         turns.give_back(place)
         raise
@@ -370,15 +393,17 @@ def resume_response(
 ) -> ResponseRun | None:
     """Return a run that reads a response again; None if its session is gone. `is_bounded`: as in
     `Readers.reading`. Raises ServerBusy."""
-    owner, session_id = call.owner, stored.session_id
+    owner, session_id = call.owner, stored.made_in
+    if not stored.place.epoch:
+        return None
     try:
         journal = call.sessions.journal(owner, session_id)
         view = call.sessions.turn(owner, session_id, stored.response_id)
     except (SessionNotFound, TurnNotFound):
         return None
-    if journal.epoch != stored.epoch:
+    if journal.epoch != stored.place.epoch:
         return None
-    body = msgspec.json.decode(stored.body, type=ResponseBody).begun()
+    body = msgspec.json.decode(stored.content.body, type=ResponseBody).begun()
     reader = TurnReader(
         call, session_id, journal, keep_partial=None, merge=each_entry, is_bounded=is_bounded
     )

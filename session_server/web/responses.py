@@ -97,7 +97,7 @@ async def create_response(request: Request, caller: Caller) -> Response:
     if body.stream:
         return EventStream(run.stream(), headers=headers)
     if asked.body.background:
-        return JsonResponse(msgspec.Raw(run.stored.body), headers=headers)
+        return JsonResponse(msgspec.Raw(run.stored.content.body), headers=headers)
     answer = await run.response(request.receive)
     answer.headers.update(headers)
     return answer
@@ -147,12 +147,12 @@ async def get_response(
     """Show a response, or read its events again behind number `starting_after`."""
     stored = _find(request, caller, response_id)
     if not stream:
-        return JsonResponse(msgspec.Raw(stored.body))
+        return JsonResponse(msgspec.Raw(stored.content.body))
     caller.connect()
     run = resume_response(caller, stored)
     if run is not None:
         return EventStream(run.stream(after=starting_after))
-    body = msgspec.json.decode(stored.body, type=ResponseBody)
+    body = msgspec.json.decode(stored.content.body, type=ResponseBody)
     events = ResponseEvents(body.begun())
     kept = list(events.replay(body)) if starting_after < 0 else []
     kept = kept or [events.last(body, after=starting_after)]
@@ -163,11 +163,15 @@ async def get_response(
 @router.delete("/{response_id}", responses=answers(ResponseDeleted, "It is gone."))
 async def delete_response(response_id: str, request: Request, caller: Caller) -> Response:
     """Forget a response. Others that went on from it stay."""
-    stored = _find(request, caller, response_id)
-    if stored.state == "running":
-        with contextlib.suppress(SessionNotFound, TurnNotFound, TurnNotActive):
-            caller.sessions.cancel(caller.owner, stored.session_id, response_id, keep_partial=False)
-    turns_of(request).forget(stored)
+    turns = turns_of(request)
+    if not turns.forget_unread(caller.owner, response_id):
+        stored = _find(request, caller, response_id)
+        if stored.content.state == "running":
+            with contextlib.suppress(SessionNotFound, TurnNotFound, TurnNotActive):
+                session_id = stored.made_in
+                caller.sessions.cancel(caller.owner, session_id, response_id, keep_partial=False)
+        turns.forget(stored)
+    await caller.sessions.stored()
     return JsonResponse(ResponseDeleted(id=response_id))
 
 
@@ -175,12 +179,12 @@ async def delete_response(response_id: str, request: Request, caller: Caller) ->
 async def cancel_response(response_id: str, request: Request, caller: Caller) -> Response:
     """Cancel a response that runs; what it has said stays. One that has ended is shown."""
     stored = _find(request, caller, response_id)
-    is_running = stored.state == "running"
+    is_running = stored.content.state == "running"
     run = resume_response(caller, stored, is_bounded=False) if is_running else None
     if run is not None:
         run.cancel(keep_partial=True)
         await run.reader.end(request.receive)
-    return JsonResponse(msgspec.Raw(stored.body))
+    return JsonResponse(msgspec.Raw(stored.content.body))
 
 
 @router.get(

@@ -193,7 +193,7 @@ class ResponsesSocket:
                     "No such response runs on this connection.", param="response_id"
                 )
             stored = self._turns.store.find(call.owner, run, scope=self)
-            call.sessions.cancel(call.owner, stored.session_id, run)
+            call.sessions.cancel(call.owner, stored.made_in, run)
         except SessionServerError as error:
             self._protocol.send_error(error, stream_id=message.stream_id)
 
@@ -239,7 +239,7 @@ class ResponsesSocket:
                             is_canceled = event.response.status == "cancelled"
                             has_failed = event.response.status == "failed"
                         await self._emit(event)
-            is_said = run.stored.state == "said"
+            is_said = run.stored.content.state == "said"
         finally:
             if not is_said:
                 self._drop(run.stored)

@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Final, Literal, TextIO, cast
 
 import uvicorn
@@ -79,7 +80,9 @@ async def serve(
         if all(server.started for server in servers):
             for admin_url in admin_urls:
                 ready.write(f"for operators: {admin_url}\n")
-            announce(url, ready, needs_key=not services.settings.keys.is_open)
+            logs = services.sessions.edits.parts.logs
+            needs_key = not services.settings.keys.is_open
+            announce(url, ready, needs_key=needs_key, kept_in=logs.directory)
 
     asyncio.get_running_loop().set_exception_handler(_log_unhandled)
     servers.append(DrainingServer(config_for(app, services), announce_ready))
@@ -107,7 +110,7 @@ async def serve(
                 listener.close()
 
 
-def announce(url: str, ready: TextIO, *, needs_key: bool) -> None:
+def announce(url: str, ready: TextIO, *, needs_key: bool, kept_in: Path | None) -> None:
     """Print where the server listens; on a terminal also what to do next."""
     lines = [f"listening on {url}"]
     if ready.isatty():
@@ -117,10 +120,12 @@ def announce(url: str, ready: TextIO, *, needs_key: bool) -> None:
             else ("", "")
         )
         json_type = "content-type: application/json"
+        kept = f"are kept in {kept_in}" if kept_in else "are not kept: they end with the server"
         lines += [
             f"  chat           {variable}session-server chat --url {url}",
             f"  memory         {variable}session-server audit --url {url}",
             f"  over HTTP      curl {url}/v1/sessions{header} -H '{json_type}' -d '{{}}'",
+            f"  sessions       {kept}",
             "  protocols      docs/protocol.md, and /openapi.json of this server",
             "  Ctrl-C drains and stops it",
         ]

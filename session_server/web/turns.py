@@ -28,6 +28,7 @@ from session_server.protocol.frames import (
     frame_of,
 )
 from session_server.sessions.journal import Journal, OffsetLost
+from session_server.sessions.turn import TurnHooks
 from session_server.sessions.views import TurnView
 from session_server.web.event_stream import (
     HEARTBEAT,
@@ -192,7 +193,7 @@ async def submitted(
     `SessionManager.submit` raises."""
     sessions, owner = call.sessions, call.owner
     try:
-        return await sessions.submit(owner, session_id, request, on_end=on_end)
+        return await sessions.submit(owner, session_id, request, hooks=TurnHooks(on_end))
     except asyncio.CancelledError:
         with contextlib.suppress(SessionServerError):
             turn_id = request.turn_id

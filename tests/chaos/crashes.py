@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from pprint import pprint
@@ -34,6 +34,7 @@ from tests.web.wire_client import Wire, greeted, http_client
 
 LOST = (OSError, TimeoutError, EOFError, ConnectionClosed, InvalidHandshake, httpx.TransportError)
 FLAGS = ("--max-total-tokens", "16000", "--session-ttl", "86400")
+TOLD = "told that it is on disk"
 MAX_TURNS = 24
 """A client whose session has so many begins another one, so that histories stay short."""
 
@@ -49,14 +50,18 @@ class Report:
 
 @dataclass
 class Town:
-    """The one server there is at the moment. `url` is None while there is none. `between` is called
-    when one is dead."""
+    """The one server there is at the moment, made by `serve`, with an engine process whose command
+    line has `engine` in it. `url` is None while there is none. `between` is called when one is
+    dead. Each lives until clients were told of up to `num_told` more things."""
 
     store: Path
     report: Report
     chance: Decisions
     flags: tuple[str, ...] = ()
     between: Callable[[Path], None] = lambda _store: None
+    serve: Callable[[Sequence[str]], LocalServer] = echo_server
+    engine: str = ECHO_ENGINE
+    num_told: int = 0
     url: str | None = None
     is_over: bool = False
 
@@ -77,13 +82,16 @@ class Town:
     async def _start(self) -> LocalServer:
         """Start a server, let it live for a while, and kill its engine perhaps."""
         begun_s = time.monotonic()
-        server = echo_server([*FLAGS, "--store", str(self.store), *self.flags])
+        server = self.serve([*FLAGS, "--store", str(self.store), *self.flags])
         await asyncio.to_thread(server.__enter__)
         self.report.ready_s.append(time.monotonic() - begun_s)
         self.url = server.url
+        num_wanted = self.report.saw[TOLD] + self.chance.between(0, self.num_told)
+        while self.report.saw[TOLD] < num_wanted:
+            await asyncio.sleep(0.01)
         await asyncio.sleep(0.1 + self.chance.share())
         if self.chance.happens(0.3):
-            for pid in engines_of(server.pid, ECHO_ENGINE):
+            for pid in engines_of(server.pid, self.engine):
                 os.kill(pid, signal.SIGKILL)
             self.report.saw["engine killed"] += 1
             await asyncio.sleep(self.chance.share())
@@ -187,7 +195,7 @@ class Client:
             if end["usage"]["input_tokens"]:
                 self._complain(f"{body['turn_id']} ran and is not on disk: {end}")
             return
-        self.report.saw["told that it is on disk"] += 1
+        self.report.saw[TOLD] += 1
         turn = Remembered(body["turn_id"], body, end)
         self.ended.append(turn)
         is_kept = end["type"] == "turn.completed" or end.get("kept_partial", False)

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from session_server.local_server import LocalServer
 from tests.chaos.crashes import Report, Town, crashes
+from tests.chaos.responders import crash_responders
 from tests.depth import at_depth
 from tests.rig.decisions import Decisions
+from tests.rig.processes import ENGINE
 
 WANTED = (
     "turn.completed",
@@ -52,6 +55,31 @@ def test_the_clients_notice_a_turn_that_is_lost(tmp_path: Path) -> None:
     town = Town(tmp_path / "store", Report(), Decisions(4), between=lose_a_turn)
     report = asyncio.run(crashes(town, cycles=3))
     assert report.problems, dict(report.saw)
+
+
+@pytest.mark.timeout(600)
+def test_what_clients_of_openai_were_told_outlives_every_kill(tmp_path: Path) -> None:
+    store, chance = tmp_path / "store", Decisions(6)
+    town = Town(store, Report(), chance, serve=LocalServer, engine=ENGINE, num_told=60)
+    saw = asyncio.run(crash_responders(town, cycles=at_depth(4, proof=60)))
+    assert not town.report.problems, "\n".join(town.report.problems)
+    wanted = ("shown again", "asked again", "conversed", "deleted", "connection lost", "exit 0")
+    assert not [name for name in wanted if not saw[name]], dict(saw)
+
+
+@pytest.mark.timeout(300)
+def test_the_clients_of_openai_notice_what_is_lost(tmp_path: Path) -> None:
+    store, chance = tmp_path / "store", Decisions(7)
+    town = Town(store, Report(), chance, between=lose_records, serve=LocalServer, num_told=20)
+    asyncio.run(crash_responders(town, cycles=1))
+    assert any("found" in problem for problem in town.report.problems)
+
+
+def lose_records(store: Path) -> None:
+    """What no crash may do either."""
+    with sqlite3.connect(store / "sessions.sqlite3") as other:
+        other.execute("DELETE FROM records WHERE number % 2")
+    other.close()
 
 
 @pytest.mark.timeout(300)

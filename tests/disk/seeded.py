@@ -59,10 +59,10 @@ WRITING: Final = {
         "systematic",
         Edit(
             f"{_DATABASE}:Database._migrate",
-            "                secret = secrets",
-            '                self._writer.execute("COMMIT")\n'
-            '                self._writer.execute("BEGIN IMMEDIATE")\n'
-            "                secret = secrets",
+            "                    secret = secrets",
+            '                    self._writer.execute("COMMIT")\n'
+            '                    self._writer.execute("BEGIN IMMEDIATE")\n'
+            "                    secret = secrets",
         ),
     ),
     "vacuum by a rename": Mutant(
@@ -86,16 +86,17 @@ KILLED: Final = {
         "what a killed process had not synced is told of by the next one as it is",
         "systematic",
         Edit(f"{_DATABASE}:Database.__init__", '"PRAGMA wal_checkpoint"', '"SELECT 1"'),
+        Edit(f"{_DATABASE}:Database._note_made", '"PRAGMA wal_checkpoint(TRUNCATE)"', '"SELECT 1"'),
     ),
     "only a new directory is synced": Mutant(
         "the name of a directory that is there already is taken to be on disk",
         "systematic",
         Edit(
             f"{_DATABASE}:_lock",
-            "        directory.mkdir(mode=0o700, parents=True, exist_ok=True)\n",
+            "        _make(directory)\n",
             "        if directory.exists():\n"
             "            return os.open(directory / _LOCK_NAME, os.O_RDWR | os.O_CREAT)\n"
-            "        directory.mkdir(mode=0o700, parents=True)\n",
+            "        _make(directory)\n",
         ),
     ),
 }
@@ -111,6 +112,7 @@ FAILING: Final = {
         "the names in the directory are left to SQLite, which ignores that it fails",
         "systematic",
         Edit(f"{_DATABASE}:Database.__init__", "            _sync(directory)\n", ""),
+        Edit(f"{_DATABASE}:Database._note_made", "        _sync(self.path.parent)\n", ""),
     ),
     "an end that raises": Mutant(
         "a store that cannot write its last pages cannot be closed",

@@ -12,13 +12,16 @@ import contextlib
 import json
 import sqlite3
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Final
+from unittest import mock
 
+from session_server.sessions.store import database
 from session_server.sessions.store.database import Database, StoreUnusable
 from session_server.sessions.store.records import encode_entry
+from session_server.sessions.store.schema import SCHEMA_VERSION, VERSIONS
 from session_server.sessions.store.session_store import SessionStore
 from tests.disk.recording import Notes
 from tests.disk.seeded import FAILING, KILLED, WRITING
@@ -29,6 +32,14 @@ NUM_NAMES: Final = 6
 ROUNDS: Final = 7
 CHECKPOINT_PAGES: Final = 16
 """Of the log, so that checkpoints come often: SQLite's own is 1,000."""
+
+
+@contextlib.contextmanager
+def of_version(version: int) -> Iterator[None]:
+    """Make stores as a server of this version of the schema does."""
+    known = {"SCHEMA_VERSION": version, "VERSIONS": VERSIONS[:version]}
+    with mock.patch.multiple(database, **known):
+        yield
 
 
 class User:
@@ -47,22 +58,34 @@ class User:
         self._undeleted: dict[int, Asked] = {}
 
     async def live(self, heal: Callable[[], None]) -> None:
-        """Use a store that is opened and closed a few times, and made smaller."""
-        for _ in range(2):
-            await self._open(heal)
-            for _ in range(ROUNDS):
-                await self._round()
-            await self._close()
-            self._vacuum()
-        await self._open(heal)
+        """Use a store that is opened and closed a few times, and made smaller. A new one is of
+        version 1 at first, and brought to this one when it is opened again."""
+        is_new, found = not self._directory.exists(), self._find_version()
+        phases = ("creation" if is_new else "opening", "migration" if found == 1 else "opening")
+        for version, phase in zip((found, SCHEMA_VERSION), phases, strict=True):
+            with of_version(version):
+                await self._open(heal, phase)
+                for _ in range(ROUNDS):
+                    await self._round()
+                await self._close()
+                self._vacuum()
+        await self._open(heal, "opening")
         await self._round()
         heal()
         await self._recover()
         await self._close()
 
-    async def _open(self, heal: Callable[[], None]) -> None:
-        is_new = not self._directory.exists()
-        self._notes.add(phase="creation" if is_new else "opening")
+    def _find_version(self) -> int:
+        """Return the version of a store that is there; 1 for a new one."""
+        uri = f"{(self._directory / Database.FILE).absolute().as_uri()}?mode=ro"
+        with contextlib.suppress(sqlite3.OperationalError):
+            with contextlib.closing(sqlite3.connect(uri, uri=True)) as found:
+                (version,) = found.execute("PRAGMA user_version").fetchone()
+            return max(1, int(version))
+        return 1
+
+    async def _open(self, heal: Callable[[], None], phase: str) -> None:
+        self._notes.add(phase=phase)
         try:
             self._store = self._make()
         except StoreUnusable as error:
@@ -71,9 +94,9 @@ class User:
             self._store = self._make()
         self._notes.add(opened=self._store.secret.hex())
         self._notes.add(phase="writing")
-        database = self._store._database
-        database._writer.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
-        rows = list(database.walk(None))
+        opened = self._store._database
+        opened._writer.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
+        rows = list(opened.walk(None))
         self._numbers = {row.session_id: row.number for row in rows}
         self._num_entries = {row.session_id: row.num_entries for row in rows}
         for writes in (self._behind, self._busy, self._undeleted):
@@ -90,10 +113,10 @@ class User:
     def _vacuum(self) -> None:
         with (
             contextlib.suppress(StoreUnusable, sqlite3.Error),
-            contextlib.closing(Database(self._directory)) as database,
+            contextlib.closing(Database(self._directory)) as opened,
         ):
             self._notes.add(phase="vacuum")
-            database.vacuum()
+            opened.vacuum()
 
     async def _round(self) -> None:
         """Ask for a few things at once, and wait for them or not."""

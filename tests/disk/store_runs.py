@@ -23,7 +23,7 @@ from tests.rig.decisions import Decisions
 
 STORE: Final = "new/directories/store"
 WANTED: Final = {
-    *("creation", "opening", "writing", "vacuum", "closing", "recovery"),
+    *("creation", "migration", "opening", "writing", "vacuum", "closing", "recovery"),
     *("put", "append", "touch", "delete"),
     *("a commit", "pages in place", "a rollback journal", "names"),
 }

@@ -69,7 +69,8 @@ class ServerHistory:
         try:
             found: list[Said] = []
             for row in store._database.walk(None):
-                items = file_of(row, store.entries(row)[0]).items
+                entries = [entry for part, _ in store.slices(row) for entry in part]
+                items = file_of(row, entries).items
                 answers = [item for item in items if item.role == "assistant"]
                 found = [(item.id, item.content) for item in answers]
                 if any(item.turn_id not in self._asked for item in answers):
@@ -167,7 +168,7 @@ def test_a_command_on_a_full_disk_says_so_in_a_line_and_changes_nothing(
         (name,) = [word for word in held.split() if word.startswith("s_")]
         assert sessions("export", name, "talk.json").returncode == 0
         with environment(watched.environment):
-            watched.fail(errno.ENOSPC, {Kind.WRITE}, first=20)  # it is open by then
+            watched.fail(errno.ENOSPC, {Kind.WRITE}, first=30)  # it is open by then
             more = ("--id", "other") if words[0] == "import" else ()
             refused = sessions(*words, *more)
         assert watched.num_failed

@@ -52,6 +52,17 @@ def test_what_a_process_that_was_killed_had_not_synced_is_not_believed(killed_at
     assert not report.problems, report.problems[0]
 
 
+@pytest.mark.parametrize("num_calls", range(1, 20, 3))
+def test_a_process_may_be_killed_while_it_brings_a_store_to_this_version(num_calls: int) -> None:
+    done = iter(recorded(seed=SEED, killed_at=1 << 40).done)
+    next(each for each in done if each.kind is Kind.NOTE and each.note.get("phase") == "migration")
+    site = next(each.site for each in done if each.kind is not Kind.NOTE)
+    record = recorded(seed=SEED, killed_at=site + num_calls)
+    report = crashed(record, Decisions(SEED, site), share=0.002, least=1)
+    assert not report.problems, report.problems[0]
+    assert report.saw["migration"]
+
+
 @pytest.mark.parametrize("bug", WRITING)
 def test_a_bug_of_what_ran_before_a_crash_is_found(bug: str) -> None:
     report = crashed(recorded(seed=SEED, bug=bug), Decisions(SEED), share=0.1, least=30)
@@ -84,7 +95,7 @@ def wrong_entries(image: dict[str, bytes | None], place: Path) -> bool:
     try:
         for row in store._database.walk(None):
             try:
-                entries, _ = store.entries(row)
+                entries = [entry for part, _ in store.slices(row) for entry in part]
             except Damaged:
                 continue
             if any(entry != entry_of(entry.turns[0].key) for entry in entries):

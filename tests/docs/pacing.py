@@ -104,6 +104,12 @@ SLICES = (
         "the rest a second later",
     ),
     _constant(
+        "sessions.record_log:RETRIED_AT_ONCE",
+        "responses and conversations that are written again once that has failed",
+        "records",
+        "the rest a second later",
+    ),
+    _constant(
         "sessions.store.database:_PAGE_ROWS",
         "sessions read by `sessions list` and `doctor`",
         "sessions",
@@ -293,8 +299,7 @@ BOUND_NOTHING = frozenset(
         "session_server.session_command:_PIPED_COLUMNS",
         "session_server.sessions.registry:_LAST_ORDER",
         # Of the store: what marks its file, and the bytes of a secret and a checksum.
-        "session_server.sessions.store.database:APPLICATION_ID",
-        "session_server.sessions.store.database:SCHEMA_VERSION",
+        "session_server.sessions.store.schema:APPLICATION_ID",
         "session_server.sessions.store.database:_SECRET_BYTES",
         "session_server.sessions.store.lost_pages:_FRAME_HEADER_BYTES",
         "session_server.sessions.store.lost_pages:_LOG_HEADER_BYTES",

@@ -14,6 +14,7 @@ import yaml
 
 from session_server.config import Settings
 from session_server.flags import FLAGS
+from session_server.sessions.store.places import default_directory
 from session_server.sources import CONFIG_VARIABLE, PLACES, PREFIX, read_sources, variable_of
 from session_server.web.app import ADMIN_ROUTERS, ROUTERS
 
@@ -112,6 +113,21 @@ def test_the_server_reads_the_file_in_which_keys_are_revoked() -> None:
         "compose.yaml"
     )
     assert "secrets" not in server
+
+
+def test_sessions_are_kept_where_they_outlive_the_server() -> None:
+    service = unit()["Service"]
+    folder = f"/var/lib/{service['StateDirectory']}"
+    # The unit has several lines of variables, and a parser of it the last one.
+    assert "XDG_STATE_HOME=/var/lib" in service["Environment"].split()
+    assert default_directory({"XDG_STATE_HOME": "/var/lib"}, int(PORT)) == Path(
+        f"{folder}/port-{PORT}"
+    )
+    found = re.search(r"XDG_STATE_HOME=(\S+)", read("Containerfile"))
+    assert found is not None
+    assert f"session-server -m 700 {found[1]}\n" in read("Containerfile")
+    assert f"sessions:{found[1]}" in compose()["services"]["session-server"]["volumes"]
+    assert "sessions" in compose()["volumes"]
 
 
 def test_the_server_sees_how_much_memory_there_is() -> None:

@@ -44,7 +44,7 @@ class PaperStore(SessionStore):
         """Write what there is now; what that brings about comes later."""
         self.tell(len(self._untold))
 
-    def _ask(self, write: Write, told: Told, *, num_bytes: int = 0) -> None:
+    def _ask(self, write: Write, told: Told, *, num_bytes: int) -> None:
         self._untold.append(partial(self._write, write, told))
         if not self.is_slow:
             self.tell()

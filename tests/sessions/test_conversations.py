@@ -14,6 +14,7 @@ from session_server.sessions.agreement import DIGEST_BYTES, agrees, digests_of, 
 from session_server.sessions.conversations import Claim, UnnamedConversations
 from session_server.sessions.footprint import TOKEN_BYTES
 from session_server.sessions.quotas import QuotaLimits
+from session_server.sessions.turn import TurnHooks
 from tests.sessions.world import OWNER, World, completed, turn
 
 OTHER = Owner("other")
@@ -39,7 +40,7 @@ class UnnamedCalls:
                 owner,
                 claim.session_id,
                 request,
-                on_end=lambda end: self.unnamed.release(claim, end),
+                hooks=TurnHooks(lambda end: self.unnamed.release(claim, end)),
             )
         )
         world.engine.run()
@@ -165,7 +166,10 @@ def test_a_session_used_by_its_id_while_it_was_claimed_is_theirs_who_used_it() -
         asked = turn("claimed", ChatInput((*calls.talk, hello("And?")), is_whole=True))
         world.do(
             world.manager.submit(
-                OWNER, session, asked, on_end=lambda end: calls.unnamed.release(claim, end)
+                OWNER,
+                session,
+                asked,
+                hooks=TurnHooks(lambda end: calls.unnamed.release(claim, end)),
             )
         )
         world.manager.update(OWNER, session, ttl_s=60.0)

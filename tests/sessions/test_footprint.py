@@ -45,6 +45,7 @@ from session_server.sessions.kept_conversations import (
 )
 from session_server.sessions.prompt import Prompt
 from session_server.sessions.quotas import QuotaLimits, Quotas
+from session_server.sessions.record_log import RecordLog
 from session_server.sessions.transcript import Transcript
 from session_server.sessions.turn import SessionTurn, TurnCourse
 from session_server.sessions.views import HistoryModes
@@ -242,7 +243,7 @@ def test_a_record_of_an_ended_turn_takes_no_more_than_is_counted(
 
 def test_a_kept_conversation_counts_about_what_it_keeps() -> None:
     conversation = KeptConversation("conv_1", OWNER, 0, {"a": "b"})
-    kept = KeptConversations(Quotas(QuotaLimits()))
+    kept = KeptConversations(Quotas(QuotaLimits()), RecordLog())
     kept.add(conversation, ())
     for number in (100, 1000, 4096):
         said = ((f"msg_{number}_{i}", Message("user", f"number {i}")) for i in range(number))

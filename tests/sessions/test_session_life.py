@@ -32,6 +32,7 @@ from session_server.sessions import registry
 from session_server.sessions.journal import JournalLimits
 from session_server.sessions.quotas import QuotaLimits, SessionLimits
 from session_server.sessions.session import Session
+from session_server.sessions.turn import TurnHooks
 from session_server.text.chat_template import RenderFrame
 from tests.sessions.world import OWNER, World, completed, model_text, turn
 from tests.text.local_text import run_to_end
@@ -363,7 +364,7 @@ def test_who_is_told_of_a_turn_s_end_may_close_its_session(how: str) -> None:
             world.engine.die()
             world.engine.deliver()
         asked = turn("t", max_tokens=5 if how == "ends" else 500, ignore_eos=True)
-        world.do(world.manager.submit(OWNER, session, asked, on_end=close))
+        world.do(world.manager.submit(OWNER, session, asked, hooks=TurnHooks(close)))
         for _ in range(4):
             world.engine.step()
             world.engine.deliver()

@@ -170,7 +170,7 @@ def test_a_store_of_a_later_version_is_refused_and_left_alone(tmp_path: Path) ->
     other.close()
     before = (tmp_path / "sessions.sqlite3").read_bytes()
     for _ in range(2):  # the lock is free again after the first
-        with pytest.raises(StoreUnusable, match=r"version 99.*knows 1"):
+        with pytest.raises(StoreUnusable, match=r"version 99.*knows 2"):
             Database(tmp_path)
     assert (tmp_path / "sessions.sqlite3").read_bytes() == before
 
@@ -341,7 +341,7 @@ def hang_until(goes_on: threading.Event, store: SessionStore) -> None:
     def hang(_database: Database) -> None:
         goes_on.wait()
 
-    store._ask(hang, lambda _error: None)
+    store.ask(hang, lambda _error: None)
 
 
 async def opened(directory: Path) -> SessionStore:

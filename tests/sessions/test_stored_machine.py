@@ -294,7 +294,7 @@ class StoredMachine(SessionMachine):
     @precondition(lambda self: self.unloaded)
     @rule(chance=st.integers(0, 2), index=st.integers(0, 2))
     def close_unloaded(self, chance: int, index: int) -> None:
-        if chance:
+        if chance == 1:
             return
         name = list(self.unloaded)[index % len(self.unloaded)]
         try:

@@ -18,6 +18,7 @@ from session_server.core.owner import Owner
 from session_server.core.session_events import ChatInput, Message, TurnCompleted, TurnEnd
 from session_server.sessions.conversations import Claim, UnnamedConversations
 from session_server.sessions.quotas import QuotaLimits
+from session_server.sessions.turn import TurnHooks
 from tests.depth import at_depth
 from tests.mutants.mutant import Edit, Mutant
 from tests.sessions.world import World, turn
@@ -200,7 +201,7 @@ class Crowd:
 
         chat_input = ChatInput(chat.messages, is_whole=True)
         request = turn(f"t{self._num_turns}", chat_input, max_tokens=3, ignore_eos=True)
-        world.do(world.manager.submit(claim.owner, session_id, request, on_end=release))
+        world.do(world.manager.submit(claim.owner, session_id, request, hooks=TurnHooks(release)))
 
     def _next_chat(self) -> Chat:
         """What was said goes on, is asked again, or takes another course."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -22,7 +23,7 @@ class Terminal(io.StringIO):
 
 def test_a_program_gets_the_one_line_that_it_waits_for() -> None:
     out = io.StringIO()
-    announce(URL, out, needs_key=False)
+    announce(URL, out, needs_key=False, kept_in=None)
     assert out.getvalue() == f"listening on {URL}\n"
 
 
@@ -35,14 +36,14 @@ def test_the_line_is_one_write() -> None:
             writes.append(text)
             return len(text)
 
-    announce(URL, Pipe(), needs_key=False)
+    announce(URL, Pipe(), needs_key=False, kept_in=None)
     assert writes == [f"listening on {URL}\n"]
 
 
 @pytest.mark.parametrize("needs_key", [False, True])
 def test_a_person_gets_the_next_steps_as_they_can_be_typed(*, needs_key: bool) -> None:
     out = Terminal()
-    announce(URL, out, needs_key=needs_key)
+    announce(URL, out, needs_key=needs_key, kept_in=Path("/kept") if needs_key else None)
     first, *steps = out.getvalue().splitlines()
     assert first == f"listening on {URL}"
     commands = [shlex.split(step[17:]) for step in steps[:3]]
@@ -54,3 +55,4 @@ def test_a_person_gets_the_next_steps_as_they_can_be_typed(*, needs_key: bool) -
     assert commands[2][0] == "curl"
     assert commands[2][1] == f"{URL}/v1/sessions"
     assert ("authorization: Bearer KEY" in commands[2]) == needs_key
+    assert (steps[3].split()[1:4] == ["are", "kept", "in"]) == needs_key

@@ -93,6 +93,11 @@ def turns_of(this: Served) -> ResponseTurns:
     return turns
 
 
+def state_of(this: Served, response_id: str) -> str:
+    found = turns_of(this).store.find(ANONYMOUS, response_id, scope=None)
+    return found.content.state
+
+
 @served()
 async def test_a_response_is_what_the_sdk_expects(this: Served) -> None:
     async with client_of(this) as client:
@@ -350,9 +355,7 @@ def test_a_reader_overtaken_by_the_journal_gets_the_whole_end() -> None:
             options: dict[str, Any] = {"background": True, "max_output_tokens": 40}
             made = await ask(client, "Hello", **options)
             assert made.status == "in_progress"
-            await this.until(
-                lambda: turns_of(this).store.find(ANONYMOUS, made.id, scope=None).state == "said"
-            )
+            await this.until(lambda: state_of(this, made.id) == "said")
             events = await client.responses.retrieve(made.id, stream=True)
             seen = [checked(event) async for event in events]
             assert [e.sequence_number for e in seen] == list(range(len(seen)))

@@ -27,9 +27,9 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def served(store: Path | None, port: int) -> LocalServer:
+def served(store: Path | None, port: int, *flags: str) -> LocalServer:
     kept = [] if store is None else ["--store", str(store)]
-    return LocalServer(["--log-level", "warning", "--port", str(port), *kept])
+    return LocalServer(["--log-level", "warning", "--port", str(port), *kept, *flags])
 
 
 async def ask(wire: Wire, turn_id: str, text: str) -> dict[str, Any]:

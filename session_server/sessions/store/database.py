@@ -11,17 +11,22 @@ import fcntl
 import os
 import secrets
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal, TypeVar
 
 from session_server.sessions.store.lost_pages import check_pages, index_of, log_of, size_of
-from session_server.sessions.store.records import SessionRow
+from session_server.sessions.store.records import Parts, RecordRow, SessionRow
+from session_server.sessions.store.schema import (
+    APPLICATION_ID,
+    COLUMNS,
+    RECORD_COLUMNS,
+    SCHEMA_VERSION,
+    VERSIONS,
+)
 
 Durability = Literal["turn", "relaxed"]
-
-APPLICATION_ID: Final = 0x53535253
-SCHEMA_VERSION: Final = 1
 
 _LOCK_NAME: Final = "lock"
 _MADE: Final = b"sessions were kept here\n"
@@ -32,36 +37,10 @@ _MIN_PAGE_BYTES: Final = 512
 """The least that a page of SQLite has. Of a file with less it drops the log."""
 
 _PAGE_ROWS: Final = 256
+_BEHIND: Final = "number > ? ORDER BY number LIMIT ?"
+_RowT = TypeVar("_RowT", SessionRow, RecordRow)
 _BUSY_S: Final = 1.0
 """How long a statement waits for whoever else has locked the database."""
-
-_SCHEMA: Final = """
-CREATE TABLE facts (name TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT, WITHOUT ROWID;
-CREATE TABLE sessions (
-    number INTEGER PRIMARY KEY,
-    owner TEXT NOT NULL,
-    id TEXT NOT NULL,
-    model BLOB NOT NULL,
-    expires REAL NOT NULL,
-    settings BLOB NOT NULL,
-    num_tokens INTEGER NOT NULL,
-    num_turns INTEGER NOT NULL,
-    num_uses INTEGER NOT NULL,
-    num_entries INTEGER NOT NULL,
-    UNIQUE (owner, id)
-) STRICT;
-CREATE INDEX sessions_of_owner ON sessions (owner, number);
-CREATE INDEX sessions_by_expiry ON sessions (expires);
-CREATE TABLE entries (
-    session INTEGER NOT NULL REFERENCES sessions (number) ON DELETE CASCADE,
-    position INTEGER NOT NULL,
-    entry BLOB NOT NULL,
-    PRIMARY KEY (session, position)
-) STRICT, WITHOUT ROWID;
-"""
-COLUMNS: Final = (
-    "number, owner, id, model, expires, settings, num_tokens, num_turns, num_uses, num_entries"
-)
 
 
 class StoreUnusable(Exception):
@@ -93,6 +72,7 @@ class Database:
         """
         self.path = directory / self.FILE
         self._is_read_only = is_read_only
+        self._connections: list[sqlite3.Connection] = []
         self._lock_fd = _find_lock(directory) if is_read_only else _lock(directory)
         try:
             self._check_content()
@@ -103,7 +83,7 @@ class Database:
             # SQLite would make its files with the permissions that the umask leaves.
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
             self._inodes = self._find_inodes()
-            self._writer = _connect(self.path)
+            self._writer = self._connect(self.path)
             (mode,) = self._writer.execute("PRAGMA journal_mode = WAL").fetchone()
             if mode != "wal":
                 raise StoreUnusable(f"--store {directory}: no WAL there: use a local file system")
@@ -122,19 +102,24 @@ class Database:
             # from now on it is told of as what is on disk. To sync it is not enough: that says
             # nothing of pages that an earlier sync could not write. So it is written once more.
             self._writer.execute("PRAGMA wal_checkpoint")
-            self._reader = _connect(self.path)
+            self._reader = self._connect(self.path)
             self._reader.execute("PRAGMA query_only = ON")
             self.secret = self._find_secret()
             self._note_made()
         except (OSError, sqlite3.OperationalError) as error:
-            self._unlock()
+            self._release()
             raise StoreUnusable(f"--store {directory}: {error}") from error
         except sqlite3.DatabaseError as error:
-            self._unlock()
+            self._release()
             raise StoreUnusable(self._say(f"is damaged ({error})")) from error
         except StoreUnusable:
-            self._unlock()
+            self._release()
             raise
+
+    def _connect(self, place: Path | str) -> sqlite3.Connection:
+        connection = _connect(place)
+        self._connections.append(connection)
+        return connection
 
     def _open_beside(self) -> None:
         """Open the database to read it, whether or not a server has it open. Raises StoreUnusable,
@@ -143,7 +128,7 @@ class Database:
         is_still = not self._has_server and not size_of(log_of(self.path))
         mode = "mode=ro&immutable=1" if is_still else "mode=ro"
         self._has_index = index_of(self.path).exists()
-        self._writer = self._reader = _connect(f"{self.path.absolute().as_uri()}?{mode}")
+        self._writer = self._reader = self._connect(f"{self.path.absolute().as_uri()}?{mode}")
         check_pages(self._reader, self.path)
         if self._check_version() == 0:
             raise StoreUnusable(self._say("has no content"))
@@ -151,8 +136,10 @@ class Database:
 
     def _probe(self) -> None:
         """Read the database before anything can be written to it: to close one that is damaged
-        would put there what its log has. Raises sqlite3.Error."""
-        if size_of(self.path):
+        would put there what its log has. One with a journal is still being made, and can only be
+        read once that is undone. Raises sqlite3.Error."""
+        journal = self.path.with_name(f"{self.FILE}-journal")
+        if size_of(self.path) and not size_of(journal):
             with contextlib.closing(_connect(f"{self.path.absolute().as_uri()}?mode=ro")) as probe:
                 check_pages(probe, self.path)
 
@@ -167,7 +154,8 @@ class Database:
         is_new = not (self._is_read_only or self._was_made or size_of(log_of(self.path)))
         if size == 0 and not is_new:
             raise StoreUnusable(self._say("is empty" if self.path.exists() else "is gone"))
-        if 0 < size < _MIN_PAGE_BYTES:
+        # Whoever made a new one may have been cut off in the midst of its first page.
+        if 0 < size < _MIN_PAGE_BYTES and not is_new:
             raise StoreUnusable(self._say(f"is damaged ({size} bytes are no database)"))
 
     @property
@@ -191,7 +179,14 @@ class Database:
             f"away (mv {directory} {directory}.lost) and begin a new one"
         )
 
-    def _unlock(self) -> None:
+    def _disconnect(self) -> None:
+        """Close all connections. SQLite shares much between those of one process, whether they can
+        write for one: none that has failed may stay behind."""
+        while self._connections:
+            self._connections.pop().close()
+
+    def _release(self) -> None:
+        self._disconnect()
         if self._lock_fd is not None:
             os.close(self._lock_fd)
 
@@ -201,11 +196,10 @@ class Database:
             # On a full disk the log stays as it is: it has all that was committed.
             with contextlib.suppress(sqlite3.Error):
                 self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        self._reader.close()
-        self._writer.close()
+        self._disconnect()
         if self._is_read_only and not self._has_server and not self._has_index:
             index_of(self.path).unlink(missing_ok=True)  # made to read a log that a crash left
-        self._unlock()
+        self._release()
 
     def vacuum(self) -> None:
         """Give the space of what was deleted back to the disk."""
@@ -281,6 +275,39 @@ class Database:
         if found.rowcount != 1:
             raise Behind(f"session {row.number} has not {row.num_entries} entries")
 
+    def put_record(self, row: RecordRow, parts: Parts) -> None:
+        """Write a record with all of its parts, in place of what was there of it."""
+        if row.num_writes:
+            self.delete_record(row.number)
+        values = (
+            *(row.number, row.kind, row.owner_id, row.record_id, row.session_id),
+            *(row.num_bytes, row.used, row.num_writes + 1),
+        )
+        self._writer.execute("INSERT INTO records VALUES (?,?,?,?,?,?,?,?)", values)
+        self._put_parts(row.number, parts)
+
+    def change_record(self, row: RecordRow, parts: Parts, removed: Sequence[int]) -> None:
+        """Write parts of a record, and delete some. Raises Behind if it was not written
+        `row.num_writes` times before, or is not there."""
+        found = self._writer.execute(
+            "UPDATE records SET num_bytes = ?, used = ?, num_writes = num_writes + 1"
+            " WHERE number = ? AND num_writes = ?",
+            (row.num_bytes, row.used, row.number, row.num_writes),
+        )
+        if found.rowcount != 1:
+            raise Behind(f"record {row.number} was not written {row.num_writes} times")
+        self._put_parts(row.number, parts)
+        query = "DELETE FROM parts WHERE record = ? AND position = ?"
+        self._writer.executemany(query, [(row.number, position) for position in removed])
+
+    def delete_record(self, number: int) -> None:
+        """Delete a record and its parts, if it is there."""
+        self._writer.execute("DELETE FROM records WHERE number = ?", (number,))
+
+    def _put_parts(self, number: int, parts: Parts) -> None:
+        query = "INSERT OR REPLACE INTO parts VALUES (?, ?, ?)"
+        self._writer.executemany(query, [(number, *part) for part in parts])
+
     # -- reading
 
     def find(self, owner_id: str, session_id: str) -> SessionRow | None:
@@ -341,11 +368,18 @@ class Database:
     def slices(self) -> Iterator[list[SessionRow]]:
         """Yield all sessions, some at a time; what is read while those are looked at is of the same
         commit."""
-        after, rows = 0, list[SessionRow]()
+        return self._slices(lambda after: self._rows(_BEHIND, (after, _PAGE_ROWS)))
+
+    def record_slices(self) -> Iterator[list[RecordRow]]:
+        """Yield all records, as `slices` does sessions."""
+        return self._slices(lambda after: self._record_rows(f"WHERE {_BEHIND}", after, _PAGE_ROWS))
+
+    def _slices(self, read: Callable[[int], list[_RowT]]) -> Iterator[list[_RowT]]:
+        after, rows = 0, list[_RowT]()
         while not after or len(rows) == _PAGE_ROWS:
             self._reader.execute("BEGIN")
             try:
-                rows = self._rows("number > ? ORDER BY number LIMIT ?", (after, _PAGE_ROWS))
+                rows = read(after)
                 yield rows
             finally:
                 self._reader.execute("COMMIT")
@@ -357,9 +391,10 @@ class Database:
         found = [said for (said,) in self._reader.execute(f"PRAGMA integrity_check({most})")]
         return [] if found == ["ok"] else found
 
-    def num_strays(self) -> int:
-        """Return how many rows refer to one that is not there. Reads all of the database."""
-        return sum(1 for _ in self._reader.execute("PRAGMA foreign_key_check"))
+    def strays(self) -> Counter[str]:
+        """Return how many rows of each table refer to one that is not there. Reads all of the
+        database."""
+        return Counter(table for table, *_ in self._reader.execute("PRAGMA foreign_key_check"))
 
     def count(self) -> tuple[int, int]:
         """Return how many sessions there are, and the highest number."""
@@ -367,9 +402,22 @@ class Database:
         num_sessions, last = self._reader.execute(query).fetchone()
         return int(num_sessions), int(last)
 
+    def records(self) -> list[RecordRow]:
+        """Return all records, that first which was not written for longest."""
+        return self._record_rows("ORDER BY used")
+
+    def parts(self, number: int) -> Parts:
+        """Return the parts of a record, in order."""
+        query = "SELECT position, part FROM parts WHERE record = ? ORDER BY position"
+        return self._reader.execute(query, (number,)).fetchall()
+
     def _rows(self, condition: str, values: Sequence[Any]) -> list[SessionRow]:
         query = f"SELECT {COLUMNS} FROM sessions WHERE {condition}"  # noqa: S608 - our own words
         return [SessionRow(*columns) for columns in self._reader.execute(query, values)]
+
+    def _record_rows(self, condition: str, *values: int) -> list[RecordRow]:
+        query = f"SELECT {RECORD_COLUMNS} FROM records {condition}"  # noqa: S608 - our own words
+        return [RecordRow(*columns) for columns in self._reader.execute(query, values)]
 
     @property
     def version(self) -> int:
@@ -392,15 +440,17 @@ class Database:
         return version
 
     def _migrate(self) -> None:
-        """Make the tables of a new store. Raises StoreUnusable."""
-        if self._check_version() == 0:
-            if self._was_made:
-                raise StoreUnusable(self._say("has no content"))
+        """Bring the tables to this version, those of a new store too. Raises StoreUnusable."""
+        version = self._check_version()
+        if version == 0 and self._was_made:
+            raise StoreUnusable(self._say("has no content"))
+        if version < SCHEMA_VERSION:
             with self.transaction():
-                for statement in _SCHEMA.split(";\n"):
+                for statement in "".join(VERSIONS[version:]).split(";\n"):
                     self._writer.execute(statement)
-                secret = secrets.token_bytes(_SECRET_BYTES)
-                self._writer.execute("INSERT INTO facts VALUES ('secret', ?)", (secret,))
+                if version == 0:
+                    secret = secrets.token_bytes(_SECRET_BYTES)
+                    self._writer.execute("INSERT INTO facts VALUES ('secret', ?)", (secret,))
                 self._writer.execute(f"PRAGMA application_id = {APPLICATION_ID}")
                 self._writer.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
@@ -452,7 +502,7 @@ def _lock(directory: Path) -> int:
     """Make the directory and lock it for this process; return the descriptor that holds the lock.
     Raises StoreUnusable."""
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make(directory)
         _sync_above(directory.resolve())
         fd = os.open(
             directory / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
@@ -481,6 +531,13 @@ def _sync_above(directory: Path) -> None:
             PermissionError
         ):  # then the user who runs this has made nothing in it
             _sync(parent)
+
+
+def _make(directory: Path) -> None:
+    """Make a directory, and those above it, for this user alone, unless they are there."""
+    if not directory.is_dir():
+        _make(directory.parent)
+        directory.mkdir(mode=0o700, exist_ok=True)
 
 
 def _sync(directory: Path) -> None:

@@ -5,13 +5,21 @@ from __future__ import annotations
 import shutil
 import sqlite3
 import stat
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from session_server.sessions.store.database import SCHEMA_VERSION, Database, StoreUnusable
-from session_server.sessions.store.records import Damaged, SessionRow, decode_entry
+from session_server.sessions.store.database import Database, StoreUnusable
+from session_server.sessions.store.records import (
+    Damaged,
+    Parts,
+    SessionRow,
+    check_part,
+    decode_entry,
+)
+from session_server.sessions.store.schema import SCHEMA_VERSION
 from session_server.sessions.store.session_file import UnusableFile, entry_of, file_of
 
 MAX_NAMED: Final = 8
@@ -20,6 +28,7 @@ MAX_NAMED: Final = 8
 MIN_FREE_BYTES: Final = 1 << 30
 """Bytes on the disk of a store below which there is a warning."""
 
+_HOLDERS: Final = {"entries": "sessions", "parts": "records"}
 _EXPOSED: Final = stat.S_IRWXG | stat.S_IRWXO
 
 
@@ -35,7 +44,7 @@ class StoreFinding:
 
 
 OnProgress = Callable[[int], object]
-"""Called with how many more sessions were examined."""
+"""Called with how many more sessions, or records, were examined."""
 
 
 def examine(directory: Path, on_progress: OnProgress) -> Iterator[StoreFinding]:
@@ -86,12 +95,12 @@ def _content(
         yield StoreFinding("database", found, _restore(directory), is_wrong=True)
     else:
         yield StoreFinding("database", "pages, tables and indexes are whole")
-    num_strays = database.num_strays()
-    if num_strays:
+    for table, num_rows in sorted(database.strays().items()):
         advice = f"export the sessions, and import them into a new store: {directory} has lost some"
-        found = f"{num_strays:,} entries of sessions that are not there"
-        yield StoreFinding("entries", found, advice, is_wrong=True)
+        found = f"{num_rows:,} {table} of {_HOLDERS.get(table, 'rows')} that are not there"
+        yield StoreFinding(table, found, advice, is_wrong=True)
     yield _sessions(database, on_progress)
+    yield _records(database, on_progress)
 
 
 def _sessions(database: Database, on_progress: OnProgress) -> StoreFinding:
@@ -104,13 +113,41 @@ def _sessions(database: Database, on_progress: OnProgress) -> StoreFinding:
             num_tokens += row.num_tokens
         num_sessions += len(rows)
         on_progress(len(rows))
+    advice = "the others are served; take these from a backup, or `session-server sessions delete`"
     found = f"{num_sessions:,} with {num_tokens:,} tokens"
+    return _walked("sessions", found, damaged, advice)
+
+
+def _records(database: Database, on_progress: OnProgress) -> StoreFinding:
+    """Check every part of responses and conversations."""
+    num_of, damaged = Counter[str](), list[str]()
+    for rows in database.record_slices():
+        for row in rows:
+            num_of[row.kind] += 1
+            try:
+                _check_parts(database.parts(row.number))
+            except Damaged as error:
+                damaged.append(f"{row.record_id} of {row.owner_id} ({error})")
+        on_progress(len(rows))
+    found = ", ".join(f"{num_of[kind]:,} {kind}" for kind in sorted(num_of)) or "none"
+    advice = "the others are served; take these from a backup, or have their clients delete them"
+    return _walked("records", found, damaged, advice)
+
+
+def _check_parts(parts: Parts) -> None:
+    if not parts or parts[0][0] != 0:
+        raise Damaged("its first part is missing")
+    for _, part in parts:
+        check_part(part)
+
+
+def _walked(topic: str, found: str, damaged: Sequence[str], advice: str) -> StoreFinding:
+    """Say what was found of all sessions, or records, and which of them are damaged."""
     if not damaged:
-        return StoreFinding("sessions", f"{found}; every checksum matches")
+        return StoreFinding(topic, f"{found}; every checksum matches")
     more = f" and {len(damaged) - MAX_NAMED:,} more" if len(damaged) > MAX_NAMED else ""
     found += f", {len(damaged):,} damaged: {', '.join(damaged[:MAX_NAMED])}{more}"
-    advice = "the others are served; take these from a backup, or `session-server sessions delete`"
-    return StoreFinding("sessions", found, advice, is_wrong=True)
+    return StoreFinding(topic, found, advice, is_wrong=True)
 
 
 def _fault_of(row: SessionRow, database: Database) -> str | None:

@@ -1,14 +1,16 @@
-"""What the store keeps of a session, and how it is written.
+"""What the store keeps, and how it is written.
 
 A session is one row and its entries, in order. The row says what a list of sessions needs; an entry
-holds what one turn, rewind or edit has changed. Fields are only ever added at the end, with a
-default: a later version reads what an earlier one wrote.
+holds what one turn, rewind or edit has changed. Any other record (a response, a conversation of
+OpenAI's clients) is one row and its parts. Fields are only ever added at the end, with a default: a
+later version reads what an earlier one wrote.
 """
 
 from __future__ import annotations
 
 import zlib
-from typing import Final, Literal, TypeVar
+from collections.abc import Sequence
+from typing import Final, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -25,7 +27,7 @@ class Damaged(Exception):
 
 class StoredSettings(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Hold what a client chose; see `SessionConfig`. `history`: what it asked for, if anything.
-    `now_s`: the time that its templates are told, wall-clock."""
+    `now_s`: the time that its templates are told, wall-clock. `num_own_uses`: see `SessionLife`."""
 
     ttl_s: float
     metadata: dict[str, str]
@@ -34,6 +36,7 @@ class StoredSettings(msgspec.Struct, frozen=True, gc=False, array_like=True):
     request_digest: bytes
     history: Literal["append", "template"] | None
     now_s: float
+    num_own_uses: int | None = None
 
 
 class SessionRow(msgspec.Struct, frozen=True, gc=False):
@@ -54,6 +57,28 @@ class SessionRow(msgspec.Struct, frozen=True, gc=False):
     num_turns: int
     num_uses: int
     num_entries: int = 0
+
+
+class RecordRow(msgspec.Struct, frozen=True, gc=False):
+    """Hold a record without its parts.
+
+    `number` is its own for good; `used` counts up with every write, so that it orders records by
+    their last one. `kind`: a word for those of one table. `session_id`: the session it was made in,
+    "" for none. `num_bytes`: its host memory. `num_writes` were made before this one.
+    """
+
+    number: int
+    kind: str
+    owner_id: str
+    record_id: str
+    session_id: str
+    num_bytes: int
+    used: int
+    num_writes: int = 0
+
+
+Parts = Sequence[tuple[int, bytes]]
+"""Parts of a record by their numbers, which order them."""
 
 
 class EndRecord(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -87,6 +112,7 @@ class LogEntry(msgspec.Struct, frozen=True, gc=False, array_like=True):
 _encoder: Final = msgspec.msgpack.Encoder()
 _entries: Final = msgspec.msgpack.Decoder(LogEntry)
 _settings: Final = msgspec.msgpack.Decoder(StoredSettings)
+_anything: Final = msgspec.msgpack.Decoder(object)
 
 
 def encode_entry(entry: LogEntry) -> bytes:
@@ -107,6 +133,27 @@ def encode_settings(settings: StoredSettings) -> bytes:
 def decode_settings(data: bytes) -> StoredSettings:
     """Return the settings that `encode_settings` wrote. Raises Damaged."""
     return _decoded(_settings, data, "settings")
+
+
+class PartCodec(Generic[_T]):
+    """Write one type of the parts of records, as bytes that begin with a checksum."""
+
+    def __init__(self, kind: type[_T], noun: str) -> None:
+        self._decoder = msgspec.msgpack.Decoder(kind)
+        self._noun = noun
+
+    def encode(self, part: _T) -> bytes:
+        """Return a part as bytes."""
+        return _checked(_encoder.encode(part))
+
+    def decode(self, data: bytes) -> _T:
+        """Return the part that `encode` wrote. Raises Damaged."""
+        return _decoded(self._decoder, data, self._noun)
+
+
+def check_part(data: bytes) -> None:
+    """Raise Damaged for a part that no `PartCodec` wrote, of whatever type it is."""
+    _decoded(_anything, data, "a part")
 
 
 def _checked(payload: bytes) -> bytes:

@@ -17,11 +17,20 @@ from session_server.sessions.store.database import Behind, Database, Durability
 from session_server.sessions.store.records import (
     Damaged,
     LogEntry,
+    Parts,
+    RecordRow,
     SessionRow,
     decode_entry,
 )
 from session_server.sessions.store.survey import SurveyAnswer, SurveyQuestion, survey
-from session_server.sessions.store.writer import CommitCounts, GroupCommits, Told, Write
+from session_server.sessions.store.writer import (
+    Beside,
+    CommitCounts,
+    GroupCommits,
+    Told,
+    Write,
+    together,
+)
 
 _logger: Final = logging.getLogger("session_server.store")
 
@@ -60,6 +69,7 @@ class SessionStore:
     ) -> None:
         """Open the store. Raises StoreUnusable."""
         self._database = Database(directory, durability=durability)
+        self.directory = directory
         self.model, self.durability = model, durability
         self.wall_clock = wall_clock or _steady_clock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -186,20 +196,31 @@ class SessionStore:
             if is_last:
                 return
 
+    def records(self) -> list[RecordRow]:
+        """Return all records, that first which was not written for longest. Raises
+        sqlite3.Error."""
+        return self._database.records()
+
+    def parts(self, number: int) -> Parts:
+        """Return the parts of a record, in order. Raises sqlite3.Error."""
+        return self._database.parts(number)
+
     # -- writing
 
-    def put(self, row: SessionRow, entry: bytes, told: Told) -> None:
+    def put(self, row: SessionRow, entry: bytes, told: Told, beside: Beside | None = None) -> None:
         """Write a session in one entry, in place of what is there of it; `told` is called when it
-        is on disk, or cannot be."""
-        self._ask(lambda database: database.put(row, entry), told, num_bytes=len(entry))
+        is on disk, or cannot be. `beside`: in the same commit."""
+        self.ask(lambda database: database.put(row, entry), told, len(entry), beside)
 
-    def append(self, row: SessionRow, entry: bytes, told: Told) -> None:
-        """Write an entry behind the `row.num_entries` that are there; `told` as in `put`."""
-        self._ask(lambda database: database.append(row, entry), told, num_bytes=len(entry))
+    def append(
+        self, row: SessionRow, entry: bytes, told: Told, beside: Beside | None = None
+    ) -> None:
+        """Write an entry behind the `row.num_entries` that are there; the others as in `put`."""
+        self.ask(lambda database: database.append(row, entry), told, len(entry), beside)
 
     def touch(self, row: SessionRow, told: Told) -> None:
         """Write what the row says, but no entry; `told` as in `put`."""
-        self._ask(lambda database: database.touch(row), told)
+        self.ask(lambda database: database.touch(row), told)
 
     def delete(self, number: int, told: Told = lambda _error: None) -> None:
         """Delete a session. From now on it is not found; `told` as in `put`. Where that fails it is
@@ -227,11 +248,19 @@ class SessionStore:
                 self._undeleted[number] = None
             told(error)
 
-        self._ask(lambda database: database.delete(number), forget)
+        self.ask(lambda database: database.delete(number), forget)
 
-    def _ask(self, write: Write, told: Told, *, num_bytes: int = 0) -> None:
-        """Have something written. A disk that does not answer, or has too much to write, fails it:
-        nobody waits for ever. What it writes later is as if it had been told of."""
+    def ask(
+        self, write: Write, told: Told, num_bytes: int = 0, beside: Beside | None = None
+    ) -> None:
+        """Have something written, of so many bytes; `told` and `beside` as in `put`. A disk that
+        does not answer, or has too much to write, fails it: nobody waits for ever. What it writes
+        later is as if it had been told of."""
+        if beside is not None:
+            write, told, num_bytes = together((beside, Beside(write, told, num_bytes)))
+        self._ask(write, told, num_bytes=num_bytes)
+
+    def _ask(self, write: Write, told: Told, *, num_bytes: int) -> None:
         assert self._loop is not None, "a store that was not started"
         if self._num_waiting + num_bytes > MAX_WAITING_BYTES:
             self._loop.call_soon(self._note, told, sqlite3.OperationalError(_NO_ANSWER))

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from session_server.sessions.store.database import COLUMNS
 from session_server.sessions.store.records import SessionRow
+from session_server.sessions.store.schema import COLUMNS
 
 PLACES: Final[Mapping[str, str]] = {
     "opened": "0.0",

@@ -32,6 +32,28 @@ Told = Callable[[Exception | None], None]
 """Called once with None when a write is on disk, or with why it is not."""
 
 
+class Beside(NamedTuple):
+    """Hold a write that is on disk with another one, or not at all, and its bytes."""
+
+    write: Write
+    told: Told
+    num_bytes: int
+
+
+def together(writes: Sequence[Beside]) -> Beside:
+    """Return all of these as one: on disk together, or not at all."""
+
+    def write(database: Database) -> None:
+        for each in writes:
+            each.write(database)
+
+    def told(error: Exception | None) -> None:
+        for each in writes:
+            each.told(error)
+
+    return Beside(write, told, sum(each.num_bytes for each in writes))
+
+
 class _Asked(NamedTuple):
     """Hold a write; None writes nothing, and is told when all before it is written."""
 

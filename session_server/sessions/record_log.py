@@ -1,0 +1,113 @@
+"""`RecordLog`: write records that are no sessions to the store, and read them.
+
+Writes of a record follow each other. Where one fails the record goes on in memory, and is written
+again, whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count, islice
+from typing import Final
+
+from session_server.sessions.store.database import Database
+from session_server.sessions.store.records import Parts, RecordRow
+from session_server.sessions.store.session_store import SessionStore
+from session_server.sessions.store.writer import Beside, Write
+
+RETRIED_AT_ONCE: Final = 64
+"""Records that are written again at a time, once a first one could be."""
+
+Again = Callable[[], None]
+"""Called some time after a write has failed, to have it done again."""
+
+
+class RecordLog:
+    """Write records of every kind to the store; without one nothing is written."""
+
+    def __init__(self) -> None:
+        self._store: SessionStore | None = None
+        self._rows: list[RecordRow] = []
+        self._numbers = count(1)
+        self._behind: dict[int, Again] = {}
+
+    def keep_in(self, store: SessionStore) -> None:
+        """Keep records in a store from now on. Raises sqlite3.Error."""
+        self._store, self._rows = store, store.records()
+        last = max((max(row.number, row.used) for row in self._rows), default=0)
+        self._numbers = count(last + 1)
+
+    @property
+    def has_store(self) -> bool:
+        """Return whether records are written."""
+        return self._store is not None
+
+    @property
+    def num_behind(self) -> int:
+        """Return the records that are not on disk as they are, or still there, because a write has
+        failed."""
+        return len(self._behind)
+
+    def is_behind(self, number: int) -> bool:
+        """Return whether the last write of a record has failed: the next one has all of it."""
+        return number in self._behind
+
+    def new_number(self) -> int:
+        """Return a number that is higher than all before, and than those on disk."""
+        return next(self._numbers)
+
+    def rows(self, kind: str) -> list[RecordRow]:
+        """Return the records of a kind that were on disk when the store was opened, that first
+        which was not written for longest; once."""
+        found = [row for row in self._rows if row.kind == kind]
+        self._rows = [row for row in self._rows if row.kind != kind]
+        return found
+
+    def parts(self, number: int) -> Parts:
+        """Return the parts of a record that is on disk. Raises sqlite3.Error."""
+        assert self._store is not None, "nothing is stored"
+        return self._store.parts(number)
+
+    def put(self, row: RecordRow, parts: Parts, again: Again) -> Beside:
+        """Return the write of a whole record."""
+        return self._written(row, parts, lambda database: database.put_record(row, parts), again)
+
+    def change(self, row: RecordRow, parts: Parts, removed: Sequence[int], again: Again) -> Beside:
+        """Return the write of some parts of a record, and the removal of others."""
+
+        def write(database: Database) -> None:
+            database.change_record(row, parts, removed)
+
+        return self._written(row, parts, write, again)
+
+    def ask(self, write: Beside) -> None:
+        """Have something written."""
+        assert self._store is not None, "nothing is stored"
+        self._store.ask(*write)
+
+    def delete(self, number: int) -> None:
+        """Delete a record; where that fails it is tried again."""
+
+        def write(database: Database) -> None:
+            database.delete_record(number)
+
+        told = partial(self._note, number, partial(self.delete, number))
+        self.ask(Beside(write, told, 0))
+
+    def retry(self) -> None:
+        """Do again what has failed: one write, and more once that succeeds."""
+        assert self._store is not None, "nothing is stored"
+        num_tried = 1 if self._store.failure is not None else RETRIED_AT_ONCE
+        for number in list(islice(self._behind, num_tried)):
+            self._behind.pop(number)()
+
+    def _written(self, row: RecordRow, parts: Parts, write: Write, again: Again) -> Beside:
+        num_bytes = sum(len(part) for _, part in parts)
+        return Beside(write, partial(self._note, row.number, again), num_bytes)
+
+    def _note(self, number: int, again: Again, error: Exception | None) -> None:
+        if error is None:
+            self._behind.pop(number, None)
+        else:
+            self._behind[number] = again
