@@ -270,6 +270,7 @@ async def test_probes_metrics_models_and_memory_answer(this: Served) -> None:
         "sessions",
         "checks",
         "trace",
+        "tiers",
     }
     await this.open()
     metrics = await this.http.get("/metrics")
