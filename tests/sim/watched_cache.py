@@ -35,7 +35,7 @@ from cache.types import (
     TurnId,
     pages_for,
 )
-from cache.views import TailView, TurnLoan
+from cache.views import SlotView, TailView, TurnLoan
 from tests.sim.faults import Site
 
 Strikes = Callable[[Site], bool]
@@ -256,12 +256,10 @@ class WatchedCache(SessionAwareCache):
         self.reached = reached
         self.touched: dict[SessionId, None] = {}
         self._strikes = strikes
-        self.tails = WatchedTails(self, strikes)
-        self.copies = PageCopies(self.stores, Room(self.stores, self.tails))
         self._of_turn: dict[TurnId, SessionId] = {}
         self._way_back: dict[TurnId, int] = {}
         self._pinned_quota_pages = pinned_quota_pages
-        self._windows = tuple(self.stores.ledgers[pool] for pool in window_pools(self.stores))
+        self._watch()
 
     @property
     def stores(self) -> KVStores:
@@ -374,6 +372,21 @@ class WatchedCache(SessionAwareCache):
         is_gone = super().close(session_id)
         self.reached["close deferred"] += not is_gone
         return is_gone
+
+    def rebuild(self) -> list[SlotView]:
+        """See `SessionAwareCache`. What is new is watched too."""
+        resident = super().rebuild()
+        self._watch()
+        self._of_turn.clear()
+        self._way_back.clear()
+        self.touched.clear()
+        return resident
+
+    def _watch(self) -> None:
+        self.tails = WatchedTails(self, self._strikes)
+        num_begun = self.copies.num_begun
+        self.copies = PageCopies(self.stores, Room(self.stores, self.tails), num_begun=num_begun)
+        self._windows = tuple(self.stores.ledgers[pool] for pool in window_pools(self.stores))
 
     @contextmanager
     def _pinning(self, session_id: SessionId, num_tokens: int) -> Iterator[None]:

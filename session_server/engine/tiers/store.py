@@ -251,6 +251,8 @@ class TierStore:
         if not self._make_room_on_disk(segment.content.num_bytes):
             segment.is_refused = True
             return
+        if self.tree.get(segment.number) is not segment:
+            return  # what gave way was the beginning of the same path
         self.disk.add(segment)
         segment.is_writing = True
         self._num_writing += 1
