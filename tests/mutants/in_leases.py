@@ -218,9 +218,9 @@ FREE_PAGES_ONLY = Mutant(
     "A turn that grows counts on free pages only and never evicts.",
     "vllm-ascend#16315 (X5)",
     Edit(
-        "cache.session_cache:SessionAwareCache.grow",
-        "count > ledger.num_free + ledger.num_evictable",
-        "count > ledger.num_free",
+        "cache.room:Room.make",
+        "count > ledger.num_free + ledger.num_evictable + tails",
+        "count > ledger.num_free + tails",
     ),
 )
 

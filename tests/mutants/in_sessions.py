@@ -124,9 +124,9 @@ CLOSED_SESSION_STAYS_IN_ENGINE = Mutant(
     "The engine is not told that a session is closed.",
     "sglang#21875 (L9)",
     Edit(
-        "session_server.sessions.exits:SessionExits._let_go",
-        "if session.copy.known_len(link.generation) is not None:",
-        "if session.copy.known_len(link.generation) is None:",
+        "session_server.sessions.engine_copies:EngineCopies.close",
+        "if copy.known_len(self._link.generation) is not None:",
+        "if copy.known_len(self._link.generation) is None:",
     ),
 )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from session_server.engine.config import Drafter, MemoryCheck
 from tests.sim.config import Front, Habits, SimConfig
 from tests.sim.faults import FaultRates, OneFault
@@ -9,6 +11,7 @@ from tests.sim.hand_engine import Sizes
 from tests.sim.layers import Layers
 
 NO_FAULTS = FaultRates()
+TIERS = {"host_kv_bytes": 60_000, "disk_kv_bytes": 120_000, "segment_pages": 3}
 SIZES = Sizes(
     layers=Layers(),
     page_size=4,
@@ -60,15 +63,16 @@ def rich_config(
     *,
     faults: FaultRates = NO_FAULTS,
     only_fault: OneFault | None = None,
+    is_tiered: bool = False,
 ) -> SimConfig:
     """Clients that do a little of everything, a pool that does not hold all, drafts, chunks, and
-    text that is always tokenized aside."""
+    text that is always tokenized aside. `is_tiered`: host memory and a disk hold a part of it."""
     return SimConfig(
         seed=seed,
         front=front,
         num_ops=600,
         audit_every=8,
-        sizes=SIZES,
+        sizes=replace(SIZES, **TIERS) if is_tiered else SIZES,
         habits=HABITS,
         faults=faults,
         only_fault=only_fault,
