@@ -52,12 +52,12 @@ VOID_COPY_IS_USED = _mutant(
     (f"{_STORE}.clear", "for segment in self.tree.segments():", "for segment in ():"),
 )
 
-WINDOW_IS_COPIED_A_PAGE_LATE = _mutant(
-    "Of a window the first page that a forward reads is not copied.",
+SPAN_BEGINS_A_PAGE_EARLY = _mutant(
+    "A segment says that it has the page before its first one.",
     (
-        f"{_COPIES}.begin_out",
-        "component.first_page(receipt.length))",
-        "component.first_page(receipt.length) + component.is_bounded)",
+        f"{_SPILLING}._copy",
+        "(each.first, each.end)",
+        "(max(0, each.first - 1), each.end)",
     ),
 )
 

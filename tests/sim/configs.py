@@ -11,7 +11,6 @@ from tests.sim.hand_engine import Sizes
 from tests.sim.layers import Layers
 
 NO_FAULTS = FaultRates()
-TIERS = {"host_kv_bytes": 60_000, "disk_kv_bytes": 120_000, "segment_pages": 3}
 SIZES = Sizes(
     layers=Layers(),
     page_size=4,
@@ -31,6 +30,7 @@ SIZES = Sizes(
     memory_check=MemoryCheck.WARN,
     share_prefixes=True,
 )
+TIERED_SIZES = replace(SIZES, host_kv_bytes=60_000, disk_kv_bytes=120_000, segment_pages=3)
 HABITS = Habits(
     num_sessions=6,
     num_owners=2,
@@ -47,6 +47,7 @@ HABITS = Habits(
     rewind=40,
     rewrite=60,
     draft=0,
+    cool=0,
     flush=2,
     report=2,
     net=30,
@@ -72,8 +73,8 @@ def rich_config(
         front=front,
         num_ops=600,
         audit_every=8,
-        sizes=replace(SIZES, **TIERS) if is_tiered else SIZES,
-        habits=HABITS,
+        sizes=TIERED_SIZES if is_tiered else SIZES,
+        habits=replace(HABITS, cool=100) if is_tiered else HABITS,
         faults=faults,
         only_fault=only_fault,
     )

@@ -37,8 +37,8 @@ class DirectOps:
             self._flush: habits.flush,
             self._report: habits.report,
             self._draft: habits.draft,
+            self._cool: habits.cool,
         }
-        self._has_tiers = config.sizes.host_kv_bytes > 0
         self._has_tenants = habits.num_owners > 1 and context.draws.happens("tenants", 500)
         self._typist = Typist(context.draws, self._typed_tokens)
         self._makers = list(makers)
@@ -193,11 +193,13 @@ class DirectOps:
         draws = self._draws
         times = draws.pick("times", (1, 1, 1, 2))
         close = {"op": "close", "s": draws.pick("close", sessions), "times": times}
-        if not self._has_tiers:
+        if not self._config.sizes.host_kv_bytes:
             return close
-        if draws.happens("cool", 500):
-            return {"op": "cool", "s": close["s"]}
         return {**close, "deleted": draws.happens("deleted", 400)}
+
+    def _cool(self) -> Op | None:
+        session = self._pick(is_live=False)
+        return None if session is None else {"op": "cool", "s": session.session_id}
 
     def _misbehave(self) -> Op | None:
         draws = self._draws

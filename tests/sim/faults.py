@@ -38,6 +38,8 @@ class Site(enum.StrEnum):
     """Somebody is connected: a connection breaks, and what is on its way is lost."""
     NET_STALL = "net_stall"
     """Somebody is connected and reads: a client stops reading."""
+    EVICTION = "eviction"
+    """Published pages lie unused: all of them are given up."""
     QUARANTINE = "quarantine"
     """A session is looked at: its KV is said to be wrong, and so is all that was copied."""
     REBUILD = "rebuild"
@@ -51,7 +53,8 @@ class Site(enum.StrEnum):
 
 
 DEVICE_SITES: Final = (Site.DEVICE_NAN, Site.DEVICE_RAISE, Site.DEVICE_POISON)
-MEMORY_SITES: Final = (Site.QUARANTINE, Site.REBUILD)
+DOUBT_SITES: Final = (Site.QUARANTINE, Site.REBUILD)
+MEMORY_SITES: Final = (*DOUBT_SITES, Site.EVICTION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,7 @@ class FaultRates:
     net_drop: int = 0
     net_stall: int = 0
     tokenizer_slow: int = 0
+    eviction: int = 0
     quarantine: int = 0
     rebuild: int = 0
     tier_copy: int = 0

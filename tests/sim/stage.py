@@ -23,7 +23,7 @@ from tests.sim.device import ContentMismatch, EchoRunner, Faults
 from tests.sim.echo import EchoModel
 from tests.sim.failure import Broken, Layer
 from tests.sim.fairness import FairnessWatch
-from tests.sim.faults import DEVICE_SITES, MEMORY_SITES, Site
+from tests.sim.faults import DEVICE_SITES, DOUBT_SITES, MEMORY_SITES, Site
 from tests.sim.hand_engine import HandEngine
 from tests.sim.history import Bounds, EngineHistory
 from tests.sim.story import StepRecord
@@ -66,6 +66,7 @@ class Stage(HandEngine):
         self._context = context
         self._model = model
         self._num_idle = self._num_rebuilds = 0
+        self._doubt_told: Site | None = None
         super().__init__(cache, settings, Stage._watched_device)
         self._watch_carrier()
         self.tiers = TierWatch(self.engine, self.cache, self._carrier, sizes.layers.mixture)
@@ -100,6 +101,9 @@ class Stage(HandEngine):
         finally:
             if self._context.story is not None:
                 self._context.story.step(self._record(commands, results, outcome))
+        if self._doubt_told is not None:
+            self.tiers.doubt(self._doubt_told)
+            self._doubt_told = None
         history.heard(outcome.events)
         self._check_memory(outcome.events)
         self.tiers.check(outcome.orders)
@@ -125,7 +129,10 @@ class Stage(HandEngine):
         or one of its rows, now ("device_nan") or until its turn ends ("device_poison"). Or let
         memory be found wrong with the next step, where nothing else would show it.
         """
-        if fault in MEMORY_SITES:
+        if fault == Site.EVICTION:
+            self.cache.evict_all()
+            return
+        if fault in DOUBT_SITES:
             self._doubt(Site(fault), which)
             return
         device, turns = self.device, self.history.live
@@ -159,7 +166,7 @@ class Stage(HandEngine):
         else:
             session_id = resident[which % len(resident)]
             watch.note_content([Violation("injected", session_id)])
-        self.tiers.doubt(fault)
+        self._doubt_told = fault
 
     def calm(self) -> None:
         """No more faults, and copies wait no longer than forwards do."""

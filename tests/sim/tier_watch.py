@@ -59,8 +59,8 @@ class TierWatch:
         self.reached: Counter[str] = carrier.reached
 
     def doubt(self, fault: Site) -> None:
-        """Memory is about to be found wrong, and what was copied of it must not be used."""
-        is_copying = self._cache.copies.num_under_way > 0
+        """Memory was found wrong in this step, and what was copied of it must not be used."""
+        is_copying = len(self._carrier) > 0
         self.reached[f"tier: {fault} during copies"] += is_copying
         self._carrier.doubt()
 

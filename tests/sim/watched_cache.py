@@ -382,6 +382,11 @@ class WatchedCache(SessionAwareCache):
         self.touched.clear()
         return resident
 
+    def evict_all(self) -> None:
+        """Give up all that is published and that nobody holds, as a shortage would."""
+        for pool, ledger in self.stores.ledgers.items():
+            self.stores.evict(pool, ledger.num_evictable)
+
     def _watch(self) -> None:
         self.tails = WatchedTails(self, self._strikes)
         num_begun = self.copies.num_begun
