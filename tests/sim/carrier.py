@@ -8,7 +8,7 @@ matter. The disk may outlive its engine.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -90,6 +90,11 @@ class EchoCarrier:
     def num_waiting(self) -> int:
         """Orders that were not carried out."""
         return len(self._waiting)
+
+    @property
+    def waiting(self) -> Iterator[TierOrder]:
+        """Orders that were not carried out."""
+        return (order for order, _ in self._waiting)
 
     @property
     def has_results(self) -> bool:

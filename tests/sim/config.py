@@ -178,8 +178,8 @@ def _draw_sizes(draws: Draws, *, is_drafting: bool, is_tiered: bool) -> Sizes:
         allocation=draws.pick("allocation", allocations),
         memory_check=draws.pick("memory_check", checks),
         share_prefixes=draws.pick("share_prefixes", (True, True, False)),
-        host_kv_bytes=draws.pick("host", (12, 30, 100)) * _SEGMENT_BYTES if is_tiered else 0,
-        disk_kv_bytes=draws.pick("disk", (0, 20, 200)) * _SEGMENT_BYTES if is_tiered else 0,
+        host_kv_bytes=draws.pick("host", (6, 14, 60)) * _SEGMENT_BYTES if is_tiered else 0,
+        disk_kv_bytes=draws.pick("disk", (0, 30, 200)) * _SEGMENT_BYTES if is_tiered else 0,
         segment_pages=draws.pick("segment_pages", (1, 3, 64)) if is_tiered else 64,
     )
 
@@ -258,8 +258,8 @@ def _draw_faults(draws: Draws, front: Front, *, is_tiered: bool) -> FaultRates:
         net_stall=rate("net_stall", 20, 60) if is_wire else 0,
         tokenizer_slow=rate("tokenizer_slow", 200, 500) if is_wire else 0,
         eviction=draws.pick("rate of eviction", (0, 100, 300, 800)) if is_tiered else 0,
-        quarantine=rate("quarantine", 2, 5) if is_tiered else 0,
-        rebuild=rate("rebuild", 2, 10) if is_tiered else 0,
+        quarantine=rate("quarantine", 5, 20) if is_tiered else 0,
+        rebuild=rate("rebuild", 5, 20) if is_tiered else 0,
         tier_copy=rate("tier_copy", 20, 200) if is_tiered else 0,
         tier_file=rate("tier_file", 20, 200) if is_tiered else 0,
     )

@@ -118,7 +118,11 @@ class Stage(HandEngine):
         """What goes wrong with the forward that the device carries out next, if anything, as
         fields of the operation that is to `inject` it."""
         batch = self.device.next_batch()
-        sites = MEMORY_SITES if batch is None or not batch.rows else MEMORY_SITES + DEVICE_SITES
+        sites: tuple[Site, ...] = MEMORY_SITES
+        if batch is not None and batch.rows:
+            sites += DEVICE_SITES
+        if not self.cache.copies.num_under_way and self._context.draws.happens("no copy", 700):
+            sites = tuple(site for site in sites if site not in DOUBT_SITES)
         struck = [site for site in sites if self._context.faults.strikes(site)]
         if not struck:
             return {}

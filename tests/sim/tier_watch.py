@@ -23,7 +23,7 @@ from session_server.core.commands import (
     EngineCommand,
     StopTurn,
 )
-from session_server.core.tier_orders import TierOrder
+from session_server.core.tier_orders import CopyIn, TierOrder
 from session_server.engine.engine import Engine
 from session_server.engine.turn import Turn, TurnState
 from tests.sim.carrier import EchoCarrier, Payload
@@ -56,6 +56,11 @@ class TierWatch:
         self._looked_at: dict[int, set[int]] = {}
         self._doomed: list[Segment] = []
         self._num_seen = 0
+        self._in_flight = engine.inspect().in_flight
+        self._num_launched = 0
+        self._begun: dict[int, int] = {}
+        """Per copy on its way in, the forwards that were launched before it began."""
+
         self.reached: Counter[str] = carrier.reached
 
     def doubt(self, fault: Site) -> None:
@@ -67,6 +72,7 @@ class TierWatch:
     def told(self, commands: Sequence[EngineCommand]) -> None:
         """The engine is about to obey these commands."""
         self._doomed = []
+        self._num_launched = self._in_flight.num_forwards
         if not self._carrier.num_asked:
             return
         ends = [each for each in commands if isinstance(each, CloseSession | CoolSession)]
@@ -86,6 +92,7 @@ class TierWatch:
 
     def check(self, orders: Sequence[TierOrder]) -> None:
         """A step is over that gave these orders."""
+        self._check_fences(orders)
         num_seen = self._carrier.num_asked + self._carrier.num_taken
         if num_seen == self._num_seen and not orders:
             return
@@ -104,6 +111,30 @@ class TierWatch:
         if not (len(self._carrier) or self._restoring._held or store._orders):
             self._check_at_rest(segments)
         self._note_reached()
+
+    def _check_fences(self, orders: Sequence[TierOrder]) -> None:
+        """A copy in is ordered once no forward can write its pages that was launched before it had
+        them, and nobody else has them while it is being made."""
+        stores = self._cache.inspect().stores
+        coming = {n: each.pages for n, each in stores.transits.items() if each.is_incoming}
+        before = self._begun
+        self._begun = {n: before.get(n, self._num_launched) for n in coming}
+        num_settled = self._in_flight.num_forwards - len(self._in_flight)
+        for order in orders:
+            if not isinstance(order, CopyIn):
+                continue
+            written = pages_of(order)
+            for number, pages in coming.items():
+                is_its = any(set(pages[p].pages.tolist()) & ids for p, ids in written.items())
+                if is_its and num_settled < self._begun[number]:
+                    raise self._broken(f"copy {number} is ordered before {num_settled + 1} settles")
+        for order in self._carrier.waiting:
+            if isinstance(order, CopyIn):
+                for pool, ids in pages_of(order).items():
+                    kept = {p for each in stores.fenced.values() for p in each.get(pool, ())}
+                    kept |= {p for pages in coming.values() for p in pages[pool].pages.tolist()}
+                    if not ids <= kept:
+                        raise self._broken(f"a copy writes {ids - kept} of {pool}, not kept for it")
 
     def _note_end(self, turn: Turn | None) -> None:
         is_restoring = turn is not None and turn.state is TurnState.RESTORING
@@ -252,3 +283,12 @@ class TierWatch:
     @staticmethod
     def _broken(text: str) -> Broken:
         return Broken(Layer.AUDIT, f"tiers: {text}")
+
+
+def pages_of(order: CopyIn) -> dict[PoolName, set[int]]:
+    """The pages that a copy writes."""
+    written: dict[PoolName, set[int]] = {}
+    for part in order.parts:
+        for pool, (_, pages) in part.pages.items():
+            written.setdefault(pool, set()).update(pages.tolist())
+    return written
