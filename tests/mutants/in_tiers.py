@@ -37,11 +37,6 @@ COPIED_PAGES_STAY_LOCKED = _mutant(
     (f"{_COPIES}.end_out", "self._stores.tree.unlock(transit.receipt)", "pass"),
 )
 
-NOTHING_TO_COPY_STAYS_LOCKED = _mutant(
-    "A path of which nothing is to be copied stays locked.",
-    (f"{_COPIES}.begin_out", "stores.tree.unlock(receipt)\n            return None", "return None"),
-)
-
 VOID_COPY_IS_USED = _mutant(
     "A copy whose pages were found wrong while it was made is used.",
     (

@@ -258,8 +258,8 @@ def _draw_faults(draws: Draws, front: Front, *, is_tiered: bool) -> FaultRates:
         net_stall=rate("net_stall", 20, 60) if is_wire else 0,
         tokenizer_slow=rate("tokenizer_slow", 200, 500) if is_wire else 0,
         eviction=draws.pick("rate of eviction", (0, 100, 300, 800)) if is_tiered else 0,
-        quarantine=rate("quarantine", 5, 20) if is_tiered else 0,
-        rebuild=rate("rebuild", 5, 20) if is_tiered else 0,
+        quarantine=rate("quarantine", 2, 10) if is_tiered else 0,
+        rebuild=rate("rebuild", 2, 10) if is_tiered else 0,
         tier_copy=rate("tier_copy", 20, 200) if is_tiered else 0,
         tier_file=rate("tier_file", 20, 200) if is_tiered else 0,
     )

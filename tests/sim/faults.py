@@ -54,7 +54,6 @@ class Site(enum.StrEnum):
 
 DEVICE_SITES: Final = (Site.DEVICE_NAN, Site.DEVICE_RAISE, Site.DEVICE_POISON)
 DOUBT_SITES: Final = (Site.QUARANTINE, Site.REBUILD)
-MEMORY_SITES: Final = (*DOUBT_SITES, Site.EVICTION)
 
 
 @dataclass(frozen=True, slots=True)

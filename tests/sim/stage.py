@@ -23,7 +23,7 @@ from tests.sim.device import ContentMismatch, EchoRunner, Faults
 from tests.sim.echo import EchoModel
 from tests.sim.failure import Broken, Layer
 from tests.sim.fairness import FairnessWatch
-from tests.sim.faults import DEVICE_SITES, DOUBT_SITES, MEMORY_SITES, Site
+from tests.sim.faults import DEVICE_SITES, DOUBT_SITES, Site
 from tests.sim.hand_engine import HandEngine
 from tests.sim.history import Bounds, EngineHistory
 from tests.sim.story import StepRecord
@@ -39,6 +39,9 @@ UNITS_PER_SLICE: Final = 6
 
 MAX_DOUBTS: Final = 4
 """Times that memory is said to be wrong in one engine's life, which ends after eight."""
+
+COPY_WEIGHT: Final = 8
+"""Times that memory may be found wrong at a moment at which a copy is on its way in."""
 
 MAX_IDLE_STEPS: Final = 64
 """Steps in a row that may promise more without launching anything."""
@@ -118,11 +121,9 @@ class Stage(HandEngine):
         """What goes wrong with the forward that the device carries out next, if anything, as
         fields of the operation that is to `inject` it."""
         batch = self.device.next_batch()
-        sites: tuple[Site, ...] = MEMORY_SITES
+        sites = self._memory_sites() if self.settings.tiers.host_bytes else ()
         if batch is not None and batch.rows:
             sites += DEVICE_SITES
-        if not self.cache.copies.num_under_way and self._context.draws.happens("no copy", 700):
-            sites = tuple(site for site in sites if site not in DOUBT_SITES)
         struck = [site for site in sites if self._context.faults.strikes(site)]
         if not struck:
             return {}
@@ -134,6 +135,7 @@ class Stage(HandEngine):
         memory be found wrong with the next step, where nothing else would show it.
         """
         if fault == Site.EVICTION:
+            self.history.reached["fault eviction"] += 1
             self.cache.evict_all()
             return
         if fault in DOUBT_SITES:
@@ -158,9 +160,23 @@ class Stage(HandEngine):
         for turn in turns.values():
             turn.faults.add("device_failed")
 
+    def _memory_sites(self) -> tuple[Site, ...]:
+        """What can happen to memory now. It is found wrong in the middle of a copy more often than
+        it would be by chance."""
+        ledgers = self.cache.inspect().stores.ledgers.values()
+        sites = (Site.EVICTION,) if any(ledger.num_evictable for ledger in ledgers) else ()
+        if self.history.num_doubts >= MAX_DOUBTS or not self._resident_sessions():
+            return sites
+        transits = self.cache.inspect().stores.transits.values()
+        num_asked = COPY_WEIGHT if any(each.is_incoming for each in transits) else 1
+        return sites + DOUBT_SITES * num_asked
+
+    def _resident_sessions(self) -> list[SessionId]:
+        return [each.session_id for each in self.cache.slots() if each.allocated_len]
+
     def _doubt(self, fault: Site, which: int) -> None:
         history, watch = self.history, self.engine.inspect().watch
-        resident = [each.session_id for each in self.cache.slots() if each.allocated_len]
+        resident = self._resident_sessions()
         if history.num_doubts >= MAX_DOUBTS or not resident:
             return
         history.reached[f"fault {fault}"] += 1

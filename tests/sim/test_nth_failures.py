@@ -34,6 +34,7 @@ DIRECT = {
     Site.DEVICE_NAN: ("failed numerical_error",),
     Site.DEVICE_RAISE: ("admitted again",),
     Site.DEVICE_POISON: ("failed device_failed",),
+    Site.EVICTION: ("tier: copied in",),
     Site.QUARANTINE: ("failed internal_inconsistency", "tier: quarantine during copies"),
     Site.REBUILD: ("admitted again", "tier: rebuild during copies"),
     Site.TIER_COPY: ("tier: copy out failed", "tier: copy in failed", "tier: file not written"),
@@ -47,7 +48,7 @@ WIRE = {
 }
 """What each loop must have led to at least once."""
 
-TIERED_SITES = {Site.QUARANTINE, Site.REBUILD, Site.TIER_COPY, Site.TIER_FILE}
+TIERED_SITES = {Site.EVICTION, Site.QUARANTINE, Site.REBUILD, Site.TIER_COPY, Site.TIER_FILE}
 """Sites of an engine that keeps KV outside of its pools."""
 
 

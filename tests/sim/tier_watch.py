@@ -123,6 +123,10 @@ class TierWatch:
         for order in orders:
             if not isinstance(order, CopyIn):
                 continue
+            for part in order.parts:
+                segment = self._store.tree.get(part.segment)
+                if segment is not None and not segment.is_readable:
+                    raise self._broken(f"segment {part.segment} is read before it is there")
             written = pages_of(order)
             for number, pages in coming.items():
                 is_its = any(set(pages[p].pages.tolist()) & ids for p, ids in written.items())
