@@ -14,6 +14,7 @@ LONG_FILES: Final = (
     "tests/differential/test_echo_device.py",
     "tests/oracle/test_detours.py",
     "tests/sim/test_million.py",
+    "tests/sim/test_tiers.py",
     "tests/cache/test_session_cache_machine.py",
     "tests/oracle/",
     "tests/wire/",

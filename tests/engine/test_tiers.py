@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cache.types import SessionId
+from cache.pair_check import Violation
+from cache.types import SessionId, SlotState
 from session_server.core.commands import ReportMemory, Shutdown
 from session_server.core.tier_orders import CopyIn, FindFiles
 from session_server.engine.config import MemoryCheck
@@ -119,3 +120,27 @@ def test_a_copy_found_on_disk_waits_for_forwards_launched_meanwhile() -> None:
     bench.run()
     bench.expect("back", history + distinct(8, 3))
     assert bench.finished("back").cached_tokens >= len(history) - sizes.page_size
+
+
+def test_a_copy_back_of_what_was_found_wrong_meanwhile_is_not_used() -> None:
+    sizes = Sizes(num_pages=40, host_kv_bytes=MIB, memory_check=MemoryCheck.WARN)
+    bench = Bench(sizes)
+    carrier = bench.hand.carrier
+    assert carrier is not None
+    (session_id, history), *_ = first_turns(bench, 8).items()
+    assert bench.cache.slot(session_id).state is SlotState.COLD
+    carrier.at_once = False
+    new = distinct(100, 3)
+    bench.step(bench.submit_command(session_id, "second", new, base_len=len(history)))
+    assert bench.cache.copies.num_under_way == 1
+    (wrong, *_) = [s.session_id for s in bench.cache.slots() if s.state is SlotState.PARKED]
+    bench.engine.inspect().watch.note_content([Violation("a page is wrong", wrong)])
+    bench.step()
+    # What is wrong may have been copied before it was found.
+    carrier.doubt()
+    carrier.carry_all()
+    carrier.at_once = True
+    bench.run()
+    bench.expect("second", history + new)
+    assert counts(bench).restored_tokens == 0
+    bench.close_all()

@@ -219,8 +219,8 @@ FREE_PAGES_ONLY = Mutant(
     "vllm-ascend#16315 (X5)",
     Edit(
         "cache.room:Room.make",
-        "count > ledger.num_free + ledger.num_evictable",
-        "count > ledger.num_free",
+        "count > ledger.num_free + ledger.num_evictable + tails",
+        "count > ledger.num_free + tails",
     ),
 )
 

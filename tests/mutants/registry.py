@@ -18,6 +18,7 @@ from tests.mutants import (
     in_settling,
     in_states,
     in_tenants,
+    in_tiers,
 )
 from tests.mutants.mutant import Mutant
 
@@ -44,6 +45,7 @@ MUTANTS: Final[Mapping[str, Mutant]] = MappingProxyType(
         in_rewrites,
         in_drafts,
         in_tenants,
+        in_tiers,
     )
 )
 

@@ -9,7 +9,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Final
 
@@ -39,6 +39,13 @@ class Totals:
     faults: int = 0
     violations: int = 0
     coverage: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def figures(self) -> dict[str, int]:
+        """What the summary of a test run adds up."""
+        counts = asdict(self)
+        del counts["next_seed"], counts["coverage"]
+        return counts
 
     def add(self, report: Report) -> None:
         """Count one simulation."""
@@ -76,6 +83,22 @@ def play_seeds(seeds: Iterable[int], max_steps: int | None = None) -> list[Outco
             outcomes.append(Outcome(seed, None, str(failure), lines))
             break
     return outcomes
+
+
+def play_steps(first_seed: int, num_steps: int) -> Totals:
+    """Simulate seeds from the first on until so many steps were made.
+
+    Raises:
+        AssertionError: a seed failed; the text says how to see its story.
+    """
+    totals = Totals(next_seed=first_seed)
+    while totals.steps < num_steps:
+        for outcome in play_seeds([totals.next_seed]):
+            assert outcome.report is not None, (
+                f"{outcome.message}; python -m tests.sim --seed {outcome.seed} tells its story"
+            )
+            totals.add(outcome.report)
+    return totals
 
 
 def play(seeds: Iterable[int], *, num_jobs: int, max_steps: int | None = None) -> Iterator[Outcome]:

@@ -8,7 +8,7 @@ matter. The disk may outlive its engine.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,6 +32,7 @@ from session_server.core.tier_orders import (
 from tests.sim.device import EchoRunner
 from tests.sim.faults import Site
 from tests.sim.layers import POOLS
+from tests.sim.state_memory import GARBAGE
 
 Payload = Mapping[PoolName, list[list[int]]]
 """The cells of each page, per pool."""
@@ -41,11 +42,13 @@ _COPY_S = 1e-3
 
 @dataclass(slots=True)
 class StoredFile:
-    """A file of the simulated disk. `is_damaged`: its contents are not those that were written."""
+    """A file of the simulated disk. `is_damaged`: its contents are not those that were written.
+    `writer`: who has written it."""
 
     found: FoundFile
     payload: Payload
     num_bytes: int
+    writer: EchoCarrier
     is_damaged: bool = False
 
 
@@ -60,7 +63,9 @@ class EchoDisk:
 class EchoCarrier:
     """Carries out orders when told to; `at_once`: with the order.
 
-    `fails`: whether a fault strikes, asked each time. `num_carried`: orders carried out.
+    `fails`: whether a fault strikes, asked each time. `num_asked`, `num_carried`,
+    `num_taken`: orders given and carried out, results taken. `host`: what host memory has, by the
+    number of its segment.
     """
 
     def __init__(self, runner: EchoRunner, page_size: int, disk: EchoDisk | None = None) -> None:
@@ -68,12 +73,12 @@ class EchoCarrier:
         self._pools = dict(runner.memories) | (
             {} if runner.states is None else {POOLS[LayerKind.RECURRENT]: runner.states}
         )
-        self._host: dict[int, Payload] = {}
+        self.host: dict[int, Payload] = {}
         self._waiting: list[tuple[TierOrder, Mapping[int, Payload | None]]] = []
         self._done: list[TierResult] = []
         self.disk = disk or EchoDisk()
         self.at_once = True
-        self.num_carried = 0
+        self.num_asked = self.num_carried = self.num_taken = 0
         self.fails: Callable[[Site], bool] = lambda _: False
         self.reached: Counter[str] = runner.reached
 
@@ -87,6 +92,11 @@ class EchoCarrier:
         return len(self._waiting)
 
     @property
+    def waiting(self) -> Iterator[TierOrder]:
+        """Orders that were not carried out."""
+        return (order for order, _ in self._waiting)
+
+    @property
     def has_results(self) -> bool:
         """Whether the next step is told of something."""
         return bool(self._done)
@@ -94,6 +104,7 @@ class EchoCarrier:
     def ask(self, orders: Iterable[TierOrder]) -> None:
         """Take orders."""
         for order in orders:
+            self.num_asked += 1
             match order:
                 case Forget():
                     self._forget(order)
@@ -104,7 +115,7 @@ class EchoCarrier:
                     numbers = [order.segment]
                 case _:
                     numbers = []
-            self._waiting.append((order, {number: self._host.get(number) for number in numbers}))
+            self._waiting.append((order, {number: self.host.get(number) for number in numbers}))
         if self.at_once:
             self.carry_all()
 
@@ -137,12 +148,30 @@ class EchoCarrier:
     def take(self) -> list[TierResult]:
         """Return the results since the last call."""
         done, self._done = self._done, []
+        self.num_taken += len(done)
         return done
+
+    def doubt(self) -> None:
+        """Let everything that was copied so far be wrong, which is what a quarantine assumes."""
+        doubtful = [*self.host.values(), *(each.payload for each in self.disk.files.values())]
+        for _, held in self._waiting:
+            doubtful += filter(None, held.values())
+        for payload in doubtful:
+            for pages in payload.values():
+                for cells in pages:
+                    cells[:] = [GARBAGE] * len(cells)
+
+    def _spoil(self, order: CopyIn) -> None:
+        for part in order.parts:
+            for pool, (_, pages) in part.pages.items():
+                for page in pages.tolist():
+                    self._pools[pool].damage(page)
 
     def _copy_out(self, order: CopyOut) -> TierResult:
         if self.fails(Site.TIER_COPY):
+            self.reached["tier: copy out failed"] += 1
             return TierResult(order.number, _COPY_S, Refusal.FAILED)
-        self._host[order.segment] = {
+        self.host[order.segment] = {
             pool: [self._pools[pool].copy_out(page) for page in pages.tolist()]
             for pool, pages in order.pages.items()
         }
@@ -160,6 +189,7 @@ class EchoCarrier:
                     return TierResult(order.number, _COPY_S, Refusal.WRONG, part.segment)
                 payload = stored.payload
                 self.reached["tier: read from disk"] += 1
+                self.reached["tier: read after an engine's death"] += stored.writer is not self
             if payload is None:
                 self.reached["tier: copy forgotten before it was read"] += 1
                 return TierResult(order.number, _COPY_S, Refusal.FAILED)
@@ -167,16 +197,19 @@ class EchoCarrier:
                 for index, page in enumerate(pages.tolist(), first):
                     self._pools[pool].copy_in(page, payload[pool][index])
         if is_failing:  # it may have written anything where it was to write
+            self._spoil(order)
+            self.reached["tier: copy in failed"] += 1
             return TierResult(order.number, _COPY_S, Refusal.FAILED)
         self.reached["tier: copied in"] += 1
         return TierResult(order.number, _COPY_S)
 
     def _write(self, order: WriteFile, payload: Payload | None) -> TierResult:
         if payload is None or self.disk.is_full or self.fails(Site.TIER_COPY):
+            self.reached["tier: file not written"] += 1
             return TierResult(order.number, _COPY_S, Refusal.FAILED)
         is_damaged = self.fails(Site.TIER_FILE)
         self.disk.files[order.found.file.name] = StoredFile(
-            order.found, payload, order.num_bytes, is_damaged=is_damaged
+            order.found, payload, order.num_bytes, self, is_damaged=is_damaged
         )
         self.reached["tier: written to disk"] += 1
         return TierResult(order.number, _COPY_S)
@@ -191,6 +224,7 @@ class EchoCarrier:
                 return
             yield stored.found
             self.reached["tier: found on disk"] += 1
+            self.reached["tier: found after an engine's death"] += stored.writer is not self
             rest, its = tokens[key.start : end], stored.found.tokens
             num_common = min(len(rest), len(its))
             differs = np.flatnonzero(its[:num_common] != rest[:num_common])
@@ -205,7 +239,7 @@ class EchoCarrier:
 
     def _forget(self, order: Forget) -> None:
         for number in order.segments:
-            self._host.pop(number, None)
+            self.host.pop(number, None)
         if order.is_everything:
             self.disk.files.clear()
         for name in order.names:

@@ -65,6 +65,7 @@ class Habits:
     rewind: int
     rewrite: int
     draft: int
+    cool: int
     flush: int
     report: int
     net: int
@@ -103,7 +104,7 @@ def draw_config(seed: int) -> SimConfig:
         num_ops=draws.pick("num_ops", (200, 600, 1500)),
         audit_every=draws.pick("audit_every", (1, 16, 16, 16, *(64,) * 60)),
         sizes=_draw_sizes(draws, is_drafting=is_drafting, is_tiered=is_tiered),
-        habits=_draw_habits(draws, is_drafting=is_drafting),
+        habits=_draw_habits(draws, is_drafting=is_drafting, is_tiered=is_tiered),
         faults=_draw_faults(draws, front, is_tiered=is_tiered),
     )
 
@@ -177,8 +178,8 @@ def _draw_sizes(draws: Draws, *, is_drafting: bool, is_tiered: bool) -> Sizes:
         allocation=draws.pick("allocation", allocations),
         memory_check=draws.pick("memory_check", checks),
         share_prefixes=draws.pick("share_prefixes", (True, True, False)),
-        host_kv_bytes=draws.pick("host", (12, 30, 100)) * _SEGMENT_BYTES if is_tiered else 0,
-        disk_kv_bytes=draws.pick("disk", (0, 20, 200)) * _SEGMENT_BYTES if is_tiered else 0,
+        host_kv_bytes=draws.pick("host", (6, 14, 60)) * _SEGMENT_BYTES if is_tiered else 0,
+        disk_kv_bytes=draws.pick("disk", (0, 30, 200)) * _SEGMENT_BYTES if is_tiered else 0,
         segment_pages=draws.pick("segment_pages", (1, 3, 64)) if is_tiered else 64,
     )
 
@@ -210,7 +211,7 @@ def _few_states(num_rows: int, max_running: int, num_drafts: int) -> int:
     return num_running * per_turn + num_resting * STATES_AT_REST
 
 
-def _draw_habits(draws: Draws, *, is_drafting: bool) -> Habits:
+def _draw_habits(draws: Draws, *, is_drafting: bool, is_tiered: bool) -> Habits:
     def rate(site: str, *weights: int) -> int:
         return draws.pick(site, weights)
 
@@ -222,14 +223,15 @@ def _draw_habits(draws: Draws, *, is_drafting: bool) -> Habits:
         shared=draws.pick("shared", (0, 500, 900, 1000)),
         patient=draws.pick("patient", (600, 800, 900, 950)),
         submit=rate("submit", 200, 400),
-        open=rate("open", 40, 80),
+        open=rate("open", 40, 80) if not is_tiered else 20,
         cancel=rate("cancel", 0, 40, 200),
         stop=rate("stop", 0, 20, 80),
-        close=rate("close", 0, 16, 64),
+        close=rate("close", 0, 16, 64) if not is_tiered else rate("close", 0, 8, 24),
         misbehave=rate("misbehave", 0, 10, 60),
         rewind=rate("rewind", 0, 20, 60),
         rewrite=rate("rewrite", 0, 0, 100, 300),
         draft=rate("draft", 100, 400, 1600) if is_drafting else 0,
+        cool=rate("cool", 100, 400, 1600) if is_tiered else 0,
         flush=rate("flush", 0, 2, 20),
         report=rate("report", 0, 2, 10),
         net=rate("net", 0, 30, 120),
@@ -255,6 +257,9 @@ def _draw_faults(draws: Draws, front: Front, *, is_tiered: bool) -> FaultRates:
         net_drop=rate("net_drop", 10, 40) if is_wire else 0,
         net_stall=rate("net_stall", 20, 60) if is_wire else 0,
         tokenizer_slow=rate("tokenizer_slow", 200, 500) if is_wire else 0,
+        eviction=draws.pick("rate of eviction", (0, 100, 300, 800)) if is_tiered else 0,
+        quarantine=rate("quarantine", 2, 10) if is_tiered else 0,
+        rebuild=rate("rebuild", 2, 10) if is_tiered else 0,
         tier_copy=rate("tier_copy", 20, 200) if is_tiered else 0,
         tier_file=rate("tier_file", 20, 200) if is_tiered else 0,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from session_server.engine.config import Drafter, MemoryCheck
 from tests.sim.config import Front, Habits, SimConfig
 from tests.sim.faults import FaultRates, OneFault
@@ -28,6 +30,7 @@ SIZES = Sizes(
     memory_check=MemoryCheck.WARN,
     share_prefixes=True,
 )
+TIERED_SIZES = replace(SIZES, host_kv_bytes=60_000, disk_kv_bytes=120_000, segment_pages=3)
 HABITS = Habits(
     num_sessions=6,
     num_owners=2,
@@ -44,6 +47,7 @@ HABITS = Habits(
     rewind=40,
     rewrite=60,
     draft=0,
+    cool=0,
     flush=2,
     report=2,
     net=30,
@@ -60,16 +64,17 @@ def rich_config(
     *,
     faults: FaultRates = NO_FAULTS,
     only_fault: OneFault | None = None,
+    is_tiered: bool = False,
 ) -> SimConfig:
     """Clients that do a little of everything, a pool that does not hold all, drafts, chunks, and
-    text that is always tokenized aside."""
+    text that is always tokenized aside. `is_tiered`: host memory and a disk hold a part of it."""
     return SimConfig(
         seed=seed,
         front=front,
         num_ops=600,
         audit_every=8,
-        sizes=SIZES,
-        habits=HABITS,
+        sizes=TIERED_SIZES if is_tiered else SIZES,
+        habits=replace(HABITS, cool=100) if is_tiered else HABITS,
         faults=faults,
         only_fault=only_fault,
     )

@@ -7,6 +7,7 @@ what the engine holds with it. Commands wait in an inbox for the next step, as t
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
@@ -15,6 +16,7 @@ from cache.types import SessionId, TurnId
 from session_server.core.commands import (
     CancelTurn,
     CloseSession,
+    CoolSession,
     DraftInput,
     DropDraft,
     EngineCommand,
@@ -34,6 +36,8 @@ from tests.sim.trace import Op
 
 STEP_S: Final = 0.01
 """Time one engine step takes."""
+
+MAX_LEFT: Final = 6
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +60,7 @@ class ServerSession:
     live: ServerTurn | None = None
     typed: tuple[int, ...] = ()
     tenant: str = ""
+    owner: str = ""
 
 
 class DirectWorld:
@@ -71,6 +76,9 @@ class DirectWorld:
         model = EchoModel(num_repeats=sizes.num_repeats, window=sizes.layers.read_window)
         self.stage = Stage(context, model)
         self.sessions: dict[SessionId, ServerSession] = {}
+        self.left: deque[ServerSession] = deque(maxlen=MAX_LEFT)
+        """Sessions that were closed and may come back."""
+
         self._verbs: dict[str, Callable[[Op], None]] = {
             "open": self._open,
             "submit": self._submit,
@@ -79,6 +87,7 @@ class DirectWorld:
             "cancel": self._cancel,
             "stop": self._stop,
             "close": self._close,
+            "cool": self._cool,
             "late": self._late,
             "duplicate": self._duplicate,
             "refused": self._refused,
@@ -135,7 +144,9 @@ class DirectWorld:
         history = tuple(op["tokens"])
         if session_id in self.sessions:
             return
-        self.sessions[session_id] = ServerSession(session_id, history, tenant=op.get("tenant", ""))
+        self.sessions[session_id] = ServerSession(
+            session_id, history, tenant=op.get("tenant", ""), owner=op["owner"]
+        )
         self._inbox.append(
             OpenSession(
                 session_id=session_id,
@@ -230,9 +241,16 @@ class DirectWorld:
             return
         if session.live is not None and not session.live.is_decided:
             session.live.kept, session.live.is_decided = None, True
-        close = CloseSession(session_id=session.session_id)
+        is_deleted = op.get("deleted", True)
+        close = CloseSession(session_id=session.session_id, is_deleted=is_deleted)
+        if not is_deleted:
+            self.left.append(session)
         self._closing.add(session.session_id)
         self._inbox.extend([close] * op["times"])
+
+    def _cool(self, op: Op) -> None:
+        if SessionId(op["s"]) in self.sessions:
+            self._inbox.append(CoolSession(session_id=SessionId(op["s"])))
 
     def _late(self, op: Op) -> None:
         turn_id = TurnId(op["t"])

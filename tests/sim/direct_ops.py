@@ -37,6 +37,7 @@ class DirectOps:
             self._flush: habits.flush,
             self._report: habits.report,
             self._draft: habits.draft,
+            self._cool: habits.cool,
         }
         self._has_tenants = habits.num_owners > 1 and context.draws.happens("tenants", 500)
         self._typist = Typist(context.draws, self._typed_tokens)
@@ -72,12 +73,17 @@ class DirectOps:
         length = draws.pick("history", (0, 0, 0, 7, 16, 33))
         is_pinned = self._config.sizes.pinned_quota_pages > 0 and draws.happens("pinned", 400)
         owner = "abc"[draws.below("owner", habits.num_owners)]
+        tokens = draws.pick("document", self._documents)[:length]
+        left = self._world.left
+        if left and draws.happens("comes back", 600):
+            back = draws.pick("who comes back", left)
+            owner, tokens = back.owner, back.history
         return {
             "op": "open",
             "s": self._name("s"),
             "owner": owner,
             "tenant": owner if self._has_tenants else "",
-            "tokens": list(draws.pick("document", self._documents)[:length]),
+            "tokens": list(tokens),
             "pinned": is_pinned,
         }
 
@@ -184,8 +190,16 @@ class DirectOps:
         sessions = list(self._world.sessions)
         if not sessions:
             return None
-        times = self._draws.pick("times", (1, 1, 1, 2))
-        return {"op": "close", "s": self._draws.pick("close", sessions), "times": times}
+        draws = self._draws
+        times = draws.pick("times", (1, 1, 1, 2))
+        close = {"op": "close", "s": draws.pick("close", sessions), "times": times}
+        if not self._config.sizes.host_kv_bytes:
+            return close
+        return {**close, "deleted": draws.happens("deleted", 400)}
+
+    def _cool(self) -> Op | None:
+        session = self._pick(is_live=False)
+        return None if session is None else {"op": "cool", "s": session.session_id}
 
     def _misbehave(self) -> Op | None:
         draws = self._draws

@@ -12,7 +12,7 @@ from session_server.engine.engine import Engine, StepOutcome
 from session_server.engine.plan_admission import KEPT_PLACES
 from session_server.engine.scheduler_view import FLOOD_FORWARDS
 from session_server.engine.shares import MAX_SHARES, share_len
-from session_server.engine.turn import Turn
+from session_server.engine.turn import Turn, TurnState
 from tests.cache.headroom import headroom
 from tests.sim.failure import Broken, Layer
 from tests.sim.hand_engine import Sizes
@@ -136,7 +136,7 @@ class FairnessWatch:
         """Where nothing runs the first of the line comes first: what it waits for comes to it, and
         would not if others took it. Whoever was to run may be waiting for a copy of its KV.
         """
-        if self._cache.copies.num_under_way:
+        if self._waits_for_copy:
             return
         waiting, running = self._scheduler.waiting, self._scheduler.running
         if all(turn.turn_id in started for turn in running):
@@ -169,7 +169,7 @@ class FairnessWatch:
         that fits into a share at once, another one soon after tokens are left over.
         """
         scheduler, sizes = self._scheduler, self._sizes
-        if self._cache.copies.num_under_way:
+        if self._waits_for_copy:
             return  # what it was to have may come of that
         is_shared = self._cache.num_tenants > 1
         num_kept = sizes.max_running // KEPT_PLACES if is_shared else 0
@@ -197,6 +197,14 @@ class FairnessWatch:
         """Whether the last plan may have been made in a flood; it counts one up or down."""
         is_shared = self._cache.num_tenants > 1 and self._sizes.chunk_tokens >= MAX_SHARES
         return is_shared and self._scheduler.waiting.load.num_full >= FLOOD_FORWARDS - 1
+
+    @property
+    def _waits_for_copy(self) -> bool:
+        """Whether pages are on their way, or a turn has given up its place for them, if only until
+        their files are found."""
+        turns = self._scheduler._turns.values()
+        is_restoring = any(turn.state is TurnState.RESTORING for turn in turns)
+        return is_restoring or self._cache.copies.num_under_way > 0
 
     def _free_pages(self) -> int:
         """Of positions: a row comes with its states."""

@@ -38,6 +38,12 @@ class Site(enum.StrEnum):
     """Somebody is connected: a connection breaks, and what is on its way is lost."""
     NET_STALL = "net_stall"
     """Somebody is connected and reads: a client stops reading."""
+    EVICTION = "eviction"
+    """Published pages lie unused: all of them are given up."""
+    QUARANTINE = "quarantine"
+    """A session is looked at: its KV is said to be wrong, and so is all that was copied."""
+    REBUILD = "rebuild"
+    """The books are looked at: they are said to be wrong."""
     TIER_COPY = "tier_copy"
     """KV is copied out of the pools, back, or to disk: it fails."""
     TIER_FILE = "tier_file"
@@ -47,6 +53,7 @@ class Site(enum.StrEnum):
 
 
 DEVICE_SITES: Final = (Site.DEVICE_NAN, Site.DEVICE_RAISE, Site.DEVICE_POISON)
+DOUBT_SITES: Final = (Site.QUARANTINE, Site.REBUILD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +69,9 @@ class FaultRates:
     net_drop: int = 0
     net_stall: int = 0
     tokenizer_slow: int = 0
+    eviction: int = 0
+    quarantine: int = 0
+    rebuild: int = 0
     tier_copy: int = 0
     tier_file: int = 0
 

@@ -60,6 +60,9 @@ TurnEvent = (
     | TurnFailed
 )
 
+DOUBT_FAILURES: Final = ("internal_inconsistency", "server_busy")
+"""How a turn may fail under which memory is found wrong, and one that comes when pages are lost."""
+
 _FAR_BEYOND: Final = 1000
 """Further than any history of a simulation: a base length that the engine cannot hold."""
 
@@ -142,6 +145,8 @@ class EngineHistory:
         self.turns: dict[TurnId, EngineTurn] = {}
         self.live: dict[TurnId, EngineTurn] = {}
         self.ended: list[TurnId] = []
+        self.num_doubts = 0
+        self._is_in_doubt = False
         self.reached = reached
 
     def truth_of(self, turn_id: TurnId) -> Truth:
@@ -157,6 +162,11 @@ class EngineHistory:
         session = self.turns[turn_id].session
         assert session is not None, "a turn without a session does not run"
         return session.salt
+
+    def doubt(self) -> None:
+        """Memory is said to be wrong with the next step, which is no fault of the engine."""
+        self.num_doubts += 1
+        self._is_in_doubt = True
 
     # Commands
 
@@ -190,6 +200,10 @@ class EngineHistory:
                     self._owed["report", request_id] += 1
                 case _:
                     pass
+        if self._is_in_doubt:
+            self._is_in_doubt = False
+            for turn in self.live.values():
+                turn.faults |= set(DOUBT_FAILURES)
 
     def _open(self, command: OpenSession) -> None:
         session_id = command.session_id
@@ -316,7 +330,7 @@ class EngineHistory:
                 case MemoryReported():
                     self._on_report(event)
                 case EngineStats(check_violations=found):
-                    if found:
+                    if found > self.num_doubts:
                         raise Broken(Layer.AUDIT, f"the engine's checker found {found} violations")
                 case _:
                     pass
@@ -480,6 +494,7 @@ class EngineHistory:
         if self._pinned.get(event.session_id) is False:
             refusals |= {"session_not_found"}
         faults = turn.faults | ({"quota_exceeded"} if event.session_id in self._pinned else set())
+        faults |= {"server_busy"} if self.num_doubts else set()  # for want of pages
         if event.code not in refusals | faults:
             layer = Layer.PAIR if event.code == "internal_inconsistency" else Layer.SHADOW
             raise Broken(layer, f"{event}, allowed were {sorted(refusals | faults)}")
@@ -527,7 +542,7 @@ class EngineHistory:
     def _on_report(self, event: MemoryReported) -> None:
         self._pay("report", event.request_id)
         self.reached["report"] += 1
-        if event.checks.violations:
+        if event.checks.violations > self.num_doubts:
             raise Broken(Layer.AUDIT, f"the engine found: {'; '.join(event.checks.recent)}")
         for name, pool in event.pools.items():
             parts = [pool.free, pool.reserved, pool.tree_evictable, pool.tree_protected]

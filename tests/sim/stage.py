@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from cache.checker import find_violations
+from cache.checker import Violation, find_violations
 from cache.errors import AuditFailed
 from cache.recount import Recount
 from cache.types import SessionId
@@ -17,15 +17,17 @@ from session_server.core.events import EngineEvent, FinishReason, TurnFailed, Tu
 from session_server.engine.engine import StepOutcome
 from tests.cache.free_lists import FREE_LISTS
 from tests.cache.headroom import headroom
+from tests.sim.carrier import EchoCarrier
 from tests.sim.context import SimContext
 from tests.sim.device import ContentMismatch, EchoRunner, Faults
 from tests.sim.echo import EchoModel
 from tests.sim.failure import Broken, Layer
 from tests.sim.fairness import FairnessWatch
-from tests.sim.faults import DEVICE_SITES, Site
+from tests.sim.faults import DEVICE_SITES, DOUBT_SITES, Site
 from tests.sim.hand_engine import HandEngine
 from tests.sim.history import Bounds, EngineHistory
 from tests.sim.story import StepRecord
+from tests.sim.tier_watch import TierWatch
 from tests.sim.watched_cache import WatchedCache
 
 PROBE_INTERVAL_S: Final = 0.3
@@ -34,6 +36,12 @@ PROBE_INTERVAL_S: Final = 0.3
 STEPS_PER_SLICE: Final = 8
 UNITS_PER_SLICE: Final = 6
 """A recount is made in slices of so many visits, with so many steps between two of them."""
+
+MAX_DOUBTS: Final = 4
+"""Times that memory is said to be wrong in one engine's life, which ends after eight."""
+
+COPY_WEIGHT: Final = 8
+"""Times that memory may be found wrong at a moment at which a copy is on its way in."""
 
 MAX_IDLE_STEPS: Final = 64
 """Steps in a row that may promise more without launching anything."""
@@ -60,9 +68,11 @@ class Stage(HandEngine):
         settings = sizes.settings(model, probe_interval_s=PROBE_INTERVAL_S)
         self._context = context
         self._model = model
-        self._num_idle = 0
+        self._num_idle = self._num_rebuilds = 0
+        self._doubt_told: Site | None = None
         super().__init__(cache, settings, Stage._watched_device)
         self._watch_carrier()
+        self.tiers = TierWatch(self.engine, self.cache, self._carrier, sizes.layers.mixture)
         self._recount = Recount(self.cache)
         self._fairness = FairnessWatch(self.engine, self.cache, sizes, self.history)
 
@@ -84,6 +94,7 @@ class Stage(HandEngine):
     ) -> StepOutcome:
         """See `HandEngine.step`; everything is checked after it."""
         history = self.history
+        self.tiers.told(commands)
         history.told(commands, has_results=bool(results))
         outcome: StepOutcome | None = None
         try:
@@ -93,8 +104,12 @@ class Stage(HandEngine):
         finally:
             if self._context.story is not None:
                 self._context.story.step(self._record(commands, results, outcome))
+        if self._doubt_told is not None:
+            self.tiers.doubt(self._doubt_told)
+            self._doubt_told = None
         history.heard(outcome.events)
         self._check_memory(outcome.events)
+        self.tiers.check(outcome.orders)
         self._fairness.check(outcome)
         self._note_progress(outcome, is_news=bool(commands or results))
         for event in outcome.events:
@@ -106,17 +121,26 @@ class Stage(HandEngine):
         """What goes wrong with the forward that the device carries out next, if anything, as
         fields of the operation that is to `inject` it."""
         batch = self.device.next_batch()
-        if batch is None or not batch.rows:
-            return {}
-        struck = [site for site in DEVICE_SITES if self._context.faults.strikes(site)]
+        sites = self._memory_sites() if self.settings.tiers.host_bytes else ()
+        if batch is not None and batch.rows:
+            sites += DEVICE_SITES
+        struck = [site for site in sites if self._context.faults.strikes(site)]
         if not struck:
             return {}
         return {"fault": struck[-1].value, "which": self._context.draws.below("which row", 8)}
 
     def inject(self, fault: str, which: int) -> None:
         """Let the forward that the device carries out next go wrong: all of it ("device_raise"),
-        or one of its rows, now ("device_nan") or until its turn ends ("device_poison").
+        or one of its rows, now ("device_nan") or until its turn ends ("device_poison"). Or let
+        memory be found wrong with the next step, where nothing else would show it.
         """
+        if fault == Site.EVICTION:
+            self.history.reached["fault eviction"] += 1
+            self.cache.evict_all()
+            return
+        if fault in DOUBT_SITES:
+            self._doubt(Site(fault), which)
+            return
         device, turns = self.device, self.history.live
         batch = device.next_batch()
         if batch is None or not batch.rows:
@@ -136,6 +160,34 @@ class Stage(HandEngine):
         for turn in turns.values():
             turn.faults.add("device_failed")
 
+    def _memory_sites(self) -> tuple[Site, ...]:
+        """What can happen to memory now. It is found wrong in the middle of a copy more often than
+        it would be by chance."""
+        ledgers = self.cache.inspect().stores.ledgers.values()
+        sites = (Site.EVICTION,) if any(ledger.num_evictable for ledger in ledgers) else ()
+        if self.history.num_doubts >= MAX_DOUBTS or not self._resident_sessions():
+            return sites
+        transits = self.cache.inspect().stores.transits.values()
+        num_asked = COPY_WEIGHT if any(each.is_incoming for each in transits) else 1
+        return sites + DOUBT_SITES * num_asked
+
+    def _resident_sessions(self) -> list[SessionId]:
+        return [each.session_id for each in self.cache.slots() if each.allocated_len]
+
+    def _doubt(self, fault: Site, which: int) -> None:
+        history, watch = self.history, self.engine.inspect().watch
+        resident = self._resident_sessions()
+        if history.num_doubts >= MAX_DOUBTS or not resident:
+            return
+        history.reached[f"fault {fault}"] += 1
+        history.doubt()
+        if fault is Site.REBUILD:
+            watch.note_failure(AuditFailed("injected"))
+        else:
+            session_id = resident[which % len(resident)]
+            watch.note_content([Violation("injected", session_id)])
+        self._doubt_told = fault
+
     def calm(self) -> None:
         """No more faults, and copies wait no longer than forwards do."""
         self._context.faults.calm()
@@ -150,11 +202,11 @@ class Stage(HandEngine):
         """Everything is as it was before the first command. Call it when all is closed and the
         tree was flushed."""
         self.audit()
-        counters = self.engine.counters
+        counters, accounts = self.engine.counters, self.cache.accounts().values()
         self.history.reached["overshoot"] += counters.overshoots
         self.history.reached["shortfall"] += counters.shortfalls
         left = {
-            "pages": sum(a.pages - 1 - a.free for a in self.cache.accounts().values()),
+            "pages": sum(a.pages - 1 - a.free - a.quarantine for a in accounts),
             "rows": self._context.config.sizes.num_rows - headroom(self.cache).free_rows,
             "sessions": len(self.cache),
             "turns": len(self.history.live),
@@ -178,10 +230,15 @@ class Stage(HandEngine):
     def _watch_carrier(self) -> None:
         """Let copies wait, fail as the configuration says, and find what an earlier engine has
         written."""
+        carrier = self._carrier
+        carrier.at_once = False
+        carrier.disk = self._context.disk
+        carrier.fails = self._strikes_copy
+
+    @property
+    def _carrier(self) -> EchoCarrier:
         assert self.carrier is not None, "the echo device has one"
-        self.carrier.at_once = False
-        self.carrier.disk = self._context.disk
-        self.carrier.fails = self._strikes_copy
+        return self.carrier
 
     def _strikes_copy(self, site: Site) -> bool:
         does_strike = self._context.faults.strikes(site)
@@ -215,6 +272,11 @@ class Stage(HandEngine):
                     raise Broken(Layer.PAIR, text)
             self._check_at_rest(cache.touched.keys() | self.history.drafts.dropped)
             cache.touched.clear()
+        num_rebuilds = self.engine.inspect().guard.num_rebuilds
+        if num_rebuilds > self._num_rebuilds:
+            self._num_rebuilds = num_rebuilds
+            self._recount.stop()
+            self._recount = Recount(cache)
         for event in events:
             if isinstance(event, TurnFinished | TurnFailed) and event.session_id in cache:
                 self._check_held(event)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
-from typing import Any, Final
+from typing import Final
 
 import pytest
 
 from tests.depth import IS_PROOF, at_depth
-from tests.sim.campaign import Totals, play_seeds
+from tests.sim.campaign import Totals, play_steps
 
 SHARD_STEPS: Final = at_depth(90_000, proof=125_000)
 SHARD_SEEDS: Final = 1_000_000
@@ -186,7 +185,7 @@ class Quarter:
         self, half: int, record_property: Callable[[str, object], None]
     ) -> None:
         totals = play_shard(self.SHARDS[half])
-        record_property("simulated", _figures(totals))
+        record_property("simulated", totals.figures)
         missing = _missing(totals.coverage, INTERESTING)
         assert not missing, missing
 
@@ -214,26 +213,8 @@ if IS_PROOF:
 
 @functools.cache
 def play_shard(shard: int) -> Totals:
-    """Simulate the seeds of one shard until it has made its steps; once in a process.
-
-    Raises:
-        AssertionError: a seed failed; the text says how to see its story.
-    """
-    totals = Totals(next_seed=shard * SHARD_SEEDS)
-    while totals.steps < SHARD_STEPS:
-        for outcome in play_seeds([totals.next_seed]):
-            assert outcome.report is not None, (
-                f"{outcome.message}; python -m tests.sim --seed {outcome.seed} tells its story"
-            )
-            totals.add(outcome.report)
-    return totals
-
-
-def _figures(totals: Totals) -> dict[str, Any]:
-    """What the summary of a test run adds up."""
-    counts = asdict(totals)
-    del counts["next_seed"], counts["coverage"]
-    return counts
+    """Simulate the seeds of one shard until it has made its steps; once in a process."""
+    return play_steps(shard * SHARD_SEEDS, SHARD_STEPS)
 
 
 def _missing(coverage: Counter[str], names: Iterable[str]) -> list[str]:

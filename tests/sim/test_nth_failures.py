@@ -34,6 +34,11 @@ DIRECT = {
     Site.DEVICE_NAN: ("failed numerical_error",),
     Site.DEVICE_RAISE: ("admitted again",),
     Site.DEVICE_POISON: ("failed device_failed",),
+    Site.EVICTION: ("tier: copied in",),
+    Site.QUARANTINE: ("failed internal_inconsistency", "tier: quarantine during copies"),
+    Site.REBUILD: ("admitted again", "tier: rebuild during copies"),
+    Site.TIER_COPY: ("tier: copy out failed", "tier: copy in failed", "tier: file not written"),
+    Site.TIER_FILE: ("tier: file refused",),
 }
 WIRE = {
     Site.ENGINE_DEATH: ("engine died under turns", "turn failed: engine_restarting"),
@@ -42,6 +47,9 @@ WIRE = {
     Site.TOKENIZER_SLOW: ("turn failed: tokenize_failed", "refused: tokenize_failed"),
 }
 """What each loop must have led to at least once."""
+
+TIERED_SITES = {Site.EVICTION, Site.QUARANTINE, Site.REBUILD, Site.TIER_COPY, Site.TIER_FILE}
+"""Sites of an engine that keeps KV outside of its pools."""
 
 
 def test_every_site_has_a_rate_and_a_loop() -> None:
@@ -65,7 +73,10 @@ def fail_at_each(site: Site, front: Front, wanted: Collection[str]) -> None:
     while num_points < MIN_POINTS or not reached.keys() >= set(wanted):
         assert num_points < MAX_POINTS, reached
         report = simulate(
-            rich_config(seed, front, only_fault=OneFault(site, nth)), max_steps=MAX_STEPS
+            rich_config(
+                seed, front, only_fault=OneFault(site, nth), is_tiered=site in TIERED_SITES
+            ),
+            max_steps=MAX_STEPS,
         )
         if report.faults:
             assert report.coverage[f"fault {site}"] == report.faults == 1

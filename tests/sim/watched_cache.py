@@ -8,11 +8,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+
 from cache.changes import Changes
 from cache.components import Component, RecurrentState
 from cache.errors import AuditFailed, OutOfPages, OutOfRows, PinQuotaExceeded
 from cache.ledger import Ledger
-from cache.page_copies import PageCopies
+from cache.page_copies import PageCopies, Wanted
 from cache.pages import Extents
 from cache.radix import RadixCache
 from cache.radix_node import LockReceipt, MatchResult, PagesByPool, RadixNode, Walk
@@ -22,6 +24,7 @@ from cache.session_slot import SessionSlot
 from cache.spec import CacheSpec, Capacity
 from cache.stores import KVStores, StoreParts
 from cache.tails import Tails
+from cache.transit import Transit, TransitId
 from cache.types import (
     NULL_PAGE,
     Holder,
@@ -35,7 +38,7 @@ from cache.types import (
     TurnId,
     pages_for,
 )
-from cache.views import TailView, TurnLoan
+from cache.views import SlotView, TailView, TurnLoan
 from tests.sim.faults import Site
 
 Strikes = Callable[[Site], bool]
@@ -238,6 +241,33 @@ class WatchedTails(Tails):
         super().reclaim(pool, num_pages)
 
 
+class WatchedCopies(PageCopies):
+    """Sees that a session can go on from what has come in, to its end."""
+
+    def __init__(self, cache: WatchedCache, *, num_begun: int) -> None:
+        super().__init__(cache.stores, Room(cache.stores, cache.tails), num_begun=num_begun)
+        self._cache = cache
+        self._coming: dict[TransitId, tuple[Namespace, Tokens]] = {}
+
+    def begin_in(self, namespace: Namespace, tokens: Tokens, wanted: Wanted) -> Transit | None:
+        """See `PageCopies`."""
+        transit = super().begin_in(namespace, tokens, wanted)
+        if transit is not None:
+            self._coming[transit.number] = (namespace, tokens[: transit.end].copy())
+        return transit
+
+    def end_in(self, transit: Transit, *, is_whole: bool) -> bool:
+        """See `PageCopies`."""
+        is_used = super().end_in(transit, is_whole=is_whole)
+        namespace, tokens = self._coming.pop(transit.number, (None, None))
+        if is_used and namespace is not None and tokens is not None:
+            found = self._cache.peek(np.append(tokens, np.int32(0)), namespace)
+            if found.matched_len < transit.end:
+                text = f"{transit.end} positions came in, and {found.matched_len} can be used"
+                raise AuditFailed(text)
+        return is_used
+
+
 class WatchedCache(SessionAwareCache):
     """`touched`: sessions whose pages changed hands since somebody looked."""
 
@@ -256,12 +286,10 @@ class WatchedCache(SessionAwareCache):
         self.reached = reached
         self.touched: dict[SessionId, None] = {}
         self._strikes = strikes
-        self.tails = WatchedTails(self, strikes)
-        self.copies = PageCopies(self.stores, Room(self.stores, self.tails))
         self._of_turn: dict[TurnId, SessionId] = {}
         self._way_back: dict[TurnId, int] = {}
         self._pinned_quota_pages = pinned_quota_pages
-        self._windows = tuple(self.stores.ledgers[pool] for pool in window_pools(self.stores))
+        self._watch()
 
     @property
     def stores(self) -> KVStores:
@@ -374,6 +402,25 @@ class WatchedCache(SessionAwareCache):
         is_gone = super().close(session_id)
         self.reached["close deferred"] += not is_gone
         return is_gone
+
+    def rebuild(self) -> list[SlotView]:
+        """See `SessionAwareCache`. What is new is watched too."""
+        resident = super().rebuild()
+        self._watch()
+        self._of_turn.clear()
+        self._way_back.clear()
+        self.touched.clear()
+        return resident
+
+    def evict_all(self) -> None:
+        """Give up all that is published and that nobody holds, as a shortage would."""
+        for pool, ledger in self.stores.ledgers.items():
+            self.stores.evict(pool, ledger.num_evictable)
+
+    def _watch(self) -> None:
+        self.tails = WatchedTails(self, self._strikes)
+        self.copies = WatchedCopies(self, num_begun=self.copies.num_begun)
+        self._windows = tuple(self.stores.ledgers[pool] for pool in window_pools(self.stores))
 
     @contextmanager
     def _pinning(self, session_id: SessionId, num_tokens: int) -> Iterator[None]:

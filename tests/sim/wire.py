@@ -28,6 +28,8 @@ from tests.sim.context import SimContext
 from tests.sim.conversation import Conversation
 from tests.sim.draws import name_value
 from tests.sim.failure import Broken, Layer
+from tests.sim.faults import DOUBT_SITES
+from tests.sim.history import DOUBT_FAILURES
 from tests.sim.rewrites import Rewrites
 from tests.sim.server import SimServer, embedded_text
 from tests.sim.shadow import SessionShadow, SimText, World
@@ -200,6 +202,7 @@ class WireWorld:
         engine = self.server.engine
         if "fault" in op and engine.is_alive:
             engine.hand.inject(op["fault"], op["which"])
+            self._world.allowed.update(DOUBT_FAILURES if op["fault"] in DOUBT_SITES else ())
             self._world.allowed.update(("device_failed", "numerical_error"))
         for index in range(op["times"]):
             engine.play(self.server.loop.time() + index * STEP_S, op["results"])

@@ -59,6 +59,7 @@ class WireOps:
             self._report: habits.report,
             self._rewrites.next: habits.rewrite,
             self._draft: habits.draft,
+            self._cool: habits.cool,
         }
         self._makers = list(makers)
         self._weights = list(accumulate(makers.values()))
@@ -205,6 +206,17 @@ class WireOps:
             "c": index,
             "frame": frame | ({"turn_id": turn_id} if turn_id else {}),
         }
+
+    def _cool(self) -> Op | None:
+        quiet = [
+            index
+            for index, client in enumerate(self._world.clients)
+            if client.socket is not None and client.shadow is not None and not client.shadow.live
+        ]
+        if not quiet:
+            return None
+        index = self._draws.pick("who cools", quiet)
+        return {"op": "send", "c": index, "frame": {"type": "session.cool"}}
 
     def _close(self) -> Op:
         index = self._draws.below("close", len(self._world.clients))

@@ -148,9 +148,11 @@ class Restoring:
             len(each.pages) * store.tree.page_bytes[p] for p, each in transit.pages.items()
         )
         store.touch(part.segment for part in path.parts)
+        num_clears = store.num_clears
 
         def end(result: TierResult) -> None:
-            self._end(session_id, path, transit, result)
+            is_whole = result.refusal is None and store.num_clears == num_clears
+            self._end(session_id, path, transit, result, is_whole=is_whole)
 
         def order() -> None:
             store.order(lambda number: CopyIn(number, parts, num_bytes), end)
@@ -190,8 +192,16 @@ class Restoring:
         from_disk = not all(part.segment.in_host for part in path.parts)
         self._store.costs.note_copy(num_bytes, seconds, from_disk=from_disk)
 
-    def _end(self, session_id: SessionId, path: Path, transit: Transit, result: TierResult) -> None:
-        store, is_whole = self._store, result.refusal is None
+    def _end(
+        self,
+        session_id: SessionId,
+        path: Path,
+        transit: Transit,
+        result: TierResult,
+        *,
+        is_whole: bool,
+    ) -> None:
+        store = self._store
         if self._cache.copies.end_in(transit, is_whole=is_whole):
             self._count(transit, path, result.seconds)
             segments = [part.segment for part in path.parts]

@@ -74,6 +74,7 @@ class TierStore:
         self.host = TierAccount(host_bytes)
         self.disk = TierAccount(disk_bytes)
         self.counts = TierCounts()
+        self.num_clears = 0
         self._unread: OrderedDict[bytes, int] = OrderedDict()
         """Files that no segment stands for, with their bytes; those used longest ago first."""
 
@@ -234,7 +235,9 @@ class TierStore:
             self.drop(segment)
 
     def clear(self) -> None:
-        """Drop everything: what the pools held may have been wrong."""
+        """Drop everything: what the pools held may have been wrong. What was read of it before, and
+        is still on its way, is dropped by who has ordered that: see `num_clears`."""
+        self.num_clears += 1
         for segment in self.tree.segments():
             if self.tree.get(segment.number) is segment:
                 self.drop(segment)
@@ -298,6 +301,8 @@ class TierStore:
         if not self._make_room_on_disk(segment.content.num_bytes):
             segment.is_refused = True
             return
+        if self.tree.get(segment.number) is not segment:
+            return  # what gave way was the beginning of the same path
         self.disk.add(segment)
         segment.is_writing = True
         self._num_writing += 1

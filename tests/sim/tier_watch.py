@@ -1,0 +1,298 @@
+"""What the engine believes of KV outside of its pools, held against what is there.
+
+After every step that moved any: the bytes of each tier are those of its segments and within its
+bound, what is said to be in host memory or on disk is there, with the cells that its tokens give,
+and once nothing is under way nothing else is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final
+
+from cache.session_cache import SessionAwareCache
+from cache.spec import LayerKind
+from cache.tiers.segment import Segment
+from cache.tiers.tier_account import TierAccount
+from cache.types import PoolName, SessionId, SlotState
+from session_server.core.commands import (
+    CancelTurn,
+    CloseSession,
+    CoolSession,
+    EngineCommand,
+    StopTurn,
+)
+from session_server.core.tier_orders import CopyIn, TierOrder
+from session_server.engine.engine import Engine
+from session_server.engine.turn import Turn, TurnState
+from tests.sim.carrier import EchoCarrier, Payload
+from tests.sim.draws import name_value
+from tests.sim.echo import tag_after
+from tests.sim.failure import Broken, Layer
+from tests.sim.faults import Site
+from tests.sim.layers import POOLS, Mixture
+
+_NEARLY_FULL: Final = 8192
+"""Bytes that hold no segment more, or hardly one."""
+
+
+class TierWatch:
+    """Looks at one engine. Every method that checks raises `Broken`."""
+
+    def __init__(
+        self, engine: Engine, cache: SessionAwareCache, carrier: EchoCarrier, mixture: Mixture
+    ) -> None:
+        tiers = engine.inspect().tiers
+        self._store, self._spilling, self._restoring = (
+            tiers.store,
+            tiers._spilling,
+            tiers._restoring,
+        )
+        self._scheduler, self._drafts = engine.inspect().scheduler, engine._input_drafts
+        self._cache, self._carrier, self._mixture = cache, carrier, mixture
+        self._page_size = cache.spec.page_size
+        self._tags: dict[int, list[int]] = {}
+        self._looked_at: dict[int, set[int]] = {}
+        self._doomed: list[Segment] = []
+        self._num_seen = 0
+        self._in_flight = engine.inspect().in_flight
+        self._num_launched = 0
+        self._begun: dict[int, int] = {}
+        """Per copy on its way in, the forwards that were launched before it began."""
+
+        self.reached: Counter[str] = carrier.reached
+
+    def doubt(self, fault: Site) -> None:
+        """Memory was found wrong in this step, and what was copied of it must not be used."""
+        is_copying = len(self._carrier) > 0
+        self.reached[f"tier: {fault} during copies"] += is_copying
+        self._carrier.doubt()
+
+    def told(self, commands: Sequence[EngineCommand]) -> None:
+        """The engine is about to obey these commands."""
+        self._doomed = []
+        self._num_launched = self._in_flight.num_forwards
+        if not self._carrier.num_asked:
+            return
+        ends = [each for each in commands if isinstance(each, CloseSession | CoolSession)]
+        for command in commands:
+            match command:
+                case CloseSession(session_id=session_id, is_deleted=is_deleted):
+                    is_copied = session_id in self._spilling._copying
+                    is_copied |= session_id in self._restoring._waiting
+                    self.reached["tier: closed during a copy"] += is_copied
+                    self._note_end(self._scheduler.turn_of(session_id))
+                    if is_deleted and len(ends) == 1 and not self._carrier.has_results:
+                        self._doomed = self._only_of(session_id)
+                case CancelTurn(turn_id=turn_id) | StopTurn(turn_id=turn_id):
+                    self._note_end(self._scheduler.find(turn_id))
+                case _:
+                    pass
+
+    def check(self, orders: Sequence[TierOrder]) -> None:
+        """A step is over that gave these orders."""
+        self._check_fences(orders)
+        num_seen = self._carrier.num_asked + self._carrier.num_taken
+        if num_seen == self._num_seen and not orders:
+            return
+        self._num_seen = num_seen
+        store = self._store
+        segments = store.tree.segments()
+        self._check_account("host memory", store.host, [s for s in segments if s in store.host])
+        self._check_account("the disk", store.disk, [s for s in segments if s in store.disk])
+        for segment in segments:
+            self._check_segment(segment)
+        for segment in self._doomed:
+            if store.tree.get(segment.number) is segment:
+                raise self._broken(f"segment {segment.number} outlives its only session")
+        self._check_sessions(segments)
+        self._check_turns()
+        if not (len(self._carrier) or self._restoring._held or store._orders):
+            self._check_at_rest(segments)
+        self._note_reached()
+
+    def _check_fences(self, orders: Sequence[TierOrder]) -> None:
+        """A copy in is ordered once no forward can write its pages that was launched before it had
+        them, and nobody else has them while it is being made."""
+        stores = self._cache.inspect().stores
+        coming = {n: each.pages for n, each in stores.transits.items() if each.is_incoming}
+        before = self._begun
+        self._begun = {n: before.get(n, self._num_launched) for n in coming}
+        num_settled = self._in_flight.num_forwards - len(self._in_flight)
+        for order in orders:
+            if not isinstance(order, CopyIn):
+                continue
+            for part in order.parts:
+                segment = self._store.tree.get(part.segment)
+                if segment is not None and not segment.is_readable:
+                    raise self._broken(f"segment {part.segment} is read before it is there")
+            written = pages_of(order)
+            for number, pages in coming.items():
+                is_its = any(set(pages[p].pages.tolist()) & ids for p, ids in written.items())
+                if is_its and num_settled < self._begun[number]:
+                    raise self._broken(f"copy {number} is ordered before {num_settled + 1} settles")
+        for order in self._carrier.waiting:
+            if isinstance(order, CopyIn):
+                for pool, ids in pages_of(order).items():
+                    kept = {p for each in stores.fenced.values() for p in each.get(pool, ())}
+                    kept |= {p for pages in coming.values() for p in pages[pool].pages.tolist()}
+                    if not ids <= kept:
+                        raise self._broken(f"a copy writes {ids - kept} of {pool}, not kept for it")
+
+    def _note_end(self, turn: Turn | None) -> None:
+        is_restoring = turn is not None and turn.state is TurnState.RESTORING
+        self.reached["tier: ended while its KV was copied"] += is_restoring
+
+    def _only_of(self, session_id: SessionId) -> list[Segment]:
+        """The segments at the end of a path that nobody else has."""
+        segment, only = self._spilling._last.get(session_id), list[Segment]()
+        while segment is not None and self._store.tree.get(segment.number) is segment:
+            num_others = segment.num_sessions - (not only)
+            if num_others or len(segment.children) > bool(only):
+                break
+            only.append(segment)
+            segment = segment.parent
+        return only
+
+    def _check_account(self, name: str, account: TierAccount, held: list[Segment]) -> None:
+        sums: Counter[str] = Counter()
+        for segment in held:
+            sums[segment.content.namespace.tenant] += self._bytes_of(segment)
+        if len(account) != len(held):
+            raise self._broken(f"{name} counts {len(account)} segments, there are {len(held)}")
+        if account.num_bytes != sum(sums.values()) or account.num_bytes > account.max_bytes:
+            raise self._broken(
+                f"{name} counts {account.num_bytes} bytes of {account.max_bytes}, has {sums}"
+            )
+        shares = {tenant: share.num_bytes for tenant, share in account._of_tenants.items()}
+        if shares != dict(sums):
+            raise self._broken(f"{name} counts {shares} by tenant, has {sums}")
+
+    def _bytes_of(self, segment: Segment) -> int:
+        content = segment.content
+        num_bytes = self._store.tree.bytes_of(content.tokens, content.spans)
+        if content.num_bytes != num_bytes:
+            raise self._broken(f"segment {segment.number} says {content.num_bytes} bytes")
+        return num_bytes
+
+    def _check_segment(self, segment: Segment) -> None:
+        store, carrier, number = self._store, self._carrier, segment.number
+        if segment.in_host and (segment not in store.host or number not in carrier.host):
+            raise self._broken(f"segment {number} is not in host memory")
+        if segment in store.disk and not (segment.on_disk or segment.is_writing):
+            raise self._broken(f"segment {number} is counted and not on disk")
+        if not (segment in store.host or segment in store.disk):
+            raise self._broken(f"segment {number} is nowhere")
+        if segment.on_disk:
+            stored = carrier.disk.files.get(segment.content.name)
+            if segment not in store.disk or stored is None:
+                raise self._broken(f"segment {number} is not on disk")
+            if stored.found.file != store.file_of(segment).file:
+                raise self._broken(f"the file of segment {number} is {stored.found.file}")
+            self._check_payload(segment, stored.payload)
+        if segment.in_host:
+            self._check_payload(segment, carrier.host[number])
+
+    def _check_payload(self, segment: Segment, payload: Payload) -> None:
+        """The pages are those that the segment says it has, and hold what its tokens give."""
+        looked_at = self._looked_at.setdefault(segment.number, set())
+        if id(payload) in looked_at:
+            return
+        looked_at.add(id(payload))
+        for pool, (first, end) in segment.content.spans.items():
+            expected = [self._page(segment, pool, page) for page in range(first, end)]
+            if payload.get(pool, []) != expected:
+                raise Broken(Layer.CONTENT, f"segment {segment.number} does not hold its {pool}")
+
+    def _page(self, segment: Segment, pool: PoolName, page: int) -> list[int]:
+        """The cells of a page of the path."""
+        start = page * self._page_size - segment.content.start
+        tags = self._tags_of(segment)[max(0, start) : start + self._page_size]
+        return tags[-1:] if pool == POOLS[LayerKind.RECURRENT] else tags
+
+    def _tags_of(self, segment: Segment) -> list[int]:
+        tags, content = self._tags.get(segment.number), segment.content
+        if tags is None:
+            tag = name_value(content.namespace.tenant_salt)
+            if segment.parent is not None:
+                before = self._tags_of(segment.parent)
+                tag = before[content.start - 1 - segment.parent.content.start]
+            tags = self._tags[segment.number] = []
+            for position, token in enumerate(content.tokens.tolist(), content.start):
+                tag = tag_after(tag, token, position)
+                tags.append(tag)
+        return tags
+
+    def _check_sessions(self, segments: Sequence[Segment]) -> None:
+        """What is counted of sessions is that of sessions there are."""
+        spilling, restoring = self._spilling, self._restoring
+        ends = Counter(segment.number for segment in spilling._last.values())
+        for segment in segments:
+            if segment.num_sessions != ends[segment.number]:
+                raise self._broken(f"{segment.num_sessions} sessions end in {segment.number}")
+        known = {*spilling._last, *spilling._dirty, *restoring._ahead}
+        if gone := {session_id for session_id in known if session_id not in self._cache}:
+            raise self._broken(f"of closed sessions something is left: {sorted(gone)}")
+        if spilling._num_dirty != sum(spilling._dirty.values()):
+            raise self._broken(f"{spilling._num_dirty} tokens are dirty, not {spilling._dirty}")
+        if restoring._num_ahead != sum(restoring._ahead.values()):
+            raise self._broken(f"{restoring._num_ahead} pages ahead, not {restoring._ahead}")
+        lent = [s for s in known if self._cache.slot(s).state is SlotState.LENT]
+        if busy := [s for s in lent if s in spilling._dirty or s in restoring._ahead]:
+            raise self._broken(f"of sessions with a turn something waits: {busy}")
+
+    def _check_turns(self) -> None:
+        """Whoever waits for a copy is told of its end."""
+        for turn in self._scheduler._turns.values():
+            if turn.state is not TurnState.RESTORING:
+                continue
+            if turn.request.session_id not in self._restoring._waiting:
+                raise Broken(Layer.LIVENESS, f"{turn.turn_id} waits for no copy")
+            self.reached["tier: restored after a retraction"] += turn.num_admissions > 0
+        if lost := self._drafts._restoring.keys() - self._restoring._waiting.keys():
+            raise Broken(Layer.LIVENESS, f"drafts of {lost} wait for no copy")
+        self.reached["tier: draft waits for its copy"] += bool(self._drafts._restoring)
+
+    def _check_at_rest(self, segments: Sequence[Segment]) -> None:
+        """No copy is under way: nothing is held for any, and nothing is there that is not known."""
+        store, carrier = self._store, self._carrier
+        left = {
+            "copies": self._cache.copies.num_under_way,
+            "fences": len(self._cache.inspect().stores.fenced),
+            "spilled sessions": len(self._spilling._copying),
+            "restored sessions": len(self._restoring._waiting),
+            "results": len(store._continue),
+            "writes": store._num_writing + sum(segment.is_writing for segment in segments),
+            "in host memory": len(carrier.host.keys() ^ {s.number for s in segments if s.in_host}),
+        }
+        if store.is_listed and store.has_disk:
+            known = {s.content.name for s in segments if s.on_disk} | store._unread.keys()
+            left["files"] = len(carrier.disk.files.keys() ^ known)
+            num_bytes = sum(stored.num_bytes for stored in carrier.disk.files.values())
+            counted = store.disk.num_bytes + store._unread_bytes
+            left["bytes on disk"] = num_bytes - counted
+            left["bytes too many on disk"] = max(0, num_bytes - store.disk.max_bytes)
+        if any(left.values()):
+            raise self._broken(f"nothing is under way, and left are {left}")
+
+    def _note_reached(self) -> None:
+        store, reached = self._store, self.reached
+        reached["tier: host memory full"] += store.host.free_bytes < _NEARLY_FULL
+        reached["tier: disk full"] += store.has_disk and store.disk.free_bytes < _NEARLY_FULL
+        reached["tier: several tenants"] += len(store.host._of_tenants) > 1
+        reached["tier: several segments on a path"] += any(s.parent for s in store.tree.segments())
+        reached[f"tier: {self._mixture.value}"] += store.counts.hits > 0
+
+    @staticmethod
+    def _broken(text: str) -> Broken:
+        return Broken(Layer.AUDIT, f"tiers: {text}")
+
+
+def pages_of(order: CopyIn) -> dict[PoolName, set[int]]:
+    """The pages that a copy writes."""
+    written: dict[PoolName, set[int]] = {}
+    for part in order.parts:
+        for pool, (_, pages) in part.pages.items():
+            written.setdefault(pool, set()).update(pages.tolist())
+    return written
