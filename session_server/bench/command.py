@@ -7,7 +7,7 @@
   speculation   answers with drafts from the session's own text, and without
   memory-check  what the memory checker adds to a step, beside idle sessions
   structured    what holding answers to a JSON schema adds to a step
-  tiers         more sessions than memory holds, and the first turn after a restart
+  tiers         more sessions than memory holds, and turns after a restart
 
 Shared machines are noisy: quote ratios of one run, and run twice before
 believing one.
