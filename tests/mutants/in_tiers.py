@@ -241,20 +241,10 @@ CHAIN_IS_THAT_OF_ONE_PAGE = _mutant(
     ),
 )
 
-UNREADABLE_PART_IS_READ = _mutant(
-    "A path is read beyond a segment that is still being copied out.",
-    ("cache.tiers.segment_tree:Path.readable", "if not part.segment.is_readable:", "if False:"),
-)
-
 ANY_LENGTH_GOES_ON = _mutant(
     "A path comes in to its end, whether a window and a state are there or not.",
     (f"{_TREE}.continuable_len", "if component.is_bounded:", "if False:"),
     source="llama.cpp#25913",
-)
-
-RESIDENT_WINDOW_IS_TAKEN_FOR_GRANTED = _mutant(
-    "Every page of a window before the beginning is taken to be in the pool.",
-    (f"{_TREE}._entries", "component.first_page(start) : start", "0 : start"),
 )
 
 LAST_PART_IS_READ_WHOLE = _mutant(
@@ -523,5 +513,5 @@ PAGES_AHEAD_ARE_NEVER_USED = _mutant(
 
 DOUBT_LETS_COPIES_COME_IN = _mutant(
     "A copy back of what was found wrong meanwhile is used.",
-    (f"{_RESTORING}._copy", " and store.num_clears == num_clears", ""),
+    (f"{_RESTORING}._copy", " and self._num_clears == num_clears", ""),
 )

@@ -15,6 +15,7 @@ import numpy as np
 
 from cache.spec import LayerKind
 from cache.tiers.segment import chain_after
+from cache.tiers.segment_tree import SEGMENT_BYTES
 from cache.types import PoolName
 from session_server.core.tier_orders import (
     CopyIn,
@@ -139,7 +140,9 @@ class EchoCarrier:
                 found = tuple(self._find(order.file, order))
                 result = TierResult(order.number, _COPY_S, found=found)
             case ListFiles():
-                listed = ((name, each.num_bytes) for name, each in self.disk.files.items())
+                # A file is smaller than what a segment of it may take.
+                files = self.disk.files.items()
+                listed = ((name, each.num_bytes - SEGMENT_BYTES) for name, each in files)
                 result = TierResult(order.number, _COPY_S, files=tuple(listed))
             case Forget():
                 raise AssertionError("it is carried out at once")

@@ -50,6 +50,7 @@ from tests.sim.draft_history import EngineDrafts
 from tests.sim.draws import name_value
 from tests.sim.echo import EchoModel, Truth, score_of
 from tests.sim.failure import Broken, Layer
+from tests.sim.faults import DOUBT_SITES
 
 TurnEvent = (
     TurnStarted
@@ -145,8 +146,6 @@ class EngineHistory:
         self.turns: dict[TurnId, EngineTurn] = {}
         self.live: dict[TurnId, EngineTurn] = {}
         self.ended: list[TurnId] = []
-        self.num_doubts = 0
-        self._is_in_doubt = False
         self.reached = reached
 
     def truth_of(self, turn_id: TurnId) -> Truth:
@@ -164,9 +163,14 @@ class EngineHistory:
         return session.salt
 
     def doubt(self) -> None:
-        """Memory is said to be wrong with the next step, which is no fault of the engine."""
-        self.num_doubts += 1
-        self._is_in_doubt = True
+        """Memory is said to be wrong in this step, which is no fault of the engine."""
+        for turn in self.live.values():
+            turn.faults |= set(DOUBT_FAILURES)
+
+    @property
+    def num_doubts(self) -> int:
+        """Times that memory was said to be wrong, in all lives of the engine."""
+        return sum(self.reached[f"fault {site}"] for site in DOUBT_SITES)
 
     # Commands
 
@@ -200,10 +204,6 @@ class EngineHistory:
                     self._owed["report", request_id] += 1
                 case _:
                     pass
-        if self._is_in_doubt:
-            self._is_in_doubt = False
-            for turn in self.live.values():
-                turn.faults |= set(DOUBT_FAILURES)
 
     def _open(self, command: OpenSession) -> None:
         session_id = command.session_id

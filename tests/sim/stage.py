@@ -40,7 +40,7 @@ UNITS_PER_SLICE: Final = 6
 MAX_DOUBTS: Final = 4
 """Times that memory is said to be wrong in one engine's life, which ends after eight."""
 
-COPY_WEIGHT: Final = 8
+COPY_WEIGHT: Final = 16
 """Times that memory may be found wrong at a moment at which a copy is on its way in."""
 
 MAX_IDLE_STEPS: Final = 64
@@ -96,6 +96,8 @@ class Stage(HandEngine):
         history = self.history
         self.tiers.told(commands)
         history.told(commands, has_results=bool(results))
+        if self._doubt_told is not None:
+            history.doubt()
         outcome: StepOutcome | None = None
         try:
             outcome = super().step(now_s, commands, results)
@@ -165,11 +167,16 @@ class Stage(HandEngine):
         it would be by chance."""
         ledgers = self.cache.inspect().stores.ledgers.values()
         sites = (Site.EVICTION,) if any(ledger.num_evictable for ledger in ledgers) else ()
-        if self.history.num_doubts >= MAX_DOUBTS or not self._resident_sessions():
+        if self._num_doubts >= MAX_DOUBTS or not self._resident_sessions():
             return sites
         transits = self.cache.inspect().stores.transits.values()
         num_asked = COPY_WEIGHT if any(each.is_incoming for each in transits) else 1
         return sites + DOUBT_SITES * num_asked
+
+    @property
+    def _num_doubts(self) -> int:
+        guard = self.engine.inspect().guard
+        return guard.num_rebuilds + len(guard.quarantined) + (self._doubt_told is not None)
 
     def _resident_sessions(self) -> list[SessionId]:
         return [each.session_id for each in self.cache.slots() if each.allocated_len]
@@ -177,10 +184,9 @@ class Stage(HandEngine):
     def _doubt(self, fault: Site, which: int) -> None:
         history, watch = self.history, self.engine.inspect().watch
         resident = self._resident_sessions()
-        if history.num_doubts >= MAX_DOUBTS or not resident:
+        if self._num_doubts >= MAX_DOUBTS or not resident:
             return
         history.reached[f"fault {fault}"] += 1
-        history.doubt()
         if fault is Site.REBUILD:
             watch.note_failure(AuditFailed("injected"))
         else:

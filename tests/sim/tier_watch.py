@@ -25,6 +25,11 @@ from session_server.core.commands import (
 )
 from session_server.core.tier_orders import CopyIn, TierOrder
 from session_server.engine.engine import Engine
+from session_server.engine.in_flight import InFlight
+from session_server.engine.scheduler import Scheduler
+from session_server.engine.tiers.restoring import Restoring
+from session_server.engine.tiers.spilling import Spilling
+from session_server.engine.tiers.store import TierStore
 from session_server.engine.turn import Turn, TurnState
 from tests.sim.carrier import EchoCarrier, Payload
 from tests.sim.draws import name_value
@@ -43,25 +48,43 @@ class TierWatch:
     def __init__(
         self, engine: Engine, cache: SessionAwareCache, carrier: EchoCarrier, mixture: Mixture
     ) -> None:
-        tiers = engine.inspect().tiers
-        self._store, self._spilling, self._restoring = (
-            tiers.store,
-            tiers._spilling,
-            tiers._restoring,
-        )
-        self._scheduler, self._drafts = engine.inspect().scheduler, engine._input_drafts
-        self._cache, self._carrier, self._mixture = cache, carrier, mixture
-        self._page_size = cache.spec.page_size
+        self._engine, self._cache, self._carrier = engine, cache, carrier
+        self._mixture = mixture
         self._tags: dict[int, list[int]] = {}
         self._looked_at: dict[int, set[int]] = {}
         self._doomed: list[Segment] = []
-        self._num_seen = 0
-        self._in_flight = engine.inspect().in_flight
-        self._num_launched = 0
+        self._num_seen = self._num_launched = 0
         self._begun: dict[int, int] = {}
         """Per copy on its way in, the forwards that were launched before it began."""
 
-        self.reached: Counter[str] = carrier.reached
+    @property
+    def reached(self) -> Counter[str]:
+        """What happened, counted."""
+        return self._carrier.reached
+
+    @property
+    def _store(self) -> TierStore:
+        return self._engine.inspect().tiers.store
+
+    @property
+    def _spilling(self) -> Spilling:
+        return self._engine.inspect().tiers._spilling
+
+    @property
+    def _restoring(self) -> Restoring:
+        return self._engine.inspect().tiers._restoring
+
+    @property
+    def _scheduler(self) -> Scheduler:
+        return self._engine.inspect().scheduler
+
+    @property
+    def _in_flight(self) -> InFlight:
+        return self._engine.inspect().in_flight
+
+    @property
+    def _page_size(self) -> int:
+        return self._cache.spec.page_size
 
     def doubt(self, fault: Site) -> None:
         """Memory was found wrong in this step, and what was copied of it must not be used."""
@@ -250,9 +273,11 @@ class TierWatch:
             if turn.request.session_id not in self._restoring._waiting:
                 raise Broken(Layer.LIVENESS, f"{turn.turn_id} waits for no copy")
             self.reached["tier: restored after a retraction"] += turn.num_admissions > 0
-        if lost := self._drafts._restoring.keys() - self._restoring._waiting.keys():
+        if lost := self._engine._input_drafts._restoring.keys() - self._restoring._waiting.keys():
             raise Broken(Layer.LIVENESS, f"drafts of {lost} wait for no copy")
-        self.reached["tier: draft waits for its copy"] += bool(self._drafts._restoring)
+        self.reached["tier: draft waits for its copy"] += bool(
+            self._engine._input_drafts._restoring
+        )
 
     def _check_at_rest(self, segments: Sequence[Segment]) -> None:
         """No copy is under way: nothing is held for any, and nothing is there that is not known."""

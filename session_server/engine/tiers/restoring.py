@@ -71,7 +71,7 @@ class Restoring:
         self._ahead: dict[SessionId, int] = {}
         """Pages that were copied back for sessions, until a turn has them."""
 
-        self._num_ahead = 0
+        self._num_ahead = self._num_clears = 0
         self._max_ahead = max(each.pages for each in cache.accounts().values()) // _AHEAD_DIVISOR
         self._held: deque[tuple[int, Callable[[], None]]] = deque()
         """Copies that wait for forwards: the number of the last forward that may write their pages,
@@ -119,6 +119,10 @@ class Restoring:
         """Note that a turn has what was copied back, or wants it no more."""
         self._num_ahead -= self._ahead.pop(session_id, 0)
 
+    def clear(self) -> None:
+        """Use nothing that is on its way: it may be wrong."""
+        self._num_clears += 1
+
     def release(self) -> None:
         """Order the copies whose pages no forward can write any more."""
         num_settled = self._in_flight.num_forwards - len(self._in_flight)
@@ -148,10 +152,10 @@ class Restoring:
             len(each.pages) * store.tree.page_bytes[p] for p, each in transit.pages.items()
         )
         store.touch(part.segment for part in path.parts)
-        num_clears = store.num_clears
+        num_clears = self._num_clears
 
         def end(result: TierResult) -> None:
-            is_whole = result.refusal is None and store.num_clears == num_clears
+            is_whole = result.refusal is None and self._num_clears == num_clears
             self._end(session_id, path, transit, result, is_whole=is_whole)
 
         def order() -> None:

@@ -74,7 +74,6 @@ class TierStore:
         self.host = TierAccount(host_bytes)
         self.disk = TierAccount(disk_bytes)
         self.counts = TierCounts()
-        self.num_clears = 0
         self._unread: OrderedDict[bytes, int] = OrderedDict()
         """Files that no segment stands for, with their bytes; those used longest ago first."""
 
@@ -235,9 +234,7 @@ class TierStore:
             self.drop(segment)
 
     def clear(self) -> None:
-        """Drop everything: what the pools held may have been wrong. What was read of it before, and
-        is still on its way, is dropped by who has ordered that: see `num_clears`."""
-        self.num_clears += 1
+        """Drop everything: what the pools held may have been wrong."""
         for segment in self.tree.segments():
             if self.tree.get(segment.number) is segment:
                 self.drop(segment)

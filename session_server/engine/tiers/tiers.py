@@ -79,6 +79,7 @@ class Tiers:
         """Drop everything."""
         if self._is_on:
             self.store.clear()
+            self._restoring.clear()
 
     # Steps
 
