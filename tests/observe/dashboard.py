@@ -188,6 +188,24 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             },
         ),
         Panel(
+            "Tokens whose KV was copied",
+            "short",
+            {
+                "out": rate("kv_spilled_tokens_total"),
+                "back": rate("kv_restored_tokens_total"),
+            },
+            "Tokens per second; what came back was not computed.",
+        ),
+        Panel(
+            "Bandwidth of copies",
+            "Bps",
+            {
+                "out": rate("kv_spilled_bytes_total") + " / " + rate("kv_spill_seconds_total"),
+                "back": rate("kv_restored_bytes_total") + " / " + rate("kv_restore_seconds_total"),
+            },
+            "Of the copies themselves, from memory and from files.",
+        ),
+        Panel(
             "KV found outside",
             "percentunit",
             {"share": rate("kv_hits_total") + " / " + rate("kv_lookups_total")},
@@ -199,8 +217,9 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             {
                 "failed": rate("kv_failed_copies_total"),
                 "files refused": rate("kv_refused_files_total"),
+                "dropped": rate("kv_dropped_segments_total"),
             },
-            "Files are refused that somebody has changed or damaged.",
+            "What gave way to others is dropped. Files are refused that somebody has changed.",
         ),
     ),
     "Engine": (
@@ -287,6 +306,17 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             },
             "Sessions of which something could not be written; failing is 1 while nothing can be.",
             bad_from=1,
+        ),
+        Panel(
+            "Sessions moved between memory and store",
+            "cps",
+            {"{{kind}}": rate("store_session_moves_total", "kind")},
+        ),
+        Panel(
+            "Sessions on disk alone",
+            "none",
+            {"sessions": total("store_sessions_unread")},
+            "They are read when somebody names them.",
         ),
     ),
 }

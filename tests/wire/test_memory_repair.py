@@ -16,6 +16,7 @@ from session_server.client import SessionClient, connect
 from session_server.config import CacheOptions, ModelOptions, Settings
 from session_server.core.batch import CompileResult, StepResult
 from session_server.core.commands import EngineCommand
+from session_server.core.tier_orders import TierResult
 from session_server.demo.corpus import dialogue
 from session_server.engine.engine import StepOutcome
 from session_server.engine_host.inline import InlineEngine
@@ -87,10 +88,12 @@ async def patient() -> AsyncIterator[Patient]:
             commands: Sequence[EngineCommand],
             results: Sequence[StepResult],
             compiled: Sequence[CompileResult],
+            *,
+            copied: Sequence[TierResult],
         ) -> StepOutcome:
             while operations:
                 operations.pop()(assembly)
-            return step(now_s, commands, results, compiled)
+            return step(now_s, commands, results, compiled, copied=copied)
 
         assembly.engine.step = operate_and_step  # type: ignore[method-assign]
         assemblies.append(assembly)
