@@ -65,7 +65,7 @@ class EchoCarrier:
 
     `fails`: whether a fault strikes, asked each time. `num_asked`, `num_carried`,
     `num_taken`: orders given and carried out, results taken. `host`: what host memory has, by the
-    number of its segment.
+    number of its segment. `refused`: segments whose file was not what it should be.
     """
 
     def __init__(self, runner: EchoRunner, page_size: int, disk: EchoDisk | None = None) -> None:
@@ -74,6 +74,7 @@ class EchoCarrier:
             {} if runner.states is None else {POOLS[LayerKind.RECURRENT]: runner.states}
         )
         self.host: dict[int, Payload] = {}
+        self.refused: set[int] = set()
         self._waiting: list[tuple[TierOrder, Mapping[int, Payload | None]]] = []
         self._done: list[TierResult] = []
         self.disk = disk or EchoDisk()
@@ -186,6 +187,7 @@ class EchoCarrier:
                 stored = self.disk.files.get(part.file.name)
                 if stored is None or stored.is_damaged or stored.found.file != part.file:
                     self.reached["tier: file refused"] += 1
+                    self.refused.add(part.segment)
                     return TierResult(order.number, _COPY_S, Refusal.WRONG, part.segment)
                 payload = stored.payload
                 self.reached["tier: read from disk"] += 1

@@ -23,7 +23,7 @@ from session_server.core.commands import (
     EngineCommand,
     StopTurn,
 )
-from session_server.core.tier_orders import CopyIn, TierOrder
+from session_server.core.tier_orders import CopyIn, FileKey, TierOrder
 from session_server.engine.engine import Engine
 from session_server.engine.in_flight import InFlight
 from session_server.engine.scheduler import Scheduler
@@ -211,7 +211,9 @@ class TierWatch:
             stored = carrier.disk.files.get(segment.content.name)
             if segment not in store.disk or stored is None:
                 raise self._broken(f"segment {number} is not on disk")
-            if stored.found.file != store.file_key(segment):
+            content = segment.content
+            key = FileKey(content.name, content.namespace, content.chain, content.start)
+            if stored.found.file != key:
                 raise self._broken(f"the file of segment {number} is {stored.found.file}")
             self._check_payload(segment, stored.payload)
         if segment.in_host:
@@ -288,6 +290,7 @@ class TierWatch:
             "spilled sessions": len(self._spilling._copying),
             "restored sessions": len(self._restoring._waiting),
             "results": len(store._continue),
+            "refused files": sum(store.tree.get(n) is not None for n in carrier.refused),
             "writes": store._num_writing + sum(segment.is_writing for segment in segments),
             "in host memory": len(carrier.host.keys() ^ {s.number for s in segments if s.in_host}),
         }
