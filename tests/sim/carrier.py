@@ -63,8 +63,8 @@ class EchoDisk:
 class EchoCarrier:
     """Carries out orders when told to; `at_once`: with the order.
 
-    `fails`: whether a fault strikes, asked each time. `num_asked`, `num_carried`,
-    `num_taken`: orders given and carried out, results taken. `host`: what host memory has, by the
+    `fails`: whether a fault strikes, asked each time. `num_carried`: orders carried
+    out; `num_news`: orders given, and results taken. `host`: what host memory has, by the
     number of its segment. `refused`: segments whose file was not what it should be.
     """
 
@@ -79,7 +79,7 @@ class EchoCarrier:
         self._done: list[TierResult] = []
         self.disk = disk or EchoDisk()
         self.at_once = True
-        self.num_asked = self.num_carried = self.num_taken = 0
+        self.num_carried = self.num_news = 0
         self.fails: Callable[[Site], bool] = lambda _: False
         self.reached: Counter[str] = runner.reached
 
@@ -105,7 +105,7 @@ class EchoCarrier:
     def ask(self, orders: Iterable[TierOrder]) -> None:
         """Take orders."""
         for order in orders:
-            self.num_asked += 1
+            self.num_news += 1
             match order:
                 case Forget():
                     self._forget(order)
@@ -149,7 +149,7 @@ class EchoCarrier:
     def take(self) -> list[TierResult]:
         """Return the results since the last call."""
         done, self._done = self._done, []
-        self.num_taken += len(done)
+        self.num_news += len(done)
         return done
 
     def doubt(self) -> None:

@@ -96,7 +96,7 @@ class TierWatch:
         """The engine is about to obey these commands."""
         self._doomed = []
         self._num_launched = self._in_flight.num_forwards
-        if not self._carrier.num_asked:
+        if not self._carrier.num_news:
             return
         ends = [each for each in commands if isinstance(each, CloseSession | CoolSession)]
         for command in commands:
@@ -116,7 +116,7 @@ class TierWatch:
     def check(self, orders: Sequence[TierOrder]) -> None:
         """A step is over that gave these orders."""
         self._check_fences(orders)
-        num_seen = self._carrier.num_asked + self._carrier.num_taken
+        num_seen = self._carrier.num_news
         if num_seen == self._num_seen and not orders:
             return
         self._num_seen = num_seen
