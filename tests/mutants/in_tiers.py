@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
 from tests.mutants.mutant import Edit, Mutant
@@ -15,8 +16,17 @@ _SPILLING: Final = "session_server.engine.tiers.spilling:Spilling"
 _RESTORING: Final = "session_server.engine.tiers.restoring:Restoring"
 
 
-def _mutant(bug: str, *edits: tuple[str, str, str], source: str = "systematic") -> Mutant:
-    return Mutant(bug, source, *(Edit(*edit) for edit in edits), first_seed=FIRST_TIERED)
+def _mutant(
+    bug: str,
+    *edits: tuple[str, str, str],
+    source: str = "systematic",
+    first_seed: int = FIRST_TIERED,
+) -> Mutant:
+    return Mutant(bug, source, *(Edit(*edit) for edit in edits), first_seed=first_seed)
+
+
+_on_disk = partial(_mutant, first_seed=FIRST_TIERED + 1_000_000)
+"""A bug that shows only with files: the first of all seeds have few, those from here on many."""
 
 
 # Pages on their way out
@@ -264,7 +274,7 @@ STALE_PARENT = _mutant(
     (f"{_SPILLING}._copy", "has_room and store.tree.has(path)", "has_room"),
 )
 
-STALE_PARENT_ON_DISK = _mutant(
+STALE_PARENT_ON_DISK = _on_disk(
     "A segment is written to disk that was dropped to make room for it.",
     (f"{_STORE}._write", "if self.tree.get(segment.number) is not segment:", "if False:"),
 )
@@ -306,7 +316,7 @@ HOST_MEMORY_IS_NOT_FORGOTTEN = _mutant(
     (f"{_STORE}._leave_host", "self._forget_in_host(segment)", "pass"),
 )
 
-UNFINISHED_COPY_GIVES_WAY = _mutant(
+UNFINISHED_COPY_GIVES_WAY = _on_disk(
     "A segment that is still being copied or written gives way.",
     (
         f"{_STORE}._may_leave_host",
@@ -329,7 +339,7 @@ FILE_WRITTEN_TOO_LATE_STAYS = _mutant(
     ),
 )
 
-FILE_THAT_GAVE_WAY_STAYS = _mutant(
+FILE_THAT_GAVE_WAY_STAYS = _on_disk(
     "A file that makes room for another one stays.",
     (f"{_STORE}._leave_disk", "self._orders.append(Forget(names=(segment.content.name,)))", "pass"),
 )
@@ -339,32 +349,32 @@ FILE_THAT_FAILED_IS_READ = _mutant(
     (f"{_STORE}._end_writing", "= is_whole, not is_whole", "= True, False"),
 )
 
-WRONG_FILE_IS_KEPT = _mutant(
+WRONG_FILE_IS_KEPT = _on_disk(
     "A file that is not what it should be is tried again and again.",
     (f"{_STORE}.refuse_file", "self.drop(segment)", "pass"),
 )
 
-WRONG_FILE_IS_ASKED_FOR = _mutant(
+WRONG_FILE_IS_ASKED_FOR = _on_disk(
     "A file is asked for as if it began where its segment ends.",
     (f"{_STORE}.file_of", "content.chain, content.start", "content.end_chain, content.start"),
 )
 
-CLEAR_FORGETS_THE_DISK = _mutant(
+CLEAR_FORGETS_THE_DISK = _on_disk(
     "Who drops everything leaves the files.",
     (f"{_STORE}.clear", "self._orders.append(Forget(is_everything=True))", "pass"),
 )
 
-FOUND_FILE_HAS_NO_BYTES = _mutant(
+FOUND_FILE_HAS_NO_BYTES = _on_disk(
     "A file found on disk is not counted.",
     (f"{_STORE}._enter_found", "self.disk.add(segment)", "pass"),
 )
 
-FOUND_FILE_COUNTS_TWICE = _mutant(
+FOUND_FILE_COUNTS_TWICE = _on_disk(
     "A file found on disk counts as unread still.",
     (f"{_STORE}._enter_found", "self._unread.pop(segment.content.name, 0)", "0"),
 )
 
-FOUND_FILE_HANGS_ANYWHERE = _mutant(
+FOUND_FILE_HANGS_ANYWHERE = _on_disk(
     "A file found on disk is added wherever the path ends.",
     (
         f"{_STORE}._enter_found",
@@ -373,7 +383,7 @@ FOUND_FILE_HANGS_ANYWHERE = _mutant(
     ),
 )
 
-DISK_IS_OVERFULL = _mutant(
+DISK_IS_OVERFULL = _on_disk(
     "Files that nobody has read are not counted when room is made.",
     (
         f"{_STORE}._make_room_on_disk",
@@ -438,15 +448,6 @@ SECOND_WAITER_IS_FORGOTTEN = _mutant(
     (f"{_RESTORING}.begin", "self._waiting[session_id].append(then)", "pass"),
 )
 
-TURN_IS_RESUMED_AT_ONCE = _mutant(
-    "A turn is told of its copy's end when that is ordered.",
-    (
-        f"{_RESTORING}.begin",
-        "self._waiting[session_id] = [then]",
-        "self._waiting[session_id] = [then, then]",
-    ),
-)
-
 FAILED_COPY_LETS_WAIT = _mutant(
     "A turn waits for ever for a copy that failed.",
     (
@@ -456,7 +457,7 @@ FAILED_COPY_LETS_WAIT = _mutant(
     ),
 )
 
-SEARCH_LETS_WAIT = _mutant(
+SEARCH_LETS_WAIT = _on_disk(
     "A turn waits for ever where the disk had nothing.",
     (f"{_RESTORING}._go_on", "self._finish(session_id)", "pass"),
 )

@@ -64,9 +64,9 @@ class EchoDisk:
 class EchoCarrier:
     """Carries out orders when told to; `at_once`: with the order.
 
-    `fails`: whether a fault strikes, asked each time. `num_asked`, `num_carried`,
-    `num_taken`: orders given and carried out, results taken. `host`: what host memory has, by the
-    number of its segment.
+    `fails`: whether a fault strikes, asked each time. `num_carried`: orders carried
+    out; `num_news`: orders given, and results taken. `host`: what host memory has, by the
+    number of its segment. `refused`: segments whose file was not what it should be.
     """
 
     def __init__(self, runner: EchoRunner, page_size: int, disk: EchoDisk | None = None) -> None:
@@ -75,11 +75,12 @@ class EchoCarrier:
             {} if runner.states is None else {POOLS[LayerKind.RECURRENT]: runner.states}
         )
         self.host: dict[int, Payload] = {}
+        self.refused: set[int] = set()
         self._waiting: list[tuple[TierOrder, Mapping[int, Payload | None]]] = []
         self._done: list[TierResult] = []
         self.disk = disk or EchoDisk()
         self.at_once = True
-        self.num_asked = self.num_carried = self.num_taken = 0
+        self.num_carried = self.num_news = 0
         self.fails: Callable[[Site], bool] = lambda _: False
         self.reached: Counter[str] = runner.reached
 
@@ -105,7 +106,7 @@ class EchoCarrier:
     def ask(self, orders: Iterable[TierOrder]) -> None:
         """Take orders."""
         for order in orders:
-            self.num_asked += 1
+            self.num_news += 1
             match order:
                 case Forget():
                     self._forget(order)
@@ -151,7 +152,7 @@ class EchoCarrier:
     def take(self) -> list[TierResult]:
         """Return the results since the last call."""
         done, self._done = self._done, []
-        self.num_taken += len(done)
+        self.num_news += len(done)
         return done
 
     def doubt(self) -> None:
@@ -189,6 +190,7 @@ class EchoCarrier:
                 stored = self.disk.files.get(part.found.file.name)
                 if stored is None or stored.is_damaged or not is_same(stored.found, part.found):
                     self.reached["tier: file refused"] += 1
+                    self.refused.add(part.segment)
                     return TierResult(order.number, _COPY_S, Refusal.WRONG, part.segment)
                 payload = stored.payload
                 self.reached["tier: read from disk"] += 1

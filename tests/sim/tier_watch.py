@@ -23,7 +23,7 @@ from session_server.core.commands import (
     EngineCommand,
     StopTurn,
 )
-from session_server.core.tier_orders import CopyIn, TierOrder
+from session_server.core.tier_orders import CopyIn, FileKey, TierOrder
 from session_server.engine.engine import Engine
 from session_server.engine.in_flight import InFlight
 from session_server.engine.scheduler import Scheduler
@@ -96,7 +96,7 @@ class TierWatch:
         """The engine is about to obey these commands."""
         self._doomed = []
         self._num_launched = self._in_flight.num_forwards
-        if not self._carrier.num_asked:
+        if not self._carrier.num_news:
             return
         ends = [each for each in commands if isinstance(each, CloseSession | CoolSession)]
         for command in commands:
@@ -116,7 +116,7 @@ class TierWatch:
     def check(self, orders: Sequence[TierOrder]) -> None:
         """A step is over that gave these orders."""
         self._check_fences(orders)
-        num_seen = self._carrier.num_asked + self._carrier.num_taken
+        num_seen = self._carrier.num_news
         if num_seen == self._num_seen and not orders:
             return
         self._num_seen = num_seen
@@ -211,7 +211,9 @@ class TierWatch:
             stored = carrier.disk.files.get(segment.content.name)
             if segment not in store.disk or stored is None:
                 raise self._broken(f"segment {number} is not on disk")
-            if stored.found.file != store.file_of(segment).file:
+            content = segment.content
+            key = FileKey(content.name, content.namespace, content.chain, content.start)
+            if stored.found.file != key:
                 raise self._broken(f"the file of segment {number} is {stored.found.file}")
             self._check_payload(segment, stored.payload)
         if segment.in_host:
@@ -288,6 +290,7 @@ class TierWatch:
             "spilled sessions": len(self._spilling._copying),
             "restored sessions": len(self._restoring._waiting),
             "results": len(store._continue),
+            "refused files": sum(store.tree.get(n) is not None for n in carrier.refused),
             "writes": store._num_writing + sum(segment.is_writing for segment in segments),
             "in host memory": len(carrier.host.keys() ^ {s.number for s in segments if s.in_host}),
         }
