@@ -119,3 +119,25 @@ def test_a_copy_found_on_disk_waits_for_forwards_launched_meanwhile() -> None:
     bench.run()
     bench.expect("back", history + distinct(8, 3))
     assert bench.finished("back").cached_tokens >= len(history) - sizes.page_size
+
+
+def test_a_file_that_is_written_makes_room_at_once_while_the_next_is_written() -> None:
+    """Else nothing would be copied before all of host memory is on disk."""
+    sizes = Sizes(num_pages=40, host_kv_bytes=6 * 4200, disk_kv_bytes=MIB, segment_pages=2)
+    bench = Bench(sizes)
+    carrier = bench.hand.carrier
+    assert carrier is not None
+    bench.run()
+    carrier.at_once = False
+    first_turns(bench, 3)
+    store = bench.hand.engine.inspect().tiers.store
+    begun = store.tree.segments()
+    while store.tree.segments() == begun:
+        carrier.carry(0)
+        bench.run()
+    assert counts(bench).written_bytes == begun[0].content.num_bytes
+    while carrier.num_waiting:
+        carrier.carry(0)
+        bench.run()
+    assert counts(bench).spilled_tokens >= (3 * PROMPT_LEN - sizes.num_pages * sizes.page_size // 4)
+    assert counts(bench).dropped_segments == 0

@@ -56,7 +56,8 @@ class Tiers:
             self._spilling.note_rest(session_id)
 
     def note_close(self, session_id: SessionId, *, is_deleted: bool) -> None:
-        """Note that a session is closed. One that `is_deleted` leaves nothing that only it had."""
+        """Note that a session is about to be closed. One that `is_deleted` leaves nothing that only
+        it had."""
         if self._is_on:
             self._restoring.note_used(session_id)
             self._spilling.forget(session_id, is_deleted=is_deleted)
