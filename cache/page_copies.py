@@ -74,11 +74,14 @@ class PageCopies:
         self._stores.tree.unlock(transit.receipt)
         return True
 
-    def begin_in(self, namespace: Namespace, tokens: Tokens, wanted: Wanted) -> Transit | None:
+    def begin_in(
+        self, namespace: Namespace, tokens: Tokens, wanted: Wanted, *, is_ahead: bool = False
+    ) -> Transit | None:
         """Take pages for what `wanted` finds of `tokens` behind what the tree has of them. The
         caller writes them and calls `end_in`.
 
-        Free, tail and evictable pages are taken, and no session is cooled.
+        Free, tail and evictable pages are taken, and no session is cooled. What is copied
+        `is_ahead` of a plan takes none that a tenant's minimum keeps.
 
         Returns:
             None if nothing is found that the tree lacks.
@@ -99,6 +102,8 @@ class PageCopies:
         try:
             if end <= start:
                 raise OutOfPages("nothing is wanted")
+            if is_ahead:
+                self.room.check_unguarded(counts)
             self.room.make(counts)
         except OutOfPages:
             stores.tree.unlock(receipt)

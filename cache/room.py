@@ -49,3 +49,17 @@ class Room:
                 num_spare = ledger.num_evictable - stores.tree.tenants.guarded[ledger.pool]
                 num_spare = max(num_spare, count - ledger.num_free)
                 stores.evict(ledger.pool, min(count + num_ahead, num_spare))
+
+    def check_unguarded(self, wanted: Mapping[Ledger, int]) -> None:
+        """Check that so many pages of each pool are there beside those that minimums keep.
+
+        Raises:
+            OutOfPages: they are not.
+        """
+        tenants = self._stores.tree.tenants
+        if tenants.num_present < 2:
+            return
+        for ledger, count in wanted.items():
+            num_spare = ledger.num_free + ledger.num_evictable + self._tails.num_pages[ledger.pool]
+            if count > num_spare - tenants.guarded[ledger.pool]:
+                raise OutOfPages(f"{ledger.pool}: wanted {count} pages that no minimum keeps")

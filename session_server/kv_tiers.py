@@ -46,6 +46,8 @@ def make_tiers(settings: Settings, loaded: LoadedRunner, fingerprint: str) -> Kv
     """
     cache, store = settings.cache, settings.sessions.store
     disk_bytes = cache.disk_kv_bytes if isinstance(store, Path) else 0
+    if cache.disk_kv_bytes and not disk_bytes:
+        _LOG.warning("--disk-kv-bytes has no effect: its files lie in a --store, and there is none")
     host_bytes = max(cache.host_kv_bytes, min(disk_bytes, _STAGING_BYTES))
     host_bytes = min(host_bytes, free_host_bytes() // _FREE_DIVISOR)
     if host_bytes == 0:

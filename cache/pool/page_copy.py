@@ -130,9 +130,10 @@ def _pinned(num_bytes: int) -> NDArray[np.uint8]:
 
 
 def _mapped(num_bytes: int) -> NDArray[np.uint8]:
-    # An allocator keeps what it is given back, in pieces; a mapping is gone at once.
+    # An allocator keeps what it is given back, in pieces; a mapping is gone at once. Private ones
+    # that lie side by side are one to the kernel, which allows 65,530 to a process.
     try:
-        memory = mmap.mmap(-1, max(1, num_bytes))
+        memory = mmap.mmap(-1, max(1, num_bytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(str(error)) from error
     if num_bytes >= _HUGE_BYTES and sys.platform == "linux":

@@ -231,6 +231,7 @@ class CommandHandler:
         self._input_drafts.stop(session_id)
         if not command.is_deleted:
             self._tiers.note_cooling(session_id)
+        self._tiers.note_close(session_id, is_deleted=command.is_deleted)
         is_gone = self._cache.close(session_id)
         if turn is not None:
             # The slot of a running turn goes in its `end_turn`; a waiting turn holds no slot.
@@ -238,7 +239,6 @@ class CommandHandler:
             is_gone = session_id not in self._cache
         assert is_gone, "only a running turn can defer a close"
         self._watch.touch(session_id)
-        self._tiers.note_close(session_id, is_deleted=command.is_deleted)
         self._outbox.emit(SessionGone(session_id=session_id))
 
     def _cool(self, session_id: SessionId) -> None:

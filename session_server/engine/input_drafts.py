@@ -92,6 +92,7 @@ class InputDrafts:
     def drop(self, session_id: SessionId) -> None:
         """Drop a session's draft and what was computed of it."""
         self.stop(session_id)
+        self._tiers.note_draft(session_id)
         self._cache.tails.drop(session_id)
         self._watch.touch(session_id)
 
@@ -157,6 +158,7 @@ class InputDrafts:
 
     def _begin(self, draft: _Draft) -> TailView | None:
         command = draft.command
+        self._tiers.note_draft(command.session_id)
         try:
             view = self._cache.tails.begin(command.session_id, command.base_len, command.tokens)
         except OutOfRows:

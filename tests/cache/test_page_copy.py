@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -103,3 +104,11 @@ def test_host_memory_is_there_until_the_last_of_its_arrays_is_gone(is_pinned: bo
 def test_more_host_memory_than_there_is_is_refused() -> None:
     with pytest.raises(MemoryError):
         host_memory([(1 << 52,)], is_pinned=False)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="nobody counts mappings here")
+def test_many_segments_are_few_mappings() -> None:
+    """A process that has as many as its kernel allows cannot even start a thread."""
+    before = len(Path("/proc/self/maps").read_bytes().splitlines())
+    held = [host_memory([(3, 1 << 12)], is_pinned=False) for _ in range(2000)]
+    assert len(Path("/proc/self/maps").read_bytes().splitlines()) < before + len(held) // 10

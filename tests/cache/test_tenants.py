@@ -3,11 +3,13 @@ another's excess."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.checker import find_violations
+from cache.errors import OutOfPages
 from cache.session_cache import SessionAwareCache
 from cache.tenants import Account
 from cache.types import Namespace, PoolName, SessionId, TurnId, pages_for
@@ -119,6 +121,26 @@ def test_a_tenant_within_its_minimum_gives_rows_and_no_pages() -> None:
     keep(cache, "b1", 4 * 40)
     parked = [(s.session_id, s.freed_pages[POOL]) for s in cache.parked]
     assert parked == [("b1", 40 - minimum(cache, "b")), ("a1", 0), ("a2", 0)]
+
+
+def test_what_is_copied_back_ahead_of_a_plan_takes_nothing_that_a_minimum_keeps() -> None:
+    class Everything:
+        def longest_len(self, start: int) -> int:
+            return len(tokens)
+
+    cache = make()
+    keep(cache, "b1", 64)
+    a = open_session(cache, "a1")
+    cache.cool(SessionId("b1"))
+    kept, namespace = minimum(cache, "b"), cache.slot(a).namespace
+    assert held(cache, "b") >= kept
+    tokens = np.arange((NUM_PAGES - 8) * PAGE, dtype=np.int32)
+    with pytest.raises(OutOfPages):
+        cache.copies.begin_in(namespace, tokens, Everything(), is_ahead=True)
+    tokens = tokens[: (NUM_PAGES - 1 - kept) * PAGE]
+    assert cache.copies.begin_in(namespace, tokens, Everything(), is_ahead=True) is not None
+    assert held(cache, "b") == kept
+    assert not find_violations(cache)
 
 
 def test_its_own_minimum_is_there_for_a_tenant_that_comes_back() -> None:

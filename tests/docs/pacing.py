@@ -310,6 +310,7 @@ BOUND_NOTHING = frozenset(
         "cache.tiers.segment:NAME_BYTES",
         "cache.tiers.segment_tree:SEGMENT_BYTES",
         # What a copy costs until it was measured, and what the newest measurement weighs.
+        "session_server.engine.tiers.costs:_FORGIVING",
         "session_server.engine.tiers.costs:_ORDER_S",
         "session_server.engine.tiers.costs:_WEIGHT",
         # How often something happens.

@@ -5,8 +5,15 @@ from __future__ import annotations
 import pytest
 
 from cache.pair_check import Violation
-from cache.types import SessionId, SlotState
-from session_server.core.commands import ReportMemory, Shutdown
+from cache.types import SessionId, SlotState, TurnId
+from session_server.core.commands import (
+    CloseSession,
+    CoolSession,
+    DraftInput,
+    DropDraft,
+    ReportMemory,
+    Shutdown,
+)
 from session_server.core.tier_orders import CopyIn, FindFiles
 from session_server.engine.config import MemoryCheck
 from session_server.engine.tiers.store import TierCounts
@@ -144,3 +151,45 @@ def test_a_copy_back_of_what_was_found_wrong_meanwhile_is_not_used() -> None:
     bench.expect("second", history + new)
     assert counts(bench).restored_tokens == 0
     bench.close_all()
+
+
+def test_a_file_that_is_written_makes_room_at_once_while_the_next_is_written() -> None:
+    """Else nothing would be copied before all of host memory is on disk."""
+    sizes = Sizes(num_pages=40, host_kv_bytes=6 * 4200, disk_kv_bytes=MIB, segment_pages=2)
+    bench = Bench(sizes)
+    carrier = bench.hand.carrier
+    assert carrier is not None
+    bench.run()
+    carrier.at_once = False
+    first_turns(bench, 3)
+    store = bench.hand.engine.inspect().tiers.store
+    begun = store.tree.segments()
+    while store.tree.segments() == begun:
+        carrier.carry(0)
+        bench.run()
+    assert counts(bench).written_bytes == begun[0].content.num_bytes
+    while carrier.num_waiting:
+        carrier.carry(0)
+        bench.run()
+    assert counts(bench).spilled_tokens >= (3 * PROMPT_LEN - sizes.num_pages * sizes.page_size // 4)
+    assert counts(bench).dropped_segments == 0
+
+
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_drafts_that_nobody_sends_do_not_end_copying_ahead(is_dropped: bool) -> None:
+    bench = Bench(Sizes(num_pages=160, num_rows=4, host_kv_bytes=MIB))
+    histories = first_turns(bench, 12)
+    bench.run(*(CoolSession(session_id=session_id) for session_id in histories))
+    for index in range(4):  # nothing of them is left in the pools
+        other = bench.open(f"other {index}")
+        bench.run(bench.submit_command(other, f"big {index}", distinct(50 + index, 240)))
+        bench.run(CloseSession(session_id=other))
+    for index, (session_id, history) in enumerate(histories.items()):
+        draft_id, base_len = TurnId(f"draft {index}"), len(history)
+        draft = DraftInput(
+            session_id=session_id, draft_id=draft_id, base_len=base_len, tokens=(1, 2, 3)
+        )
+        bench.run(draft)
+        if is_dropped:
+            bench.run(DropDraft(session_id=session_id))
+    assert counts(bench).hits == len(histories)

@@ -396,12 +396,12 @@ DISK_IS_OVERFULL = _on_disk(
 
 DELETED_SESSION_LEAVES_SEGMENTS = _mutant(
     "A deleted session leaves what only it had.",
-    (f"{_SPILLING}.forget", "while is_deleted and", "while False and"),
+    (f"{_SPILLING}.forget", "if is_deleted:", "if False:"),
 )
 
 DELETED_SESSION_TAKES_THOSE_OF_OTHERS = _mutant(
     "A deleted session takes what another one has too.",
-    (f"{_SPILLING}.forget", "if segment.num_sessions or", "if"),
+    (f"{_SPILLING}._drop_unshared", "segment.num_sessions or segment.children", "segment.children"),
 )
 
 CLOSED_SESSION_STAYS_DIRTY = _mutant(

@@ -249,9 +249,11 @@ class WatchedCopies(PageCopies):
         self._cache = cache
         self._coming: dict[TransitId, tuple[Namespace, Tokens]] = {}
 
-    def begin_in(self, namespace: Namespace, tokens: Tokens, wanted: Wanted) -> Transit | None:
+    def begin_in(
+        self, namespace: Namespace, tokens: Tokens, wanted: Wanted, *, is_ahead: bool = False
+    ) -> Transit | None:
         """See `PageCopies`."""
-        transit = super().begin_in(namespace, tokens, wanted)
+        transit = super().begin_in(namespace, tokens, wanted, is_ahead=is_ahead)
         if transit is not None:
             self._coming[transit.number] = (namespace, tokens[: transit.end].copy())
         return transit

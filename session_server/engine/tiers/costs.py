@@ -13,6 +13,10 @@ _MIN_PREFILL: Final = 32
 _MIN_COPY_BYTES: Final = 1 << 16
 """Bytes of a copy that says something about the bandwidth."""
 
+_FORGIVING: Final = 1.02
+"""By how much a bandwidth is taken to have grown whenever nothing is copied because of it. It is
+measured by copies alone, so one bad second of a disk would keep it from being used for ever."""
+
 _ORDER_S: Final = 1e-3
 """Seconds that any copy takes: two changes of threads and a step."""
 
@@ -48,7 +52,18 @@ class TierCosts:
         per_s = self.disk_per_s if from_disk else self.host_per_s
         if self.prefill_per_s is None or per_s is None:
             return num_tokens > 0
-        return _ORDER_S + num_bytes / per_s < num_tokens / self.prefill_per_s
+        num_left_s = num_tokens / self.prefill_per_s - _ORDER_S
+        if num_bytes / per_s < num_left_s:
+            return True
+        if num_left_s > 0:
+            self._forgive(from_disk=from_disk)
+        return False
+
+    def _forgive(self, *, from_disk: bool) -> None:
+        if from_disk and self.disk_per_s is not None:
+            self.disk_per_s *= _FORGIVING
+        elif self.host_per_s is not None:
+            self.host_per_s *= _FORGIVING
 
 
 def _mean(mean: float | None, newest: float) -> float:

@@ -102,7 +102,7 @@ class Restoring:
         self._store.counts.lookups += 1
         path = self._store.find(slot.namespace, tokens).readable()
         find_more = self._store.is_unread(path.next_name)
-        copy = partial(self._copy, session_id, slot.namespace, tokens)
+        copy = partial(self._copy, session_id, slot.namespace, tokens, is_ahead=is_ahead)
         if find_more:
             self._store.find_files(
                 slot.namespace, tokens, path, lambda: self._go_on(session_id, copy)
@@ -138,11 +138,14 @@ class Restoring:
         for then in self._waiting.pop(session_id):
             then()
 
-    def _copy(self, session_id: SessionId, namespace: Namespace, tokens: Tokens) -> bool:
+    def _copy(
+        self, session_id: SessionId, namespace: Namespace, tokens: Tokens, *, is_ahead: bool
+    ) -> bool:
         store, copies = self._store, self._cache.copies
         path = store.find(namespace, tokens).readable()
         try:
-            transit = copies.begin_in(namespace, tokens, _Wanted(store, path))
+            wanted = _Wanted(store, path)
+            transit = copies.begin_in(namespace, tokens, wanted, is_ahead=is_ahead)
         except OutOfPages:
             return False
         if transit is None:

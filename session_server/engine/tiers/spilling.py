@@ -20,6 +20,9 @@ from session_server.engine.tiers.store import TierStore
 MAX_COPIES: Final = 2
 """Sessions that are copied at the same time."""
 
+_MIN_SEGMENTS: Final = 8
+"""Segments that host memory has room for at least, if a page is no more."""
+
 _DIRTY_DIVISOR: Final = 4
 """Sessions are copied ahead of need while those at rest hold more than this part of the pages that
 was not copied."""
@@ -34,6 +37,8 @@ class Spilling:
         self._page_size = cache.spec.page_size
         num_pages = max(accounts.pages for accounts in cache.accounts().values())
         self._max_dirty = num_pages * self._page_size // _DIRTY_DIVISOR
+        # In little memory too there is one to be written and one to be filled.
+        segment_bytes = min(segment_bytes, store.host.max_bytes // _MIN_SEGMENTS)
         num_pages = max(1, segment_bytes // sum(store.tree.page_bytes.values()))
         self._max_len = num_pages * self._page_size
         self._dirty: OrderedDict[SessionId, int] = OrderedDict()
@@ -47,16 +52,28 @@ class Spilling:
         self._copying: Counter[SessionId] = Counter()
         """Copies under way."""
 
-        self._full_bytes = -1
-        """What host memory held when the last session found no room in it."""
+        self._full_at = -1
+        """`_progress` when the last session found no room in host memory."""
 
         self.is_draining = False
 
     @property
+    def _may_get_room(self) -> bool:
+        """Return whether something in host memory may leave it soon that may not now."""
+        return self._store.is_writing or self.is_copying
+
+    @property
     def _is_waiting_for_room(self) -> bool:
-        """Return whether nothing has left host memory since a session found no room in it. Asking
-        again in every step would read its history in every step."""
-        return self._store.is_writing and self._store.host.num_bytes == self._full_bytes
+        """Return whether nothing more may leave host memory than when a session found no room in
+        it. Asking again in every step would read its history in every step."""
+        return self._may_get_room and self._progress == self._full_at
+
+    @property
+    def _progress(self) -> int:
+        """Return a number that grows whenever more may leave host memory: what was copied to it,
+        and what was written to disk."""
+        counts = self._store.counts
+        return counts.spilled_bytes + counts.written_bytes + counts.failed_copies
 
     @property
     def is_copying(self) -> bool:
@@ -85,19 +102,24 @@ class Spilling:
         self._forget_dirty(session_id)
 
     def note_restored(self, session_id: SessionId, segment: Segment) -> None:
-        """Note that the history of a session was found in segments that end with this one."""
-        self._set_last(session_id, segment)
+        """Note that the history of a session was found in segments that end with this one, or with
+        what is known to follow it."""
+        last = self._last.get(session_id)
+        if last is None or self._store.tree.get(last.number) is not last:
+            self._set_last(session_id, segment)
 
     def forget(self, session_id: SessionId, *, is_deleted: bool) -> None:
-        """Forget a session. One that `is_deleted` leaves nothing that only it had."""
+        """Forget a session that is about to be closed. One that `is_deleted` leaves nothing that
+        only it had."""
         self._forget_dirty(session_id)
-        segment = self._set_last(session_id, None)
-        while is_deleted and segment is not None and not segment.children:
-            if segment.num_sessions or self._store.tree.get(segment.number) is not segment:
-                return
-            parent = segment.parent
-            self._store.drop(segment)
-            segment = parent
+        last = self._last.pop(session_id, None)
+        if last is not None:
+            last.num_sessions -= 1
+        if is_deleted:
+            self._drop_unshared(last)
+            if session_id in self._cache:
+                namespace = self._cache.slot(session_id).namespace
+                self._drop_path(namespace, self._cache.tokens(session_id))
 
     def advance(self) -> None:
         """Order copies that are due. O(1) while none is."""
@@ -146,13 +168,14 @@ class Spilling:
         while path.length < slot.protected_len:
             added = self._copy(session_id, slot.namespace, tokens, path)
             if added is None:
-                # While something is written to disk there will be room; else there is none for it.
-                if store.is_writing:
+                if self._may_get_room:
                     self._set_dirty(session_id, slot.protected_len - path.length)
-                    self._full_bytes = store.host.num_bytes
-                return False
+                    self._full_at = self._progress
+                break
             path = path.followed_by(added)
-        return True
+        # Of a path the end gives way first: what follows one that is dropped is lost with it.
+        store.touch(part.segment for part in path.parts)
+        return path.length >= slot.protected_len
 
     def _copy(
         self, session_id: SessionId, namespace: Namespace, tokens: Tokens, path: Path
@@ -208,12 +231,34 @@ class Spilling:
     def _forget_dirty(self, session_id: SessionId) -> None:
         self._num_dirty -= self._dirty.pop(session_id, 0)
 
-    def _set_last(self, session_id: SessionId, segment: Segment | None) -> Segment | None:
-        """Replace the segment in which a session ends, and return the one before."""
+    def _set_last(self, session_id: SessionId, segment: Segment) -> None:
+        """Replace the segment in which a session ends; drop what was cut off its history."""
         before = self._last.pop(session_id, None)
+        self._last[session_id] = segment
+        segment.num_sessions += 1
         if before is not None:
             before.num_sessions -= 1
-        if segment is not None:
-            self._last[session_id] = segment
-            segment.num_sessions += 1
-        return before
+            self._drop_unshared(before)
+
+    def _drop_path(self, namespace: Namespace, tokens: Tokens) -> None:
+        """Drop what nobody else has of some tokens; what was not read of the disk is read first."""
+        store, path = self._store, self._store.find(namespace, tokens)
+
+        def drop() -> None:
+            parts = store.find(namespace, tokens).parts
+            self._drop_unshared(parts[-1].segment if parts else None)
+
+        if store.is_unread(path.next_name):
+            store.find_files(namespace, tokens, path, drop)
+        else:
+            drop()
+
+    def _drop_unshared(self, segment: Segment | None) -> None:
+        """Drop a segment and those before it, as far as no session ends in them and none follows.
+        One that gave way already is passed over: those before it may still be there."""
+        while segment is not None:
+            if self._store.tree.get(segment.number) is segment:
+                if segment.num_sessions or segment.children:
+                    return
+                self._store.drop(segment)
+            segment = segment.parent

@@ -300,6 +300,8 @@ class TierStore:
             return
         if self.tree.get(segment.number) is not segment:
             return  # what gave way was the beginning of the same path
+        # A file from before may have the name: it held the same tokens, or begins with them.
+        self._forget_unread(segment.content.name)
         self.disk.add(segment)
         segment.is_writing = True
         self._num_writing += 1
@@ -380,6 +382,8 @@ class TierStore:
             path = self.find(namespace, tokens[: each.file.start + len(each.tokens)])
             if path.next_name != each.file.name or path.length != each.file.start:
                 continue  # it was found or written by somebody else meanwhile
+            if self.is_listed and each.file.name not in self._unread:
+                return  # it gave way meanwhile, and its file is gone
             segment = self.tree.add(namespace, path, each.tokens, each.spans)
             self._unread_bytes -= self._unread.pop(segment.content.name, 0)
             if self.disk.free_bytes - self._unread_bytes < segment.content.num_bytes:

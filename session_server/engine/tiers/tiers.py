@@ -44,9 +44,15 @@ class Tiers:
             self._spilling.note_turn(session_id)
             self._restoring.note_used(session_id)
 
+    def note_draft(self, session_id: SessionId) -> None:
+        """Note that a draft of a session has begun, or that none is wanted any more."""
+        if self._is_on:
+            self._restoring.note_used(session_id)
+
     def note_cooling(self, session_id: SessionId) -> None:
         """Begin to copy a session that is about to be cooled, whether or not that is due."""
         if self._is_on:
+            self._restoring.note_used(session_id)
             self._spilling.copy_now(session_id)
 
     def note_rest(self, session_id: SessionId) -> None:
@@ -56,7 +62,8 @@ class Tiers:
             self._spilling.note_rest(session_id)
 
     def note_close(self, session_id: SessionId, *, is_deleted: bool) -> None:
-        """Note that a session is closed. One that `is_deleted` leaves nothing that only it had."""
+        """Note that a session is about to be closed. One that `is_deleted` leaves nothing that only
+        it had."""
         if self._is_on:
             self._restoring.note_used(session_id)
             self._spilling.forget(session_id, is_deleted=is_deleted)
