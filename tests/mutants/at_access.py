@@ -230,7 +230,7 @@ CAUGHT: Final = (
         "In a flood a forward is planned behind the one in flight.",
         Edit(
             "session_server.engine.engine:Engine._next_batch",
-            "(retry_alone or self._scheduler.waiting.load.is_flood)",
+            "retry_alone or self._scheduler.waiting.load.is_flood",
             "retry_alone",
         ),
         "tests.engine.test_tenants:test_in_a_flood_no_forward_is_planned_behind_another",

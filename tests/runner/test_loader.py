@@ -79,7 +79,7 @@ def test_kv_is_stored_in_what_was_asked_for_that_of_a_draft_model_too(tmp_path: 
     assert halves.plan.kv_bytes * 2 == whole.plan.kv_bytes
     drafting = halves.runner._draft
     assert drafting is not None
-    pools = [*halves.runner.pools.values(), *drafting._model.pools.values()]
+    pools = [*halves.runner.pools.values(), *drafting.model.pools.values()]
     assert [(pool.dtype, pool.read_dtype) for pool in pools] == [
         (torch.bfloat16, torch.float32)
     ] * 2

@@ -88,7 +88,7 @@ class FairnessWatch:
         started = {event.turn_id for event in outcome.events if isinstance(event, TurnStarted)}
         if started:
             self._count_rotation(started)
-            self._check_passers(started)
+            self._check_passers(batch, started)
         else:
             self._check_first(batch)  # nobody before it has taken what it was to have
 
@@ -132,11 +132,13 @@ class FairnessWatch:
             for tenant, order in first.items()
         )
 
-    def _check_passers(self, started: set[TurnId]) -> None:
+    def _check_passers(self, batch: Batch, started: set[TurnId]) -> None:
         """Where nothing runs the first of the line comes first: what it waits for comes to it, and
-        would not if others took it. Whoever was to run may be waiting for a copy of its KV.
+        would not if others took it. Whoever was to run may be waiting for a copy of its KV, and
+        whoever found the tokens of this forward given to shorter ones has those of the next.
         """
-        if self._waits_for_copy:
+        is_full = sum(row.num_tokens for row in batch.rows) >= self._sizes.chunk_tokens
+        if self._waits_for_copy or (is_full and self._cache.num_tenants > 1):
             return
         waiting, running = self._scheduler.waiting, self._scheduler.running
         if all(turn.turn_id in started for turn in running):
