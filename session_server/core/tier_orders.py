@@ -34,7 +34,6 @@ class CopyOut(msgspec.Struct, frozen=True, gc=False):
     number: int
     segment: int
     pages: Mapping[PoolName, Pages]
-    num_bytes: int
 
 
 class FoundFile(msgspec.Struct, frozen=True, gc=False):
@@ -62,7 +61,6 @@ class CopyIn(msgspec.Struct, frozen=True, gc=False):
 
     number: int
     parts: tuple[ReadPart, ...]
-    num_bytes: int
 
 
 class WriteFile(msgspec.Struct, frozen=True, gc=False):

@@ -111,7 +111,7 @@ class Stock:
             pages = np.arange(40, 40 + SEGMENT_PAGES, dtype=np.int32)
             parts.append(ReadPart(segment.number, found, {POOL: (0, pages)}))
         results: list[TierResult] = []
-        self.store.order(lambda number: CopyIn(number, tuple(parts), 0), results.append)
+        self.store.order(lambda number: CopyIn(number, tuple(parts)), results.append)
         self.carry()
         return results[0]
 
@@ -148,7 +148,7 @@ class Stock:
         def end(result: TierResult) -> None:
             self.store.end_copy(segment, is_whole=result.refusal is None)
 
-        self.store.order(lambda n: CopyOut(n, segment.number, pages, num_bytes), end)
+        self.store.order(lambda n: CopyOut(n, segment.number, pages), end)
 
 
 def path(seed: int, num_segments: int = 1) -> Tokens:

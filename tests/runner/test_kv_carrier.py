@@ -82,7 +82,7 @@ class House:
     def copy_out(self, segment: int = 1) -> None:
         """Copy pages 1 to 5, and of the window 7 and 9."""
         pages = {FULL: array(1, 2, 3, 4, 5), WINDOW: array(7, 9)}
-        assert self.do(CopyOut(1, segment, pages, 0)).refusal is None
+        assert self.do(CopyOut(1, segment, pages)).refusal is None
 
     def write(self, segment: int = 1) -> TierResult:
         """Write it to disk."""
@@ -92,7 +92,7 @@ class House:
         """The order to copy it to pages 20 to 24, without the first, and 21 and 20."""
         pages = {FULL: (1, array(20, 21, 22, 24)), WINDOW: (0, array(21, 20))}
         found = self.found if from_disk else None
-        return CopyIn(3, (ReadPart(segment, found, pages),), 0)
+        return CopyIn(3, (ReadPart(segment, found, pages),))
 
     def is_copied(self) -> bool:
         """Whether it is there."""
@@ -148,7 +148,7 @@ def test_what_was_forgotten_is_not_read(house: House) -> None:
 
 def test_what_may_wait_for_the_disk_says_so(house: House) -> None:
     prepare = house.carrier.prepare
-    assert not prepare(CopyOut(1, 1, {FULL: array(1), WINDOW: array()}, 0)).uses_disk
+    assert not prepare(CopyOut(1, 1, {FULL: array(1), WINDOW: array()})).uses_disk
     assert not prepare(house.copy_in(from_disk=False)).uses_disk
     assert prepare(house.copy_in(from_disk=True)).uses_disk
     assert prepare(WriteFile(1, 1, house.found, 0)).uses_disk
@@ -163,7 +163,7 @@ def test_a_file_that_is_wrong_or_gone_names_its_segment(house: House) -> None:
     house.write()
     later = FoundFile(key_of(path_of(7), 20), path_of(7)[20:], {FULL: (5, 7), WINDOW: (5, 5)})
     more = ReadPart(2, later, {FULL: (0, array(25, 26))})
-    order = CopyIn(3, (*house.copy_in(from_disk=True).parts, more), 0)
+    order = CopyIn(3, (*house.copy_in(from_disk=True).parts, more))
     result = house.do(order)
     assert (result.refusal, result.wrong_segment) == (Refusal.WRONG, 2)
     raw = bytearray(house.file.read_bytes())
@@ -227,7 +227,7 @@ def test_without_memory_a_copy_fails_and_leaves_nothing(
 
     monkeypatch.setattr(kv_carrier, "host_memory", none_left)
     pages = {FULL: array(1, 2, 3, 4, 5), WINDOW: array(7, 9)}
-    assert house.do(CopyOut(1, 1, pages, 0)).refusal is Refusal.FAILED
+    assert house.do(CopyOut(1, 1, pages)).refusal is Refusal.FAILED
     assert not house.carrier._segments
     monkeypatch.undo()
     house.copy_out()

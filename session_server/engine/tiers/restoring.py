@@ -151,9 +151,6 @@ class Restoring:
         if transit is None:
             return False
         parts = self._parts(path, transit)
-        num_bytes = sum(
-            len(each.pages) * store.tree.page_bytes[p] for p, each in transit.pages.items()
-        )
         store.touch(part.segment for part in path.parts)
         num_clears = self._num_clears
 
@@ -162,7 +159,7 @@ class Restoring:
             self._end(session_id, path, transit, result, is_whole=is_whole)
 
         def order() -> None:
-            store.order(lambda number: CopyIn(number, parts, num_bytes), end)
+            store.order(lambda number: CopyIn(number, parts), end)
 
         # Those in flight now may write the pages for whoever had them before.
         self._held.append((self._in_flight.num_forwards, order))

@@ -117,7 +117,7 @@ class Spilling:
             last.num_sessions -= 1
         if is_deleted:
             self._drop_unshared(last)
-            if session_id in self._cache:
+            if session_id in self._cache and not self._store.is_empty:
                 namespace = self._cache.slot(session_id).namespace
                 self._drop_path(namespace, self._cache.tokens(session_id))
 
@@ -201,7 +201,7 @@ class Spilling:
         self._copying[session_id] += 1
         pages = {pool: each.pages for pool, each in transit.pages.items()}
         store.order(
-            lambda number: CopyOut(number, segment.number, pages, num_bytes),
+            lambda number: CopyOut(number, segment.number, pages),
             lambda result: self._end(session_id, segment, transit, result),
         )
         return segment

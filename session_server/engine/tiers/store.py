@@ -94,6 +94,11 @@ class TierStore:
         """Return whether a segment is being written to disk."""
         return self._num_writing > 0
 
+    @property
+    def is_empty(self) -> bool:
+        """Return whether nothing is kept of anybody, in host memory or on disk."""
+        return self.is_listed and not (self.tree or self._unread)
+
     def report(self) -> TierReport:
         """Return what was done so far, and what is held now."""
         disk_bytes = self.disk.num_bytes + self._unread_bytes
