@@ -7,6 +7,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +100,13 @@ def test_sessions_go_on_from_files_after_a_restart(
     tmp_path: Path, reference: list[list[str]], number: signal.Signals
 ) -> None:
     store = ("--store", str(tmp_path / "store"), "--disk-kv-bytes", str(256 * MIB))
-    with served(*POOL, *store, "--host-kv-bytes", str(4 * MIB)) as server:
+    with served(*POOL, *store) as server:
         session_ids, first = asyncio.run(begin(server.url))
         second, _ = asyncio.run(go_on(server.url, session_ids, "t2"))
         os.kill(server.pid, number)
         server.wait(timeout_s=60)
+    # The engine of a server that was killed ends by itself, and writes before it does.
+    wait_until(lambda: any((tmp_path / "store" / "kv").glob("*.safetensors")))
     files = list((tmp_path / "store" / "kv").glob("*.safetensors"))
     assert files
     assert all(file.stat().st_mode & 0o777 == 0o600 for file in files)
@@ -118,6 +122,14 @@ def test_sessions_go_on_from_files_after_a_restart(
     assert told["session_server_kv_restored_tokens_total"] > wanted
     # Nothing is left of sessions that were closed.
     assert not list((tmp_path / "store" / "kv").glob("*.safetensors"))
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """Files are written beside the turns."""
+    deadline_s = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline_s, "it never came"
+        time.sleep(0.01)
 
 
 async def close(url: str, session_ids: list[str]) -> None:
