@@ -30,6 +30,7 @@ LOGGERS: Final = (LOGGER_NAME, "uvicorn", "asyncio", "opentelemetry")
 """Loggers whose lines are shown."""
 
 MAX_LINE_CHARS: Final = 4096
+_HEAD_CHARS: Final = MAX_LINE_CHARS // 4
 _FIELD: Final = re.compile(r" ?\b([a-z_]+)=%[-+0-9.]*[a-z]")
 _KEY: Final = re.compile(r"(?<= )([a-z_]+=)")
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
@@ -47,7 +48,7 @@ class OneLineFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as one line."""
-        return strip_control(super().format(record))[:MAX_LINE_CHARS]
+        return bounded(strip_control(super().format(record)))
 
 
 class TerminalFormatter(logging.Formatter):
@@ -62,7 +63,7 @@ class TerminalFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as one line."""
-        text = strip_control(super().format(record))[:MAX_LINE_CHARS]
+        text = bounded(strip_control(super().format(record)))
         at = self.formatTime(record, "%H:%M:%S")
         if not self._is_colored:
             return f"{at} {record.levelname:<8} {text}"
@@ -83,7 +84,7 @@ class JsonFormatter(logging.Formatter):
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": strip_control(record.getMessage())[:MAX_LINE_CHARS],
+            "message": bounded(strip_control(record.getMessage())),
         }
         names = _FIELD.findall(str(record.msg))
         if isinstance(record.args, tuple) and len(names) == len(record.args):
@@ -91,7 +92,7 @@ class JsonFormatter(logging.Formatter):
             line |= {name: _plain(value) for name, value in zip(names, record.args, strict=True)}
         if record.exc_info:
             stack = self.formatException(record.exc_info)
-            line["exception"] = strip_control(stack)[:MAX_LINE_CHARS]
+            line["exception"] = bounded(strip_control(stack))
         return json.dumps(line)
 
 
@@ -195,3 +196,11 @@ def _plain(value: object) -> object:
 def strip_control(text: str) -> str:
     """Return `text` on one line, without terminal escapes."""
     return _CONTROL.sub(" ", text)
+
+
+def bounded(text: str) -> str:
+    """Return `text` without its middle if it is too long: the cause of an exception comes last."""
+    if len(text) <= MAX_LINE_CHARS:
+        return text
+    gap = " ... "
+    return text[:_HEAD_CHARS] + gap + text[_HEAD_CHARS + len(gap) - MAX_LINE_CHARS :]

@@ -56,7 +56,10 @@ class SessionExits:
         assert session.closing is not None, "a session that nobody has closed"
         self._let_go(session)
         self._parts.sessions.remove(session, session.closing)
-        self._parts.quotas.release_session(session)
+        if self._parts.logs.outlives(session):
+            self._parts.quotas.unload_session(session)
+        else:
+            self._parts.quotas.release_session(session)
         tell = partial(session.journal.append, SessionClosed(session.closing))
         self._parts.logs.close(session, tell)
 

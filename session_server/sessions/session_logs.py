@@ -145,8 +145,7 @@ class SessionLogs:
         if place is None or self.store is None:
             on_gone()
             return
-        is_kept = session.closing == "draining"
-        if is_kept:
+        if self.outlives(session):
             session.journal.suspend()
             if place.is_behind:
                 place.has_changed = True
@@ -160,6 +159,11 @@ class SessionLogs:
             on_gone()
 
         self.store.delete(session.life.order, told)
+
+    def outlives(self, session: Session) -> bool:
+        """Return whether a session that closes stays on disk, for another process."""
+        is_stored = session.life.log is not None and self.store is not None
+        return is_stored and session.closing == "draining"
 
     def retry(self) -> None:
         """Write sessions whose last write has failed: one, and more once that succeeds; and delete

@@ -237,7 +237,9 @@ LOGS = (
         "s",
         "they are lost",
     ),
-    _constant("metrics.logging:MAX_LINE_CHARS", "a log line", "characters", "the rest is cut off"),
+    _constant(
+        "metrics.logging:MAX_LINE_CHARS", "a log line", "characters", "its middle is cut out"
+    ),
     _constant(
         "metrics.tracing:MAX_WAITING_TURNS",
         "ended turns and deliveries that wait for their spans",

@@ -55,6 +55,8 @@ ALSO_WANTED = (
     "closed while unloaded",
     "expired while unloaded",
     "crash while unloaded",
+    "drained",
+    "closed while drained",
 )
 
 
@@ -276,6 +278,27 @@ class StoredMachine(SessionMachine):
         if chance:
             return
         self.unload(True, 2)
+        self.crash(0)
+
+    @precondition(lambda self: self.names)
+    @rule(index=st.integers(0, 2), chance=st.integers(0, 5))
+    def drain(self, index: int, chance: int) -> None:
+        """The process stops as it is asked to; until it has ended, clients go on closing."""
+        if chance or not self.world.engine.is_alive:
+            return
+        self.pace(False)
+        self.world.engine.run()
+        self._write_what_failed()
+        self.read_all()
+        before = {each.session_id: each.expires_s for each in self.world.manager._sessions}
+        self.world.do(self.world.manager.drain(0.0))
+        self.unloaded |= {name: before[name] for name in self.shadows if name in before}
+        self.reached["drained"] += 1
+        self.those_on_disk_alone_are_counted()
+        if index and self.unloaded:
+            self.close_unloaded(0, index)
+            self.reached["closed while drained"] += 1
+        self.those_on_disk_alone_are_counted()
         self.crash(0)
 
     @precondition(lambda self: len(self.names) < 3)
