@@ -173,6 +173,7 @@ class Engine:
             self._handle(command, now_s)
         for grammar in compiled:
             self._take_grammar(grammar)
+        self._begin_copies()
         to_compile = self._scheduler.compiling.requests(is_shared=self._cache.num_tenants > 1)
         planned = self._next_batch(now_s)
         plan, batch = planned.plan, planned.batch
@@ -225,6 +226,12 @@ class Engine:
     def _take_copied(self, copied: Sequence[TierResult]) -> None:
         try:
             self._context.tiers.take(copied)
+        except AuditFailed as error:
+            self._guard.recover(error)
+
+    def _begin_copies(self) -> None:
+        try:
+            self._context.tiers.begin_deferred()
         except AuditFailed as error:
             self._guard.recover(error)
 

@@ -23,6 +23,7 @@ from session_server.core.batch import BatchRow, RowResult
 from session_server.core.commands import DraftInput
 from session_server.core.events import InputDrafted
 from session_server.engine.context import EngineContext
+from session_server.engine.tiers.restoring import CopyEnd
 
 MAX_DRAFT_ROWS: Final = 16
 """Drafts that one forward has chunks of. The next forward has those of others."""
@@ -128,7 +129,7 @@ class InputDrafts:
         history = self._cache.tokens(session_id, 0, command.base_len)
         tokens = np.concatenate((history, np.array(command.tokens, np.int32)))
 
-        def begin() -> None:
+        def begin(_end: CopyEnd) -> None:
             self._begin_pending(session_id)
 
         return self._tiers.restore(session_id, tokens, begin, is_ahead=True)

@@ -18,6 +18,7 @@ from session_server.engine.compiling import Compiling
 from session_server.engine.context import EngineContext
 from session_server.engine.plan import StepPlan
 from session_server.engine.scheduler_view import BlockReason
+from session_server.engine.tiers.restoring import CopyEnd
 from session_server.engine.turn import Turn, TurnState
 from session_server.engine.turn_line import TurnQueue
 from session_server.engine.turn_queue import WaitingQueue, max_reuse, reusable_len
@@ -31,18 +32,21 @@ class Applied:
     """Hold what applying a plan gave.
 
     `dropped`: sessions whose KV was dropped. `refused`: turns that have to end, and why.
-    `waits_for_copy`: something that was planned has to wait for a copy of KV.
+    `waits_for_copy`: something that was planned has to wait for a copy of KV. `num_restoring`:
+    turns that left the line for one.
     """
 
     rows: list[BatchRow] = field(default_factory=list)
     dropped: list[SessionId] = field(default_factory=list)
     refused: list[tuple[Turn, SessionServerError]] = field(default_factory=list)
     waits_for_copy: bool = False
+    num_restoring: int = 0
 
     @property
     def is_idle(self) -> bool:
-        """Return whether nothing was done but to begin a copy, whose end is worth another step."""
-        return self.waits_for_copy and not (self.rows or self.dropped or self.refused)
+        """Return whether another plan would come to the same, until a copy ends."""
+        has_changed = self.rows or self.dropped or self.refused or self.num_restoring
+        return self.waits_for_copy and not has_changed
 
 
 class Scheduler:
@@ -166,9 +170,9 @@ class Scheduler:
         history = self._cache.tokens(request.session_id, 0, request.base_len)
         tokens = np.concatenate((history, turn.uncommitted_tokens()))[: reusable_len(turn)]
 
-        def resume() -> None:
+        def resume(end: CopyEnd) -> None:
             if turn.state is TurnState.RESTORING:
-                turn.wait()
+                turn.resume(is_restored=end == "over")
                 self.waiting.insert(turn)
 
         if not self._tiers.restore(request.session_id, tokens, resume, is_ahead=is_ahead):
@@ -206,6 +210,7 @@ class Scheduler:
     def _admit(self, turn: Turn, now_s: float, applied: Applied) -> bool:
         if self._restore(turn, is_ahead=False):
             applied.waits_for_copy = True
+            applied.num_restoring += 1
             return False
         request = turn.request
         try:

@@ -321,13 +321,19 @@ class Turn:
         return self.state is TurnState.COMPILING
 
     def wait(self) -> None:
-        """Start to wait for admission: its grammar was compiled, or its session's KV copied."""
+        """Start to wait for admission: its grammar was compiled."""
         self._move(TurnState.WAITING)
 
     def restore(self) -> None:
         """Wait for a copy of its session's KV, once per admission."""
         self._move(TurnState.RESTORING)
         self.clock.restored_for = self.num_admissions + 1
+
+    def resume(self, *, is_restored: bool) -> None:
+        """Wait for admission again; if its session's KV was not copied, that is tried once more."""
+        self._move(TurnState.WAITING)
+        if not is_restored:
+            self.clock.restored_for = self.num_admissions
 
     @property
     def is_restored(self) -> bool:

@@ -30,7 +30,6 @@ LOGGERS: Final = (LOGGER_NAME, "uvicorn", "asyncio", "opentelemetry")
 """Loggers whose lines are shown."""
 
 MAX_LINE_CHARS: Final = 4096
-_HEAD_CHARS: Final = MAX_LINE_CHARS // 4
 _FIELD: Final = re.compile(r" ?\b([a-z_]+)=%[-+0-9.]*[a-z]")
 _KEY: Final = re.compile(r"(?<= )([a-z_]+=)")
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
@@ -202,5 +201,5 @@ def bounded(text: str) -> str:
     """Return `text` without its middle if it is too long: the cause of an exception comes last."""
     if len(text) <= MAX_LINE_CHARS:
         return text
-    gap = " ... "
-    return text[:_HEAD_CHARS] + gap + text[_HEAD_CHARS + len(gap) - MAX_LINE_CHARS :]
+    head, gap = text[: MAX_LINE_CHARS // 4], " ... "
+    return head + gap + text[len(head) + len(gap) - MAX_LINE_CHARS :]

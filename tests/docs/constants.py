@@ -902,6 +902,12 @@ ENGINE = (
         "further ones are copied back when their turns are admitted",
     ),
     _constant(
+        "engine.tiers.restoring:_PLANNED_DIVISOR",
+        "pages that sessions are copied back into and no turn has used yet: one part of",
+        "parts",
+        "further ones are copied back once turns have used those before them",
+    ),
+    _constant(
         "engine_host.process:MAX_UNSENT_BYTES",
         "commands that the engine has not read",
         "bytes",

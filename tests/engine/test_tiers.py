@@ -193,3 +193,57 @@ def test_drafts_that_nobody_sends_do_not_end_copying_ahead(is_dropped: bool) -> 
         if is_dropped:
             bench.run(DropDraft(session_id=session_id))
     assert counts(bench).hits == len(histories)
+
+
+def test_turns_whose_kv_is_copied_back_take_no_place_of_others() -> None:
+    bench = Bench(Sizes(num_pages=64, max_running=1, host_kv_bytes=MIB))
+    carrier = bench.hand.carrier
+    assert carrier is not None
+    histories = first_turns(bench, 4)
+    bench.run(*(CoolSession(session_id=session_id) for session_id in histories))
+    other = bench.open("other")
+    bench.run(bench.submit_command(other, "big", distinct(50, 240)))  # nothing of them is left
+    bench.run(CloseSession(session_id=other))
+    carrier.at_once = False
+    new = distinct(100, 3)
+    ahead, planned, third, fourth = (
+        bench.submit_command(session_id, f"second {index}", new, base_len=len(history))
+        for index, (session_id, history) in enumerate(histories.items())
+    )
+    warm = bench.submit_command(bench.open("warm"), "warm", distinct(60, 8))
+    bench.run(ahead, planned, warm, third, fourth)
+    assert bench.finished("warm")
+    # The fourth comes later: more of them would push each other out.
+    assert bench.cache.copies.num_under_way == 3
+    carrier.at_once = True
+    carrier.carry_all()
+    bench.run()
+    for index, history in enumerate(histories.values()):
+        bench.expect(f"second {index}", history + new)
+        assert bench.finished(f"second {index}").cached_tokens >= PROMPT_LEN - 8
+
+
+def test_a_session_that_closes_while_others_are_copied_waits_no_longer() -> None:
+    bench = Bench(Sizes(num_pages=40, max_running=4, host_kv_bytes=MIB))
+    carrier = bench.hand.carrier
+    assert carrier is not None
+    histories = first_turns(bench, 4)
+    bench.run(*(CoolSession(session_id=session_id) for session_id in histories))
+    carrier.at_once = False
+    new = distinct(100, 3)
+    bench.run(
+        *(
+            bench.submit_command(session_id, f"second {index}", new, base_len=len(history))
+            for index, (session_id, history) in enumerate(histories.items())
+        )
+    )
+    restoring = bench.engine.inspect().tiers._restoring
+    assert restoring._deferred
+    bench.run(*(CloseSession(session_id=session_id) for session_id in restoring._deferred))
+    assert not restoring._deferred
+    carrier.at_once = True
+    carrier.carry_all()
+    bench.run()
+    assert not restoring._waiting
+    assert not restoring._unused
+    assert not any(restoring._num_unused.values())

@@ -378,8 +378,10 @@ def test_a_log_line_stays_one_line_whatever_it_is_given() -> None:
 
         record = logging.LogRecord("x", logging.ERROR, "", 0, "bug", (), sys.exc_info())
     assert "\n" not in formatter.format(record)
-    long = logging.LogRecord("x", logging.INFO, "", 0, "a" * 10_000, (), None)
+    text = "a" * 10_000 + "the cause"
+    long = logging.LogRecord("x", logging.INFO, "", 0, text, (), None)
     assert len(formatter.format(long)) == 4096
+    assert formatter.format(long).endswith("aathe cause")
 
 
 def test_events_worth_a_line_get_one(caplog: pytest.LogCaptureFixture) -> None:

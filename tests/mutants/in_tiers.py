@@ -440,7 +440,7 @@ COOL_WAITS_FOR_NOTHING = _mutant(
 
 TURN_IS_NEVER_RESUMED = _mutant(
     "A turn whose copy has ended is not told.",
-    (f"{_RESTORING}._finish", "then()", "pass"),
+    (f"{_RESTORING}._finish", "then(end)", "pass"),
 )
 
 SECOND_WAITER_IS_FORGOTTEN = _mutant(
@@ -459,7 +459,7 @@ FAILED_COPY_LETS_WAIT = _mutant(
 
 SEARCH_LETS_WAIT = _on_disk(
     "A turn waits for ever where the disk had nothing.",
-    (f"{_RESTORING}._go_on", "self._finish(session_id)", "pass"),
+    (f"{_RESTORING}._go_on", "self._finish(wish.session_id)", "pass"),
 )
 
 ENDED_TURN_IS_RESUMED = _mutant(
@@ -507,12 +507,22 @@ PAGES_AHEAD_ARE_NEVER_USED = _mutant(
     "What was copied ahead of turns counts when they have it.",
     (
         f"{_RESTORING}.note_used",
-        "self._num_ahead -= self._ahead.pop(session_id, 0)",
-        "self._ahead.pop(session_id, 0)",
+        "self._num_unused[is_ahead] -= num_pages",
+        "pass",
     ),
 )
 
 DOUBT_LETS_COPIES_COME_IN = _mutant(
     "A copy back of what was found wrong meanwhile is used.",
     (f"{_RESTORING}._copy", " and self._num_clears == num_clears", ""),
+)
+
+DEFERRED_COPIES_ARE_FORGOTTEN = _mutant(
+    "A session that waits for the copies of others is never copied.",
+    (f"{_RESTORING}.begin_deferred", "while self._deferred:", "while False:"),
+)
+
+DEFERRED_TURN_IS_NOT_RESUMED = _mutant(
+    "A turn whose copy finds no pages when its time comes waits for ever.",
+    (f"{_RESTORING}.begin_deferred", 'self._finish(session_id, "no pages")', "pass"),
 )

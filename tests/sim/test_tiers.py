@@ -54,6 +54,7 @@ RARE: Final = (
     "tier: read after an engine's death",
     "tier: read from disk",
     "tier: rebuild during copies",
+    "tier: waits for copies of others",
 )
 """What two shards have to reach together."""
 

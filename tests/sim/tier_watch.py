@@ -256,15 +256,16 @@ class TierWatch:
         for segment in segments:
             if segment.num_sessions != ends[segment.number]:
                 raise self._broken(f"{segment.num_sessions} sessions end in {segment.number}")
-        known = {*spilling._last, *spilling._dirty, *restoring._ahead}
+        known = {*spilling._last, *spilling._dirty, *restoring._unused, *restoring._deferred}
         if gone := {session_id for session_id in known if session_id not in self._cache}:
             raise self._broken(f"of closed sessions something is left: {sorted(gone)}")
         if spilling._num_dirty != sum(spilling._dirty.values()):
             raise self._broken(f"{spilling._num_dirty} tokens are dirty, not {spilling._dirty}")
-        if restoring._num_ahead != sum(restoring._ahead.values()):
-            raise self._broken(f"{restoring._num_ahead} pages ahead, not {restoring._ahead}")
+        for is_ahead, num_pages in restoring._num_unused.items():
+            if num_pages != sum(n for ahead, n in restoring._unused.values() if ahead is is_ahead):
+                raise self._broken(f"{num_pages} pages are unused, not {restoring._unused}")
         lent = [s for s in known if self._cache.slot(s).state is SlotState.LENT]
-        if busy := [s for s in lent if s in spilling._dirty or s in restoring._ahead]:
+        if busy := [s for s in lent if s in spilling._dirty or s in restoring._unused]:
             raise self._broken(f"of sessions with a turn something waits: {busy}")
 
     def _check_turns(self) -> None:
@@ -277,6 +278,7 @@ class TierWatch:
             self.reached["tier: restored after a retraction"] += turn.num_admissions > 0
         if lost := self._engine._input_drafts._restoring.keys() - self._restoring._waiting.keys():
             raise Broken(Layer.LIVENESS, f"drafts of {lost} wait for no copy")
+        self.reached["tier: waits for copies of others"] += bool(self._restoring._deferred)
         self.reached["tier: draft waits for its copy"] += bool(
             self._engine._input_drafts._restoring
         )
@@ -288,7 +290,9 @@ class TierWatch:
             "copies": self._cache.copies.num_under_way,
             "fences": len(self._cache.inspect().stores.fenced),
             "spilled sessions": len(self._spilling._copying),
-            "restored sessions": len(self._restoring._waiting),
+            "restored sessions": len(
+                self._restoring._waiting.keys() - self._restoring._deferred.keys()
+            ),
             "results": len(store._continue),
             "refused files": sum(store.tree.get(n) is not None for n in carrier.refused),
             "writes": store._num_writing + sum(segment.is_writing for segment in segments),

@@ -3,16 +3,15 @@
 A turn of a cold session whose KV lies outside of the pools waits for the copy instead of computing
 it again. The copy begins when the turn is submitted if there are pages that nobody needs, else when
 the turn is admitted and pages were found for it. A waiting turn holds none of them: they are in the
-tree once the copy is complete.
+tree once the copy is complete. Others pass it meanwhile.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Final
+from typing import Final, Literal
 
 from cache.errors import OutOfPages
 from cache.session_cache import SessionAwareCache
@@ -24,11 +23,18 @@ from session_server.engine.in_flight import InFlight
 from session_server.engine.tiers.spilling import Spilling
 from session_server.engine.tiers.store import TierStore
 
-Then = Callable[[], None]
+CopyEnd = Literal["over", "no pages"]
+"""Whether a copy has ended, whatever came of it, or was never begun because there were no pages."""
+
+Then = Callable[[CopyEnd], None]
 
 _AHEAD_DIVISOR: Final = 4
-"""Part of the pages into which sessions are copied back whose turns were not admitted. More would
-push each other out again."""
+"""Part of the pages into which sessions are copied back before anybody has found pages for their
+turns."""
+
+_PLANNED_DIVISOR: Final = 2
+"""Part of the pages into which the other sessions are copied back. More of them would push each
+other out again before a turn has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,16 @@ class _Wanted:
         return end if is_worth else 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """Name what is to be copied back. `is_ahead`: nobody has found pages for it."""
+
+    session_id: SessionId
+    namespace: Namespace
+    tokens: Tokens
+    is_ahead: bool
+
+
 class Restoring:
     """Copy sessions back. At most one copy per session is under way."""
 
@@ -68,11 +84,15 @@ class Restoring:
         self._waiting: dict[SessionId, list[Then]] = {}
         """Sessions that are copied, and what is done when that has ended."""
 
-        self._ahead: dict[SessionId, int] = {}
-        """Pages that were copied back for sessions, until a turn has them."""
+        self._unused: dict[SessionId, tuple[bool, int]] = {}
+        """Pages that were copied back for sessions, ahead or not, until a turn has them."""
 
-        self._num_ahead = self._num_clears = 0
-        self._max_ahead = max(each.pages for each in cache.accounts().values()) // _AHEAD_DIVISOR
+        self._num_unused: Counter[bool] = Counter()
+        self._deferred: OrderedDict[SessionId, _Wish] = OrderedDict()
+        """Sessions that are copied once those before them have been used, in order."""
+
+        self._num_clears = 0
+        self._num_pages = max(each.pages for each in cache.accounts().values())
         self._held: deque[tuple[int, Callable[[], None]]] = deque()
         """Copies that wait for forwards: the number of the last forward that may write their pages,
         and what orders the copy."""
@@ -84,40 +104,53 @@ class Restoring:
         Args:
             session_id: the session.
             tokens: see above.
-            then: called when the copy has ended, whatever came of it.
+            then: called once, see `CopyEnd`.
             is_ahead: nobody has found pages for it yet.
 
         Returns:
-            Whether the session is copied now, so that `then` will be called.
+            Whether the session is copied, now or later, so that `then` will be called.
         """
         if session_id in self._waiting:
             self._waiting[session_id].append(then)
             return True
-        num_pages = len(tokens) // self._page_size
         slot = self._cache.slot(session_id)
-        if slot.state is not SlotState.COLD or num_pages == 0:
+        if slot.state is not SlotState.COLD or len(tokens) < self._page_size:
             return False
-        if is_ahead and self._num_ahead + num_pages > self._max_ahead:
+        self.note_used(session_id)
+        wish = _Wish(session_id, slot.namespace, tokens, is_ahead)
+        has_room = self._has_room(wish)
+        if is_ahead and not has_room:
             return False
         self._store.counts.lookups += 1
-        path = self._store.find(slot.namespace, tokens).readable()
-        find_more = self._store.is_unread(path.next_name)
-        copy = partial(self._copy, session_id, slot.namespace, tokens, is_ahead=is_ahead)
-        if find_more:
-            self._store.find_files(
-                slot.namespace, tokens, path, lambda: self._go_on(session_id, copy)
-            )
-        elif not copy():
+        path = self._path_of(wish)
+        if not has_room and (path.parts or self._store.is_unread(path.next_name)):
+            self._deferred[session_id] = wish
+        elif not self._begin(wish, path):
             return False
         self._waiting[session_id] = [then]
-        self.note_used(session_id)
-        self._ahead[session_id] = num_pages
-        self._num_ahead += num_pages
         return True
+
+    def begin_deferred(self) -> None:
+        """Begin what had to wait until others were used. O(1) while there is no room."""
+        while self._deferred:
+            session_id, wish = next(iter(self._deferred.items()))
+            if not self._has_room(wish):
+                return
+            del self._deferred[session_id]
+            if not self._begin(wish, self._path_of(wish)):
+                # The pages that were found for it may have gone to others since.
+                self._finish(session_id, "no pages")
 
     def note_used(self, session_id: SessionId) -> None:
         """Note that a turn has what was copied back, or wants it no more."""
-        self._num_ahead -= self._ahead.pop(session_id, 0)
+        is_ahead, num_pages = self._unused.pop(session_id, (False, 0))
+        self._num_unused[is_ahead] -= num_pages
+
+    def forget(self, session_id: SessionId) -> None:
+        """Forget a session whose turn has ended, or that is about to be closed."""
+        self.note_used(session_id)
+        if self._deferred.pop(session_id, None) is not None:
+            self._finish(session_id)
 
     def clear(self) -> None:
         """Use nothing that is on its way: it may be wrong."""
@@ -129,23 +162,43 @@ class Restoring:
         while self._held and self._held[0][0] <= num_settled:
             self._held.popleft()[1]()
 
-    def _go_on(self, session_id: SessionId, copy: Callable[[], bool]) -> None:
+    def _has_room(self, wish: _Wish) -> bool:
+        num_unused = self._num_unused[wish.is_ahead]
+        if not wish.is_ahead and num_unused == 0:
+            return True
+        most = self._num_pages // (_AHEAD_DIVISOR if wish.is_ahead else _PLANNED_DIVISOR)
+        return num_unused + len(wish.tokens) // self._page_size <= most
+
+    def _path_of(self, wish: _Wish) -> Path:
+        return self._store.find(wish.namespace, wish.tokens).readable()
+
+    def _begin(self, wish: _Wish, path: Path) -> bool:
+        """Copy a session, or read first what the disk has of it; return False if it is not."""
+        if self._store.is_unread(path.next_name):
+            self._store.find_files(wish.namespace, wish.tokens, path, lambda: self._go_on(wish))
+        elif not self._copy(wish, path):
+            return False
+        num_pages = len(wish.tokens) // self._page_size
+        self._unused[wish.session_id] = wish.is_ahead, num_pages
+        self._num_unused[wish.is_ahead] += num_pages
+        return True
+
+    def _go_on(self, wish: _Wish) -> None:
         """Copy what was found on disk, or end."""
-        if not (session_id in self._cache and copy()):
-            self._finish(session_id)
+        is_there = wish.session_id in self._cache
+        if not (is_there and self._copy(wish, self._path_of(wish))):
+            self._finish(wish.session_id)
 
-    def _finish(self, session_id: SessionId) -> None:
+    def _finish(self, session_id: SessionId, end: CopyEnd = "over") -> None:
         for then in self._waiting.pop(session_id):
-            then()
+            then(end)
 
-    def _copy(
-        self, session_id: SessionId, namespace: Namespace, tokens: Tokens, *, is_ahead: bool
-    ) -> bool:
+    def _copy(self, wish: _Wish, path: Path) -> bool:
         store, copies = self._store, self._cache.copies
-        path = store.find(namespace, tokens).readable()
         try:
-            wanted = _Wanted(store, path)
-            transit = copies.begin_in(namespace, tokens, wanted, is_ahead=is_ahead)
+            transit = copies.begin_in(
+                wish.namespace, wish.tokens, _Wanted(store, path), is_ahead=wish.is_ahead
+            )
         except OutOfPages:
             return False
         if transit is None:
@@ -156,7 +209,7 @@ class Restoring:
 
         def end(result: TierResult) -> None:
             is_whole = result.refusal is None and self._num_clears == num_clears
-            self._end(session_id, path, transit, result, is_whole=is_whole)
+            self._end(wish.session_id, path, transit, result, is_whole=is_whole)
 
         def order() -> None:
             store.order(lambda number: CopyIn(number, parts), end)

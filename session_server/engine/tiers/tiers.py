@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from cache.components import components_of
 from cache.session_cache import SessionAwareCache
@@ -11,7 +11,7 @@ from cache.types import SessionId, SlotState, Tokens
 from session_server.core.tier_orders import TierOrder, TierResult
 from session_server.engine.config import TierPolicy
 from session_server.engine.in_flight import InFlight
-from session_server.engine.tiers.restoring import Restoring
+from session_server.engine.tiers.restoring import Restoring, Then
 from session_server.engine.tiers.spilling import Spilling
 from session_server.engine.tiers.store import TierStore
 
@@ -58,14 +58,14 @@ class Tiers:
     def note_rest(self, session_id: SessionId) -> None:
         """Note that the turn of a session has ended."""
         if self._is_on:
-            self._restoring.note_used(session_id)
+            self._restoring.forget(session_id)
             self._spilling.note_rest(session_id)
 
     def note_close(self, session_id: SessionId, *, is_deleted: bool) -> None:
         """Note that a session is about to be closed. One that `is_deleted` leaves nothing that only
         it had."""
         if self._is_on:
-            self._restoring.note_used(session_id)
+            self._restoring.forget(session_id)
             self._spilling.forget(session_id, is_deleted=is_deleted)
 
     def holds(self, session_id: SessionId) -> bool:
@@ -76,11 +76,13 @@ class Tiers:
         """Return whether `restore` is worth a call: the pools have nothing of the session."""
         return self._is_on and self._cache.slot(session_id).state is SlotState.COLD
 
-    def restore(
-        self, session_id: SessionId, tokens: Tokens, then: Callable[[], None], *, is_ahead: bool
-    ) -> bool:
+    def restore(self, session_id: SessionId, tokens: Tokens, then: Then, *, is_ahead: bool) -> bool:
         """Bring back what the pools lack of `tokens`, see `Restoring.begin`."""
         return self._is_on and self._restoring.begin(session_id, tokens, then, is_ahead=is_ahead)
+
+    def begin_deferred(self) -> None:
+        """Copy back sessions that had to wait for others. O(1) while none can be."""
+        self._restoring.begin_deferred()
 
     def clear(self) -> None:
         """Drop everything."""
