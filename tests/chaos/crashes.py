@@ -295,6 +295,24 @@ async def crashes(town: Town, *, cycles: int, clients: int = 16) -> Report:
     return town.report
 
 
+async def say_how_far(town: Town, cycles: int) -> None:
+    """Print a line whenever one part in twenty is done."""
+    step = max(1, cycles // 20)
+    for number in range(step, cycles + 1, step):
+        while len(town.report.ready_s) <= number:
+            await asyncio.sleep(1)
+        found = f"{town.report.saw[TOLD]} told, {len(town.report.problems)} problems"
+        print(f"{number} of {cycles} servers, {found}", flush=True)
+
+
+async def watched(town: Town, cycles: int, clients: int) -> Report:
+    async with asyncio.TaskGroup() as tasks:
+        watch = tasks.create_task(say_how_far(town, cycles))
+        report = await crashes(town, cycles=cycles, clients=clients)
+        watch.cancel()
+    return report
+
+
 def main() -> int:
     """Run it, print what it found."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -304,7 +322,7 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         town = Town(Path(directory), Report(), Decisions(args.seed))
-        found = asyncio.run(crashes(town, cycles=args.cycles, clients=args.clients))
+        found = asyncio.run(watched(town, args.cycles, args.clients))
     pprint(dict(found.saw), sort_dicts=False)
     print(f"ready after {max(found.ready_s):.2f} s at most; problems: {len(found.problems)}")
     print("\n".join(problem[:600] for problem in found.problems[:40]))
