@@ -8,6 +8,7 @@ that name is found without an index.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -38,6 +39,10 @@ class SegmentContent:
     tokens: Tokens
     spans: Mapping[PoolName, tuple[int, int]]
     num_bytes: int
+
+    def without_tokens(self) -> SegmentContent:
+        """Return the same for a segment that nobody reads any more."""
+        return dataclasses.replace(self, tokens=self.tokens[:0].copy())
 
     @property
     def end(self) -> int:

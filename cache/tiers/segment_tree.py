@@ -149,7 +149,10 @@ class SegmentTree:
         return SEGMENT_BYTES + tokens.nbytes + sum(of_pools)
 
     def remove(self, segment: Segment) -> list[Segment]:
-        """Remove a segment and all that follow it, which can be reached no longer; return them."""
+        """Remove a segment and all that follow it, which can be reached no longer; return them.
+
+        Whoever knows one of them finds what is left of its path before it, and no more: the tokens
+        of all that was ever removed would fill the memory."""
         removed = [segment, *segment.below()]
         siblings = self._siblings(segment)
         del siblings[segment.content.name]
@@ -157,6 +160,8 @@ class SegmentTree:
             del self._roots[segment.content.namespace]
         for each in removed:
             del self._segments[each.number]
+            each.parent, each.children = segment.parent, {}
+            each.content = each.content.without_tokens()
         return removed
 
     def continuable_len(self, path: Path, start: int) -> int:

@@ -18,12 +18,9 @@ class TierAccount:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self.num_bytes = 0
+        self.num_bytes = self.num_segments = 0
         self._of_tenants: dict[str, _Share] = {}
         self._largest_first: LazyHeap[str] = LazyHeap(self._of_tenants.__contains__)
-
-    def __len__(self) -> int:
-        return sum(len(share.oldest_first) for share in self._of_tenants.values())
 
     def __contains__(self, segment: Segment) -> bool:
         share = self._of_tenants.get(segment.content.namespace.tenant)
@@ -39,6 +36,7 @@ class TierAccount:
         assert segment.content.num_bytes <= self.free_bytes, "room is made before it is taken"
         tenant = segment.content.namespace.tenant
         self._of_tenants.setdefault(tenant, _Share()).oldest_first[segment.number] = segment
+        self.num_segments += 1
         self._change(tenant, segment.content.num_bytes)
 
     def remove(self, segment: Segment) -> None:
@@ -49,6 +47,7 @@ class TierAccount:
         if not share.oldest_first:
             del self._of_tenants[tenant]
             self._largest_first.remove(tenant)
+        self.num_segments -= 1
         self._change(tenant, -segment.content.num_bytes)
 
     def touch(self, segments: Iterable[Segment]) -> None:
@@ -69,15 +68,6 @@ class TierAccount:
         ):
             if may_give(segment):
                 return segment
-        return None
-
-    def find(self, is_wanted: Callable[[Segment], bool]) -> Segment | None:
-        """Return the segment of somebody that was used longest ago of those that are wanted; None
-        if none is. O(segments)."""
-        for share in self._of_tenants.values():
-            for segment in share.oldest_first.values():
-                if is_wanted(segment):
-                    return segment
         return None
 
     def _change(self, tenant: str, num_bytes: int) -> None:

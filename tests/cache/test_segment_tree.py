@@ -80,12 +80,15 @@ def test_a_tree_finds_what_was_added_and_not_removed(steps: list[Step]) -> None:
             if added is not None:
                 live[added.number] = added
         elif path.parts:
-            segment = path.parts[-1].segment
+            segment, parent = path.parts[-1].segment, path.parts[-1].segment.parent
+            below = {each.number for each in segment.below()}
             removed = tree.remove(segment)
             assert removed[0] is segment
-            assert {each.number for each in removed[1:]} == {e.number for e in segment.below()}
+            assert {each.number for each in removed[1:]} == below
             for each in removed:
                 del live[each.number]
+                # Whoever knows it finds what is before it, and keeps nothing of what is not.
+                assert (each.parent, len(each.content.tokens), each.children) == (parent, 0, {})
         assert {each.number for each in tree.segments()} == live.keys()
         assert len(tree) == len(live)
         kept = pages_of(live)

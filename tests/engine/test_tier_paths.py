@@ -9,7 +9,7 @@ from cache.spec import LayerKind
 from cache.tiers.segment import Segment
 from cache.tiers.segment_tree import SegmentTree
 from cache.types import Namespace
-from session_server.core.tier_orders import ListFiles, Refusal, TierResult, WriteFile
+from session_server.core.tier_orders import Forget, ListFiles, Refusal, TierResult, WriteFile
 from session_server.engine.tiers.store import TierStore
 from tests.sim.layers import POOLS, Layers
 
@@ -45,13 +45,13 @@ class Tiers:
     def answer(self, refusal: Refusal | None = None) -> list[WriteFile]:
         """Carry out what was ordered, and return what was written."""
         written = []
-        for order in self.store.take_orders():
+        for order in self.store.orders.take():
             match order:
                 case ListFiles(number=number):
-                    self.store.take(TierResult(number, 0.0))
+                    self.store.orders.handle(TierResult(number, 0.0))
                 case WriteFile(number=number):
                     written.append(order)
-                    self.store.take(TierResult(number, 0.0, refusal))
+                    self.store.orders.handle(TierResult(number, 0.0, refusal))
                 case _:
                     pass
         return written
@@ -68,5 +68,26 @@ def test_a_file_that_gives_way_to_one_that_follows_it_takes_that_with_it() -> No
     # The disk has room for one of them.
     tiers.answer()
     assert store.tree.get(child.number) is None
-    assert (len(store.host), store.host.num_bytes) == (0, 0)
-    assert (len(store.disk), store.disk.num_bytes) == (0, 0)
+    assert (store.host.num_segments, store.host.num_bytes) == (0, 0)
+    assert (store.disk.num_segments, store.disk.num_bytes) == (0, 0)
+
+
+def test_what_the_disk_did_not_take_is_written_once_it_takes_something() -> None:
+    tiers = Tiers(host_bytes=4 * ONE_SEGMENT, disk_bytes=10 * ONE_SEGMENT)
+    first, second = tiers.add(1), tiers.add(2)
+    tiers.store.write_ahead(is_draining=True)
+    written = tiers.answer(Refusal.FAILED)
+    assert [order.segment for order in written] == [first.number]
+    tiers.store.write_ahead(is_draining=True)
+    assert [order.segment for order in tiers.answer()] == [second.number]
+    assert second.on_disk
+    tiers.store.write_ahead(is_draining=True)
+    assert [order.segment for order in tiers.answer()] == [first.number]
+    assert first.on_disk
+
+
+def test_all_that_is_dropped_at_once_is_one_order() -> None:
+    tiers = Tiers(host_bytes=4 * ONE_SEGMENT, disk_bytes=0)
+    dropped = [tiers.add(length).number for length in (1, 2, 3)]
+    tiers.store.clear()
+    assert tiers.store.orders.take() == [Forget(segments=tuple(dropped))]

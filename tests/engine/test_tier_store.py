@@ -60,7 +60,7 @@ class Stock:
 
     def carry(self, *, at_most: int = 1000) -> None:
         """Carry out orders and what comes of them."""
-        while orders := self.store.take_orders():
+        while orders := self.store.orders.take():
             for order in orders:
                 self.finish(order)
                 at_most -= 1
@@ -70,7 +70,7 @@ class Stock:
         """Carry out one order."""
         result = self.carrier.prepare(order).run()
         if result is not None:
-            self.store.take(result)
+            self.store.orders.handle(result)
 
     def begin(self, tokens: Tokens, namespace: Namespace = ALICE) -> Segment | None:
         """Order the copy of what no segment has of a path; return its last segment."""
@@ -111,7 +111,7 @@ class Stock:
             pages = np.arange(40, 40 + SEGMENT_PAGES, dtype=np.int32)
             parts.append(ReadPart(segment.number, found, {POOL: (0, pages)}))
         results: list[TierResult] = []
-        self.store.order(lambda number: CopyIn(number, tuple(parts)), results.append)
+        self.store.orders.add(lambda number: CopyIn(number, tuple(parts)), results.append)
         self.carry()
         return results[0]
 
@@ -140,7 +140,12 @@ class Stock:
         self.assert_bounded()
         assert not self.names
         assert not self.carrier._segments
-        assert len(self.store.tree) == len(self.store.host) == len(self.store.disk) == 0
+        assert (
+            len(self.store.tree)
+            == self.store.host.num_segments
+            == self.store.disk.num_segments
+            == 0
+        )
 
     def _order_copy(self, segment: Segment, num_bytes: int) -> None:
         pages = {POOL: np.arange(1, 1 + SEGMENT_PAGES, dtype=np.int32)}
@@ -148,7 +153,7 @@ class Stock:
         def end(result: TierResult) -> None:
             self.store.end_copy(segment, is_whole=result.refusal is None)
 
-        self.store.order(lambda n: CopyOut(n, segment.number, pages), end)
+        self.store.orders.add(lambda n: CopyOut(n, segment.number, pages), end)
 
 
 def path(seed: int, num_segments: int = 1) -> Tokens:
@@ -313,7 +318,7 @@ def test_files_from_before_are_found_before_they_are_listed(before: Path) -> Non
     stock = Stock(before, host=4 * SEGMENT, disk=20 * SEGMENT)
     tokens = path(1)
     stock.store.find_files(ALICE, tokens, stock.store.find(ALICE, tokens), lambda: None)
-    listing, finding = stock.store.take_orders()
+    listing, finding = stock.store.orders.take()
     stock.finish(finding)
     stock.finish(listing)
     assert stock.store.find(ALICE, tokens).length == len(tokens)
@@ -457,20 +462,20 @@ def test_nothing_is_left_of_what_is_dropped_whenever_that_happens(
     stock.carry()
     stock.begin(path(1, 3))
     first = stock.store.find(ALICE, path(1, 3)).parts[0].segment
-    waiting = stock.store.take_orders()
+    waiting = stock.store.orders.take()
     for _ in range(num_carried):
         stock.store.write_ahead(is_draining=True)
-        waiting += stock.store.take_orders()
+        waiting += stock.store.orders.take()
         if waiting:
             stock.finish(waiting.pop(0))
     if how == "drop":
         stock.store.drop(first)
     else:
         stock.store.clear()
-    waiting += stock.store.take_orders()
+    waiting += stock.store.orders.take()
     while waiting:
         stock.finish(waiting.pop(0))
-        waiting += stock.store.take_orders()
+        waiting += stock.store.orders.take()
     stock.assert_empty()
     assert stock.put(path(1, 3)) is not None
     stock.assert_bounded()
@@ -482,10 +487,10 @@ def test_what_is_dropped_while_it_is_written_can_be_written_again(tmp_path: Path
     segment = stock.put(path(1))
     assert segment is not None
     stock.store.write_ahead(is_draining=True)
-    writing = stock.store.take_orders()
+    writing = stock.store.orders.take()
     stock.store.drop(segment)
     stock.begin(path(1))
-    for order in [*writing, *stock.store.take_orders()]:
+    for order in [*writing, *stock.store.orders.take()]:
         stock.finish(order)
     stock.carry()
     while stock.store.find(ALICE, path(1)).parts[0].segment.on_disk is False:

@@ -247,3 +247,12 @@ def test_a_session_that_closes_while_others_are_copied_waits_no_longer() -> None
     assert not restoring._waiting
     assert not restoring._unused
     assert not any(restoring._num_unused.values())
+
+
+def test_sessions_that_are_longer_than_host_memory_come_to_rest() -> None:
+    bench = Bench(Sizes(num_pages=80, host_kv_bytes=6 * 4200, segment_pages=1))
+    histories = first_turns(bench, 4)
+    store = bench.hand.engine.inspect().tiers.store
+    assert counts(bench).spilled_tokens >= PROMPT_LEN // 2
+    assert store.host.free_bytes < store.host.max_bytes // 2
+    second_turns(bench, histories)

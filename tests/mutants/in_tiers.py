@@ -82,7 +82,7 @@ COPY_OUT_THAT_FAILED_IS_KEPT = _mutant(
 
 DROPPED_COPY_IS_KEPT = _mutant(
     "A copy that ends after its segment was dropped stays in host memory for ever.",
-    (f"{_STORE}.end_copy", "self._forget_in_host(segment)", "pass"),
+    (f"{_STORE}.end_copy", "self.orders.forget_in_host(segment.number)", "pass"),
 )
 
 COPY_IS_USED_BEFORE_IT_ENDS = _mutant(
@@ -313,7 +313,7 @@ BYTES_OF_TOKENS_ARE_FORGOTTEN = _mutant(
 
 HOST_MEMORY_IS_NOT_FORGOTTEN = _mutant(
     "What leaves host memory for the disk is not freed.",
-    (f"{_STORE}._leave_host", "self._forget_in_host(segment)", "pass"),
+    (f"{_STORE}._leave_host", "self.orders.forget_in_host(segment.number)", "pass"),
 )
 
 UNFINISHED_COPY_GIVES_WAY = _on_disk(
@@ -327,21 +327,21 @@ UNFINISHED_COPY_GIVES_WAY = _on_disk(
 
 FILE_OF_A_DROPPED_SEGMENT_STAYS = _mutant(
     "The file of a dropped segment stays.",
-    (f"{_STORE}.drop", "self._orders.append(Forget(names=(each.content.name,)))", "pass"),
+    (f"{_STORE}.drop", "self.orders.forget_file(each.content.name)", "pass"),
 )
 
 FILE_WRITTEN_TOO_LATE_STAYS = _mutant(
     "A file that is complete when its segment was dropped stays.",
     (
         f"{_STORE}._end_writing",
-        "self._orders.append(Forget(names=(segment.content.name,)))",
+        "self.orders.forget_file(segment.content.name)",
         "pass",
     ),
 )
 
 FILE_THAT_GAVE_WAY_STAYS = _on_disk(
     "A file that makes room for another one stays.",
-    (f"{_STORE}._leave_disk", "self._orders.append(Forget(names=(segment.content.name,)))", "pass"),
+    (f"{_STORE}._leave_disk", "self.orders.forget_file(segment.content.name)", "pass"),
 )
 
 FILE_THAT_FAILED_IS_READ = _mutant(
@@ -361,7 +361,7 @@ WRONG_FILE_IS_ASKED_FOR = _on_disk(
 
 CLEAR_FORGETS_THE_DISK = _on_disk(
     "Who drops everything leaves the files.",
-    (f"{_STORE}.clear", "self._orders.append(Forget(is_everything=True))", "pass"),
+    (f"{_STORE}.clear", "self.orders.forget_files()", "pass"),
 )
 
 FOUND_FILE_HAS_NO_BYTES = _on_disk(

@@ -131,7 +131,7 @@ class TierWatch:
                 raise self._broken(f"segment {segment.number} outlives its only session")
         self._check_sessions(segments)
         self._check_turns()
-        if not (len(self._carrier) or self._restoring._held or store._orders):
+        if not (len(self._carrier) or self._restoring._held or store.orders):
             self._check_at_rest(segments)
         self._note_reached()
 
@@ -182,8 +182,10 @@ class TierWatch:
         sums: Counter[str] = Counter()
         for segment in held:
             sums[segment.content.namespace.tenant] += self._bytes_of(segment)
-        if len(account) != len(held):
-            raise self._broken(f"{name} counts {len(account)} segments, there are {len(held)}")
+        if account.num_segments != len(held):
+            raise self._broken(
+                f"{name} counts {account.num_segments} segments, there are {len(held)}"
+            )
         if account.num_bytes != sum(sums.values()) or account.num_bytes > account.max_bytes:
             raise self._broken(
                 f"{name} counts {account.num_bytes} bytes of {account.max_bytes}, has {sums}"
@@ -259,7 +261,7 @@ class TierWatch:
         known = {*spilling._last, *spilling._dirty, *restoring._unused, *restoring._deferred}
         if gone := {session_id for session_id in known if session_id not in self._cache}:
             raise self._broken(f"of closed sessions something is left: {sorted(gone)}")
-        if spilling._num_dirty != sum(spilling._dirty.values()):
+        if spilling._num_dirty != sum(dirty.num_tokens for dirty in spilling._dirty.values()):
             raise self._broken(f"{spilling._num_dirty} tokens are dirty, not {spilling._dirty}")
         for is_ahead, num_pages in restoring._num_unused.items():
             if num_pages != sum(n for ahead, n in restoring._unused.values() if ahead is is_ahead):
@@ -293,7 +295,7 @@ class TierWatch:
             "restored sessions": len(
                 self._restoring._waiting.keys() - self._restoring._deferred.keys()
             ),
-            "results": len(store._continue),
+            "results": store.orders.num_open,
             "refused files": sum(store.tree.get(n) is not None for n in carrier.refused),
             "writes": store._num_writing + sum(segment.is_writing for segment in segments),
             "in host memory": len(carrier.host.keys() ^ {s.number for s in segments if s.in_host}),

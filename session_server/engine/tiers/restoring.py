@@ -212,7 +212,7 @@ class Restoring:
             self._end(wish.session_id, path, transit, result, is_whole=is_whole)
 
         def order() -> None:
-            store.order(lambda number: CopyIn(number, parts), end)
+            store.orders.add(lambda number: CopyIn(number, parts), end)
 
         # Those in flight now may write the pages for whoever had them before.
         self._held.append((self._in_flight.num_forwards, order))

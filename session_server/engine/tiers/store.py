@@ -19,15 +19,14 @@ from session_server.core.events import TierReport
 from session_server.core.tier_orders import (
     FileKey,
     FindFiles,
-    Forget,
     FoundFile,
     ListFiles,
     Refusal,
-    TierOrder,
     TierResult,
     WriteFile,
 )
 from session_server.engine.tiers.costs import TierCosts
+from session_server.engine.tiers.order_book import OrderBook
 
 _FULL_DIVISOR: Final = 4
 """Segments are written to disk ahead of need while less than this part of host memory is free."""
@@ -40,8 +39,6 @@ _NUM_AHEAD: Final = 64
 
 MAX_FILES: Final = 1 << 20
 """Files on disk: what is known of each takes host memory too."""
-
-Continue = Callable[[TierResult], None]
 
 
 @dataclass(slots=True)
@@ -79,10 +76,14 @@ class TierStore:
 
         self._unread_bytes = 0
         self.is_listed = disk_bytes == 0
-        self._orders: list[TierOrder] = []
-        self._continue: dict[int, Continue] = {}
-        self._num_orders = 0
+        self.orders = OrderBook()
         self._num_writing = 0
+        self._unwritten: OrderedDict[int, Segment] = OrderedDict()
+        """Segments in host memory that may be written to disk, those copied first in front: what
+        follows one comes behind it."""
+
+        self._failed: dict[int, Segment] = {}
+        """Segments that could not be written, and may be once the disk takes another one."""
 
     @property
     def has_disk(self) -> bool:
@@ -109,26 +110,7 @@ class TierStore:
         """Ask what the disk has from before."""
         if not self.is_listed:
             unread = self._unread
-            self.order(ListFiles, lambda result: self._take_list(result, unread))
-
-    # Orders
-
-    def order(self, make: Callable[[int], TierOrder], then: Continue) -> None:
-        """Order something, and have its result handled."""
-        self._num_orders += 1
-        self._continue[self._num_orders] = then
-        self._orders.append(make(self._num_orders))
-
-    def take_orders(self) -> list[TierOrder]:
-        """Return the orders since the last call, in order."""
-        if not self._orders:
-            return []
-        orders, self._orders = self._orders, []
-        return orders
-
-    def take(self, result: TierResult) -> None:
-        """Handle the result of an order."""
-        self._continue.pop(result.number)(result)
+            self.orders.add(ListFiles, lambda result: self._take_list(result, unread))
 
     # Host memory
 
@@ -155,9 +137,10 @@ class TierStore:
         if not (is_whole and is_known):
             if is_known:
                 self.drop(segment)
-            self._forget_in_host(segment)
+            self.orders.forget_in_host(segment.number)
             return False
         segment.in_host = True
+        self._unwritten[segment.number] = segment
         self.write_ahead()
         return True
 
@@ -167,7 +150,7 @@ class TierStore:
         if not self.has_disk or self.is_writing:
             return
         if is_draining:
-            segment = self.host.find(_may_be_written)
+            segment = next(iter(self._unwritten.values()), None)
         elif self.host.free_bytes <= self.host.max_bytes // _FULL_DIVISOR:
             segment = self.host.next_to_give(_may_be_written, _NUM_AHEAD)
         else:
@@ -199,7 +182,7 @@ class TierStore:
                 self._forget_unread(key.name)
             then()
 
-        self.order(lambda number: FindFiles(number, key, tokens), take)
+        self.orders.add(lambda number: FindFiles(number, key, tokens), take)
 
     def file_of(self, segment: Segment) -> FoundFile:
         """Return what the file of a segment must be."""
@@ -226,11 +209,13 @@ class TierStore:
             if each in self.host:
                 self.host.remove(each)
                 if each.in_host:
-                    self._forget_in_host(each)
+                    self.orders.forget_in_host(each.number)
             if each in self.disk:
                 self.disk.remove(each)
                 if each.on_disk:
-                    self._orders.append(Forget(names=(each.content.name,)))
+                    self.orders.forget_file(each.content.name)
+            self._unwritten.pop(each.number, None)
+            self._failed.pop(each.number, None)
 
     def refuse_file(self, segment: Segment) -> None:
         """Drop a segment whose file is not what it should be."""
@@ -245,7 +230,7 @@ class TierStore:
                 self.drop(segment)
         self._unread, self._unread_bytes = OrderedDict(), 0  # what is being found is gone by then
         if self.has_disk:
-            self._orders.append(Forget(is_everything=True))
+            self.orders.forget_files()
 
     def violations(self) -> list[str]:
         """Recount the segments, and return where they are not as the tree and the accounts say.
@@ -294,12 +279,10 @@ class TierStore:
             return
         segment.in_host = False
         self.host.remove(segment)
-        self._forget_in_host(segment)
-
-    def _forget_in_host(self, segment: Segment) -> None:
-        self._orders.append(Forget(segments=(segment.number,)))
+        self.orders.forget_in_host(segment.number)
 
     def _write(self, segment: Segment) -> None:
+        self._unwritten.pop(segment.number, None)
         if not self._make_room_on_disk(segment.content.num_bytes):
             segment.is_refused = True
             return
@@ -314,7 +297,7 @@ class TierStore:
         def take(result: TierResult) -> None:
             self._end_writing(segment, is_whole=result.refusal is None)
 
-        self.order(
+        self.orders.add(
             lambda number: WriteFile(
                 number, segment.number, self.file_of(segment), segment.content.num_bytes
             ),
@@ -326,21 +309,30 @@ class TierStore:
         segment.is_writing = False
         if self.tree.get(segment.number) is not segment:
             if is_whole:
-                self._orders.append(Forget(names=(segment.content.name,)))
+                self.orders.forget_file(segment.content.name)
             return
         segment.on_disk, segment.is_refused = is_whole, not is_whole
         if is_whole:
             self.counts.written_bytes += segment.content.num_bytes
+            self._try_again()
         else:
             self.counts.failed_copies += 1
             self.disk.remove(segment)
+            self._failed[segment.number] = segment
         self.write_ahead()
+
+    def _try_again(self) -> None:
+        """Have what could not be written written now that the disk takes something."""
+        for segment in self._failed.values():
+            segment.is_refused = False
+        self._unwritten.update(self._failed)
+        self._failed.clear()
 
     def _make_room_on_disk(self, num_bytes: int) -> bool:
         if num_bytes > self.disk.max_bytes:
             return False
         while (
-            len(self.disk) + len(self._unread) >= MAX_FILES
+            self.disk.num_segments + len(self._unread) >= MAX_FILES
             or self.disk.free_bytes - self._unread_bytes < num_bytes
         ):
             if self._unread:
@@ -359,12 +351,12 @@ class TierStore:
         # It is not written again: it would push out what has just pushed it out.
         segment.on_disk, segment.is_refused = False, True
         self.disk.remove(segment)
-        self._orders.append(Forget(names=(segment.content.name,)))
+        self.orders.forget_file(segment.content.name)
 
     def _forget_unread(self, name: bytes) -> None:
         if (num_bytes := self._unread.pop(name, None)) is not None:
             self._unread_bytes -= num_bytes
-            self._orders.append(Forget(names=(name,)))
+            self.orders.forget_file(name)
 
     def _take_list(self, result: TierResult, unread: OrderedDict[bytes, int]) -> None:
         self.is_listed = True
@@ -393,7 +385,7 @@ class TierStore:
             self._unread_bytes -= self._unread.pop(segment.content.name, 0)
             if self.disk.free_bytes - self._unread_bytes < segment.content.num_bytes:
                 self.tree.remove(segment)
-                self._orders.append(Forget(names=(segment.content.name,)))
+                self.orders.forget_file(segment.content.name)
                 return
             segment.on_disk = True
             self.disk.add(segment)

@@ -107,7 +107,7 @@ class Tiers:
     def take(self, results: Sequence[TierResult]) -> None:
         """Handle results of orders."""
         for result in results:
-            self.store.take(result)
+            self.store.orders.handle(result)
 
     def take_orders(self, now_s: float) -> Sequence[TierOrder]:
         """Return what is to be done now. O(1) while nothing is."""
@@ -118,4 +118,4 @@ class Tiers:
             self.store.write_ahead(is_draining=True)
         self._spilling.advance()
         self._restoring.release()
-        return self.store.take_orders()
+        return self.store.orders.take()

@@ -1,0 +1,66 @@
+"""`OrderBook`: the orders of the tiers that were not taken yet, and who waits for their results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from session_server.core.tier_orders import Forget, TierOrder, TierResult
+
+Continue = Callable[[TierResult], None]
+
+
+class OrderBook:
+    """Hold orders in order. What is to be forgotten between two others is one order."""
+
+    def __init__(self) -> None:
+        self._orders: list[TierOrder] = []
+        self._continue: dict[int, Continue] = {}
+        self._num_made = 0
+        self._segments: list[int] = []
+        self._names: list[bytes] = []
+
+    def __len__(self) -> int:
+        """Return the orders that were not taken."""
+        return len(self._orders) + bool(self._segments or self._names)
+
+    @property
+    def num_open(self) -> int:
+        """Return the orders whose result is awaited."""
+        return len(self._continue)
+
+    def add(self, make: Callable[[int], TierOrder], then: Continue) -> None:
+        """Order something, by its number, and have its result handled."""
+        self._close_forgotten()
+        self._num_made += 1
+        self._continue[self._num_made] = then
+        self._orders.append(make(self._num_made))
+
+    def forget_in_host(self, segment: int) -> None:
+        """Have a segment dropped from host memory."""
+        self._segments.append(segment)
+
+    def forget_file(self, name: bytes) -> None:
+        """Have a file removed."""
+        self._names.append(name)
+
+    def forget_files(self) -> None:
+        """Have all files removed."""
+        self._close_forgotten()
+        self._orders.append(Forget(is_everything=True))
+
+    def take(self) -> list[TierOrder]:
+        """Return the orders since the last call, in order."""
+        self._close_forgotten()
+        if not self._orders:
+            return []
+        orders, self._orders = self._orders, []
+        return orders
+
+    def handle(self, result: TierResult) -> None:
+        """Handle the result of an order."""
+        self._continue.pop(result.number)(result)
+
+    def _close_forgotten(self) -> None:
+        if self._segments or self._names:
+            self._orders.append(Forget(tuple(self._segments), tuple(self._names)))
+            self._segments, self._names = [], []
