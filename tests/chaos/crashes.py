@@ -125,7 +125,7 @@ class Client:
 
     def _forget(self) -> None:
         self.session_id: str | None = None
-        self.is_promised = False
+        self.is_promised = self.is_closing = False
         self.kept: list[Remembered] = []
         self.ended: list[Remembered] = []
         self.unknown: dict[str, Any] | None = None
@@ -219,6 +219,7 @@ class Client:
         self.rewound_to = None
 
     async def _close(self, http: httpx.AsyncClient) -> None:
+        self.is_closing = True  # until the answer comes it may be there or not
         await http.delete(f"/v1/sessions/{self.session_id}")
         self.report.saw["closed"] += 1
         self._forget()
@@ -229,7 +230,8 @@ class Client:
             return True
         answer = await http.get(f"/v1/sessions/{self.session_id}/items")
         if answer.status_code == 404:
-            if self.is_promised or self.ended:
+            self.report.saw["closed unheard"] += self.is_closing
+            if (self.is_promised or self.ended) and not self.is_closing:
                 self._complain(f"{self.session_id} is gone, with {len(self.ended)} turns")
             self._forget()
             return False
