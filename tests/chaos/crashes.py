@@ -237,6 +237,7 @@ class Client:
             return False
         if answer.status_code != 200:
             return False
+        self.is_closing = False
         items = answer.json()["data"]
         found = [item for item in items if item["role"] == "assistant"]
         wanted = [turn.end["item"] for turn in self.kept]
