@@ -178,8 +178,8 @@ def _draw_sizes(draws: Draws, *, is_drafting: bool, is_tiered: bool) -> Sizes:
         allocation=draws.pick("allocation", allocations),
         memory_check=draws.pick("memory_check", checks),
         share_prefixes=draws.pick("share_prefixes", (True, True, False)),
-        host_kv_bytes=draws.pick("host", (6, 14, 60)) * _SEGMENT_BYTES if is_tiered else 0,
-        disk_kv_bytes=draws.pick("disk", (0, 30, 200)) * _SEGMENT_BYTES if is_tiered else 0,
+        host_kv_bytes=draws.pick("host", (2, 6, 14, 60)) * _SEGMENT_BYTES if is_tiered else 0,
+        disk_kv_bytes=draws.pick("disk", (0, 3, 8, 30, 200)) * _SEGMENT_BYTES if is_tiered else 0,
         segment_pages=draws.pick("segment_pages", (1, 3, 64)) if is_tiered else 64,
     )
 

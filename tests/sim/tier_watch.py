@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
+
 from cache.session_cache import SessionAwareCache
 from cache.spec import LayerKind
 from cache.tiers.segment import Segment
@@ -21,9 +23,10 @@ from session_server.core.commands import (
     CloseSession,
     CoolSession,
     EngineCommand,
+    FlushCache,
     StopTurn,
 )
-from session_server.core.tier_orders import CopyIn, FileKey, TierOrder
+from session_server.core.tier_orders import CopyIn, CopyOut, FileKey, TierOrder, WriteFile
 from session_server.engine.engine import Engine
 from session_server.engine.in_flight import InFlight
 from session_server.engine.scheduler import Scheduler
@@ -53,6 +56,7 @@ class TierWatch:
         self._tags: dict[int, list[int]] = {}
         self._looked_at: dict[int, set[int]] = {}
         self._doomed: list[Segment] = []
+        self._ends: dict[SessionId, Segment] = {}
         self._num_seen = self._num_launched = 0
         self._begun: dict[int, int] = {}
         """Per copy on its way in, the forwards that were launched before it began."""
@@ -91,13 +95,21 @@ class TierWatch:
         is_copying = len(self._carrier) > 0
         self.reached[f"tier: {fault} during copies"] += is_copying
         self._carrier.doubt()
+        self._ends = {}
 
     def told(self, commands: Sequence[EngineCommand]) -> None:
         """The engine is about to obey these commands."""
-        self._doomed = []
+        self._doomed, self._ends = [], {}
         self._num_launched = self._in_flight.num_forwards
         if not self._carrier.num_news:
             return
+        may_take = self._carrier.has_results or self._is_short_of_room()
+        if not (may_take or any(isinstance(each, FlushCache) for each in commands)):
+            self._ends = {
+                session_id: last
+                for session_id, last in self._spilling._last.items()
+                if self._store.tree.get(last.number) is last
+            }
         ends = [each for each in commands if isinstance(each, CloseSession | CoolSession)]
         for command in commands:
             match command:
@@ -106,6 +118,9 @@ class TierWatch:
                     is_copied |= session_id in self._restoring._waiting
                     self.reached["tier: closed during a copy"] += is_copied
                     self._note_end(self._scheduler.turn_of(session_id))
+                    end = self._ends.get(session_id)
+                    is_shared = is_deleted and end is not None and end.num_sessions > 1
+                    self.reached["tier: deleted beside one that ends there too"] += is_shared
                     if is_deleted and len(ends) == 1 and not self._carrier.has_results:
                         self._doomed = self._only_of(session_id)
                 case CancelTurn(turn_id=turn_id) | StopTurn(turn_id=turn_id):
@@ -124,11 +139,15 @@ class TierWatch:
         segments = store.tree.segments()
         self._check_account("host memory", store.host, [s for s in segments if s in store.host])
         self._check_account("the disk", store.disk, [s for s in segments if s in store.disk])
+        if store.is_listed and store.disk.free_bytes < store._unread_bytes:
+            raise self._broken(f"the disk has no room for {store._unread_bytes} bytes unread")
         for segment in segments:
             self._check_segment(segment)
         for segment in self._doomed:
             if store.tree.get(segment.number) is segment:
                 raise self._broken(f"segment {segment.number} outlives its only session")
+        if not any(isinstance(order, CopyOut | WriteFile) for order in orders):
+            self._check_ends()
         self._check_sessions(segments)
         self._check_turns()
         if not (len(self._carrier) or self._restoring._held or store._orders):
@@ -178,6 +197,23 @@ class TierWatch:
             segment = segment.parent
         return only
 
+    def _is_short_of_room(self) -> bool:
+        """Whether a copy to host memory may have to make room there, or a file on disk."""
+        tree = self._store.tree
+        num_pages = self._spilling._max_len // self._page_size
+        largest = tree.bytes_of(
+            np.zeros(self._spilling._max_len, np.int32),
+            {pool: (0, num_pages) for pool in tree.page_bytes},
+        )
+        return self._spilling.is_draining or self._store.host.free_bytes < largest
+
+    def _check_ends(self) -> None:
+        """Nobody takes a segment in which another session ends, but to make room."""
+        for session_id, segment in self._ends.items():
+            is_gone = self._store.tree.get(segment.number) is not segment
+            if is_gone and self._spilling._last.get(session_id) is segment:
+                raise self._broken(f"segment {segment.number} was taken from {session_id}")
+
     def _check_account(self, name: str, account: TierAccount, held: list[Segment]) -> None:
         sums: Counter[str] = Counter()
         for segment in held:
@@ -201,6 +237,16 @@ class TierWatch:
 
     def _check_segment(self, segment: Segment) -> None:
         store, carrier, number = self._store, self._carrier, segment.number
+        parent, content = segment.parent, segment.content
+        if parent is None:
+            siblings = store.tree._roots.get(content.namespace, {})
+        else:
+            siblings = parent.children
+            is_behind = parent.content.start < content.start <= parent.content.end
+            if store.tree.get(parent.number) is not parent or not is_behind:
+                raise self._broken(f"segment {number} follows one that is not there")
+        if siblings.get(content.name) is not segment:
+            raise self._broken(f"segment {number} is not found by its name")
         if segment.in_host and (segment not in store.host or number not in carrier.host):
             raise self._broken(f"segment {number} is not in host memory")
         if segment in store.disk and not (segment.on_disk or segment.is_writing):
@@ -211,7 +257,6 @@ class TierWatch:
             stored = carrier.disk.files.get(segment.content.name)
             if segment not in store.disk or stored is None:
                 raise self._broken(f"segment {number} is not on disk")
-            content = segment.content
             key = FileKey(content.name, content.namespace, content.chain, content.start)
             if stored.found.file != key:
                 raise self._broken(f"the file of segment {number} is {stored.found.file}")
