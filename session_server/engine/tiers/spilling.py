@@ -52,6 +52,9 @@ class Spilling:
         self._copying: Counter[SessionId] = Counter()
         """Copies under way."""
 
+        self._copied_len: dict[SessionId, int] = {}
+        """How far the history of a dirty session was copied when no room was left."""
+
         self._full_at = -1
         """`_progress` when the last session found no room in host memory."""
 
@@ -161,6 +164,7 @@ class Spilling:
             self._copying[session_id] += 1
             store.find_files(slot.namespace, tokens, path, lambda: self._note_end(session_id))
             return True
+        has_lost = path.length < self._copied_len.get(session_id, 0)
         self._forget_dirty(session_id)
         store.touch(part.segment for part in path.parts)
         if path.parts:
@@ -168,8 +172,10 @@ class Spilling:
         while path.length < slot.protected_len:
             added = self._copy(session_id, slot.namespace, tokens, path)
             if added is None:
-                if self._may_get_room:
+                # A history that pushes out its own beginning would be copied for ever.
+                if self._may_get_room and not has_lost:
                     self._set_dirty(session_id, slot.protected_len - path.length)
+                    self._copied_len[session_id] = path.length
                     self._full_at = self._progress
                 break
             path = path.followed_by(added)
@@ -229,6 +235,7 @@ class Spilling:
         self._num_dirty += num_tokens
 
     def _forget_dirty(self, session_id: SessionId) -> None:
+        self._copied_len.pop(session_id, None)
         self._num_dirty -= self._dirty.pop(session_id, 0)
 
     def _set_last(self, session_id: SessionId, segment: Segment) -> None:
