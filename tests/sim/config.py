@@ -181,6 +181,7 @@ def _draw_sizes(draws: Draws, *, is_drafting: bool, is_tiered: bool) -> Sizes:
         host_kv_bytes=draws.pick("host", (2, 6, 14, 60)) * _SEGMENT_BYTES if is_tiered else 0,
         disk_kv_bytes=draws.pick("disk", (0, 3, 8, 30, 200)) * _SEGMENT_BYTES if is_tiered else 0,
         segment_pages=draws.pick("segment_pages", (1, 3, 64)) if is_tiered else 64,
+        drain_s=draws.pick("drain_s", (0.05, 0.2, 10.0)) if is_tiered else 10.0,
     )
 
 
@@ -253,7 +254,7 @@ def _draw_faults(draws: Draws, front: Front, *, is_tiered: bool) -> FaultRates:
         device_poison=rate("device_poison", 3, 15),
         alloc_page=rate("alloc_page", 20, 100),
         alloc_row=rate("alloc_row", 20, 100),
-        engine_death=rate("engine_death", 3, 10) if is_wire else 0,
+        engine_death=rate("engine_death", 3, 10) if is_wire or is_tiered else 0,
         net_drop=rate("net_drop", 10, 40) if is_wire else 0,
         net_stall=rate("net_stall", 20, 60) if is_wire else 0,
         tokenizer_slow=rate("tokenizer_slow", 200, 500) if is_wire else 0,

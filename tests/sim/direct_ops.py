@@ -9,6 +9,7 @@ from typing import Any, Final
 from tests.sim.context import SimContext
 from tests.sim.direct import DirectWorld, ServerSession
 from tests.sim.draws import mix
+from tests.sim.faults import Site
 from tests.sim.trace import Op
 from tests.sim.typing_ops import Typist
 
@@ -24,6 +25,7 @@ class DirectOps:
         config = context.config
         self._config = config
         self._draws = context.draws
+        self._faults = context.faults
         self._world = world
         self._num_names = 0
         habits = config.habits
@@ -50,6 +52,11 @@ class DirectOps:
 
     def next(self) -> Op:
         """The next operation."""
+        if self._world.is_ending:
+            return {"op": "restart"} if self._world.has_ended else self._device_op()
+        if self._faults.strikes(Site.ENGINE_DEATH):
+            is_told = self._draws.happens("is told to end", 500)
+            return {"op": "shutdown"} if is_told else {"op": "restart"}
         if self._draws.happens("patient", self._config.habits.patient):
             return self._device_op()
         return self._draws.weighted("op", self._makers, self._weights)() or self._device_op()

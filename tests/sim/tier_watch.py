@@ -301,7 +301,7 @@ class TierWatch:
         for segment in segments:
             if segment.num_sessions != ends[segment.number]:
                 raise self._broken(f"{segment.num_sessions} sessions end in {segment.number}")
-        known = {*spilling._last, *spilling._dirty, *restoring._ahead}
+        known = {*spilling._last, *spilling._dirty, *spilling._copied_len, *restoring._ahead}
         if gone := {session_id for session_id in known if session_id not in self._cache}:
             raise self._broken(f"of closed sessions something is left: {sorted(gone)}")
         if spilling._num_dirty != sum(spilling._dirty.values()):
@@ -348,6 +348,23 @@ class TierWatch:
             left["bytes too many on disk"] = max(0, num_bytes - store.disk.max_bytes)
         if any(left.values()):
             raise self._broken(f"nothing is under way, and left are {left}")
+
+    def check_ended(self) -> None:
+        """The engine has ended as it was told to: what is worth it is on disk, if it had time."""
+        store, spilling = self._store, self._spilling
+        left = {
+            "sessions that were not copied": len(spilling._dirty),
+            "copies": len(spilling._copying),
+            "segments that were not written": sum(
+                segment.in_host and not (segment.on_disk or segment.is_refused)
+                for segment in store.tree.segments()
+            ),
+        }
+        if spilling.is_draining and any(left.values()):
+            raise self._broken(f"it has ended before its time, and left are {left}")
+        is_short = store.has_disk and any(left.values())
+        self.reached["tier: too little time to write all"] += is_short
+        self.reached["tier: ended with all on disk"] += spilling.is_draining and bool(store.disk)
 
     def _note_reached(self) -> None:
         store, reached = self._store, self.reached
