@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from cache.capacity import BoundedPools
@@ -98,7 +98,7 @@ def draw_config(seed: int) -> SimConfig:
     is_drafting = seed >= FIRST_DRAFTING
     is_tiered = seed >= FIRST_TIERED
     front = Front.DIRECT if draws.below("front", 2 if is_drafting else 8) else Front.WIRE
-    return SimConfig(
+    config = SimConfig(
         seed=seed,
         front=front,
         num_ops=draws.pick("num_ops", (200, 600, 1500)),
@@ -106,6 +106,24 @@ def draw_config(seed: int) -> SimConfig:
         sizes=_draw_sizes(draws, is_drafting=is_drafting, is_tiered=is_tiered),
         habits=_draw_habits(draws, is_drafting=is_drafting, is_tiered=is_tiered),
         faults=_draw_faults(draws, front, is_tiered=is_tiered),
+    )
+    does_return = is_tiered and draws.happens("returns", 400)
+    return _returning(config, draws) if does_return else config
+
+
+def _returning(config: SimConfig, draws: Draws) -> SimConfig:
+    """Engines that end again and again, over a disk that is never emptied: sessions come back, and
+    find their beginnings in files that others share with them."""
+    disk_kv_bytes = draws.pick("disk that stays", (8, 30, 200)) * _SEGMENT_BYTES
+    engine_death = draws.pick("rate of returns", (5, 15))
+    habits, faults = config.habits, config.faults
+    return replace(
+        config,
+        front=Front.DIRECT,
+        num_ops=1500,
+        sizes=replace(config.sizes, disk_kv_bytes=disk_kv_bytes),
+        habits=replace(habits, flush=0, shared=max(habits.shared, 900), close=24),
+        faults=replace(faults, engine_death=engine_death, quarantine=0, rebuild=0),
     )
 
 

@@ -26,7 +26,14 @@ from session_server.core.commands import (
     FlushCache,
     StopTurn,
 )
-from session_server.core.tier_orders import CopyIn, CopyOut, FileKey, TierOrder, WriteFile
+from session_server.core.tier_orders import (
+    CopyIn,
+    CopyOut,
+    FileKey,
+    FindFiles,
+    TierOrder,
+    WriteFile,
+)
 from session_server.engine.engine import Engine
 from session_server.engine.in_flight import InFlight
 from session_server.engine.scheduler import Scheduler
@@ -203,7 +210,7 @@ class TierWatch:
         num_pages = self._spilling._max_len // self._page_size
         largest = tree.bytes_of(
             np.zeros(self._spilling._max_len, np.int32),
-            {pool: (0, num_pages) for pool in tree.page_bytes},
+            dict.fromkeys(tree.page_bytes, (0, num_pages)),
         )
         return self._spilling.is_draining or self._store.host.free_bytes < largest
 
@@ -373,6 +380,12 @@ class TierWatch:
         reached["tier: several tenants"] += len(store.host._of_tenants) > 1
         reached["tier: several segments on a path"] += any(s.parent for s in store.tree.segments())
         reached[f"tier: {self._mixture.value}"] += store.counts.hits > 0
+        for order in self._carrier.waiting:
+            if isinstance(order, FindFiles) and order.file.start > 0:
+                reached["tier: files are looked for behind a path"] += 1
+                path = store.find(order.file.namespace, order.tokens)
+                has_gone = path.length < order.file.start
+                reached["tier: path gone whose next files are looked for"] += has_gone
 
     @staticmethod
     def _broken(text: str) -> Broken:
