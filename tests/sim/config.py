@@ -107,8 +107,9 @@ def draw_config(seed: int) -> SimConfig:
         habits=_draw_habits(draws, is_drafting=is_drafting, is_tiered=is_tiered),
         faults=_draw_faults(draws, front, is_tiered=is_tiered),
     )
-    does_return = is_tiered and draws.happens("returns", 400)
-    return _returning(config, draws) if does_return else config
+    if not is_tiered:
+        return config
+    return draws.pick("shape", _SHAPES)(config, draws)
 
 
 def _returning(config: SimConfig, draws: Draws) -> SimConfig:
@@ -125,6 +126,29 @@ def _returning(config: SimConfig, draws: Draws) -> SimConfig:
         habits=replace(habits, flush=0, shared=max(habits.shared, 900), close=24),
         faults=replace(faults, engine_death=engine_death, quarantine=0, rebuild=0),
     )
+
+
+def _crowded(config: SimConfig, draws: Draws) -> SimConfig:
+    """One session alone has more than host memory and disk hold, in segments of a page each, and
+    engines that end have hardly time or room to write."""
+    sizes = replace(
+        config.sizes,
+        host_kv_bytes=draws.pick("memory", (2, 6, 60)) * _SEGMENT_BYTES,
+        disk_kv_bytes=draws.pick("little disk", (3, 8)) * _SEGMENT_BYTES,
+        segment_pages=1,
+        drain_s=draws.pick("little time", (0.02, 0.1, 10.0)),
+    )
+    faults = replace(config.faults, engine_death=draws.pick("rate of ends", (0, 10, 20)))
+    return replace(config, front=Front.DIRECT, sizes=sizes, faults=faults)
+
+
+def _as_drawn(config: SimConfig, draws: Draws) -> SimConfig:
+    del draws
+    return config
+
+
+_SHAPES: Final = (_as_drawn, _as_drawn, *[_returning] * 3, _crowded, _crowded)
+"""Lives whose engine keeps KV outside of its pools."""
 
 
 def to_json(config: SimConfig) -> dict[str, Any]:

@@ -75,6 +75,7 @@ class DirectWorld:
         self._cut: dict[SessionId, int] = {}
         self._num_requests = 0
         self._num_steps_before = 0
+        self._ends_by_s = 0.0
         self.stage = Stage(context, context.config.sizes.model)
         self.sessions: dict[SessionId, ServerSession] = {}
         self.left: deque[ServerSession] = deque(maxlen=MAX_LEFT)
@@ -97,6 +98,7 @@ class DirectWorld:
             "step": self._step,
             "execute": self._execute,
             "carry": self._carry,
+            "rest": lambda _: self.rest(),
             "shutdown": self._shutdown,
             "restart": self._restart,
         }
@@ -131,8 +133,9 @@ class DirectWorld:
         """Nothing new: let everything end, close all, empty the cache, see that nothing is left."""
         if self.is_ending:
             self._restart({})
-        self.rest()
         stage = self.stage
+        stage.calm()
+        self.rest()
         for session_id in list(self.sessions):
             self._inbox.append(CloseSession(session_id=session_id))
         self.rest()
@@ -146,7 +149,6 @@ class DirectWorld:
     def rest(self) -> None:
         """Step as the engine's loop does, until nothing is left to do."""
         stage = self.stage
-        stage.calm()
         self._advance(0)
         for _ in range(stage.rest_budget):
             if stage.is_blocked and not stage.num_launched:
@@ -359,19 +361,27 @@ class DirectWorld:
         self._cut.clear()
         stage = self.stage
         results = stage.take_results(num_results)
-        outcome = stage.step(stage.num_steps * STEP_S, commands, results)
+        now_s = stage.num_steps * STEP_S
+        if any(isinstance(command, Shutdown) for command in commands):
+            self._ends_by_s = now_s + stage.settings.tiers.drain_s
+        outcome = stage.step(now_s, commands, results)
         for event in outcome.events:
             self._hear(event)
         if self.is_ending:
-            self._check_ending(outcome)
+            self._check_ending(now_s, outcome)
 
-    def _check_ending(self, outcome: StepOutcome) -> None:
-        """An engine that is to end begins nothing, and waits for something while it has not."""
+    def _check_ending(self, now_s: float, outcome: StepOutcome) -> None:
+        """An engine that is to end begins nothing, waits for something while it has not, and for
+        nothing but forwards once its time is over."""
         if outcome.batch is not None:
             raise Broken(Layer.PROTOCOL, "an engine that is to end has launched something")
         is_waiting = self.stage.is_blocked and not self.has_ended
         if is_waiting and not self.stage.num_launched:
             raise Broken(Layer.LIVENESS, "an engine that is to end waits for nothing")
+        if now_s >= self._ends_by_s and not (
+            self.has_ended or self.stage.engine.inspect().in_flight
+        ):
+            raise Broken(Layer.LIVENESS, f"an engine that was to end by {self._ends_by_s} goes on")
 
     def _hear(self, event: EngineEvent) -> None:
         match event:

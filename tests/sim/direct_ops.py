@@ -28,6 +28,9 @@ class DirectOps:
         self._faults = context.faults
         self._world = world
         self._num_names = 0
+        self._then: Op | None = None
+        """What has to come next."""
+
         habits = config.habits
         makers = {
             self._submit: habits.submit,
@@ -52,11 +55,18 @@ class DirectOps:
 
     def next(self) -> Op:
         """The next operation."""
+        if (op := self._then) is not None:
+            self._then = None
+            return op
         if self._world.is_ending:
             return {"op": "restart"} if self._world.has_ended else self._device_op()
         if self._faults.strikes(Site.ENGINE_DEATH):
-            is_told = self._draws.happens("is told to end", 500)
+            is_told = self._draws.happens("is told to end", 700)
             return {"op": "shutdown"} if is_told else {"op": "restart"}
+        if self._draws.happens("falls silent", 5 if self._config.sizes.host_kv_bytes else 0):
+            return {"op": "rest"}
+        if (op := self._take_path_away()) is not None:
+            return op
         if self._draws.happens("patient", self._config.habits.patient):
             return self._device_op()
         return self._draws.weighted("op", self._makers, self._weights)() or self._device_op()
@@ -203,6 +213,16 @@ class DirectOps:
         if not self._config.sizes.host_kv_bytes:
             return close
         return {**close, "deleted": draws.happens("deleted", 400)}
+
+    def _take_path_away(self) -> Op | None:
+        """Now and then a session is deleted and takes a path with it, while another looks for the
+        files behind that: it is a moment that few get to see."""
+        keepers = self._world.stage.tiers.keepers()
+        if not keepers or not self._draws.happens("takes its path away", 500):
+            return None
+        self._then = {"op": "step", "results": 0}
+        who = self._draws.pick("who takes it", keepers)
+        return {"op": "close", "s": who, "times": 1, "deleted": True}
 
     def _cool(self) -> Op | None:
         session = self._pick(is_live=False)

@@ -16,6 +16,7 @@ import numpy as np
 from cache.session_cache import SessionAwareCache
 from cache.spec import LayerKind
 from cache.tiers.segment import Segment
+from cache.tiers.segment_tree import Path
 from cache.tiers.tier_account import TierAccount
 from cache.types import PoolName, SessionId, SlotState
 from session_server.core.commands import (
@@ -134,6 +135,15 @@ class TierWatch:
                     self._note_end(self._scheduler.find(turn_id))
                 case _:
                     pass
+
+    def keepers(self) -> list[SessionId]:
+        """Sessions without which a path goes behind which files are being looked for."""
+        ends = [path.parts[-1].segment for _, path in self._sought() if path.parts]
+        return [
+            session_id
+            for session_id in self._spilling._last
+            if ends and not {*ends}.isdisjoint(self._only_of(session_id))
+        ]
 
     def check(self, orders: Sequence[TierOrder]) -> None:
         """A step is over that gave these orders."""
@@ -380,12 +390,18 @@ class TierWatch:
         reached["tier: several tenants"] += len(store.host._of_tenants) > 1
         reached["tier: several segments on a path"] += any(s.parent for s in store.tree.segments())
         reached[f"tier: {self._mixture.value}"] += store.counts.hits > 0
-        for order in self._carrier.waiting:
-            if isinstance(order, FindFiles) and order.file.start > 0:
-                reached["tier: files are looked for behind a path"] += 1
-                path = store.find(order.file.namespace, order.tokens)
-                has_gone = path.length < order.file.start
-                reached["tier: path gone whose next files are looked for"] += has_gone
+        sought = self._sought()
+        reached["tier: files are looked for behind a path"] += bool(sought)
+        has_gone = any(path.length < order.file.start for order, path in sought)
+        reached["tier: path gone whose next files are looked for"] += has_gone
+
+    def _sought(self) -> list[tuple[FindFiles, Path]]:
+        """The paths behind which files are being looked for, as far as they are still there."""
+        return [
+            (order, self._store.find(order.file.namespace, order.tokens))
+            for order in self._carrier.waiting
+            if isinstance(order, FindFiles) and order.file.start > 0
+        ]
 
     @staticmethod
     def _broken(text: str) -> Broken:
