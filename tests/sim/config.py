@@ -147,7 +147,7 @@ def _as_drawn(config: SimConfig, draws: Draws) -> SimConfig:
     return config
 
 
-_SHAPES: Final = (_as_drawn, _as_drawn, *[_returning] * 3, _crowded, _crowded)
+_SHAPES: Final = (*[_as_drawn] * 3, *[_returning] * 3, _crowded, _crowded)
 """Lives whose engine keeps KV outside of its pools."""
 
 

@@ -19,6 +19,7 @@ SHARD_SEEDS: Final = 1_000_000
 _TIMEOUT_S: Final = 3600
 
 INTERESTING: Final = (
+    "fault engine_death",
     "fault quarantine",
     "fault rebuild",
     "fault tier_copy",
@@ -27,16 +28,29 @@ INTERESTING: Final = (
     "tier: copied out",
     "tier: copy in failed",
     "tier: copy out failed",
+    "tier: a copied beginning gave way to its end",
+    "tier: deleted beside one that ends there too",
+    "tier: disk full",
+    "tier: disk full of files from before",
     "tier: draft waits for its copy",
+    "tier: ended with all on disk",
+    "tier: file gave way that is in host memory",
     "tier: file not written",
+    "tier: files are looked for behind a path",
+    "tier: found after an engine's death",
+    "tier: found on disk",
     "tier: full",
     "tier: full + recurrent",
     "tier: full + window",
     "tier: host memory full",
     "tier: latent",
+    "tier: read after an engine's death",
+    "tier: read from disk",
+    "tier: read what an engine wrote at its end",
     "tier: restored after a retraction",
     "tier: several segments on a path",
     "tier: several tenants",
+    "tier: too little time to write all",
     "tier: window",
     "tier: written to disk",
 )
@@ -45,14 +59,10 @@ INTERESTING: Final = (
 RARE: Final = (
     "tier: closed during a copy",
     "tier: copy forgotten before it was read",
-    "tier: disk full",
     "tier: ended while its KV was copied",
     "tier: file refused",
-    "tier: found after an engine's death",
-    "tier: found on disk",
+    "tier: path gone whose next files are looked for",
     "tier: quarantine during copies",
-    "tier: read after an engine's death",
-    "tier: read from disk",
     "tier: rebuild during copies",
 )
 """What two shards have to reach together."""

@@ -126,7 +126,7 @@ class TierWatch:
                     is_copied |= session_id in self._restoring._waiting
                     self.reached["tier: closed during a copy"] += is_copied
                     self._note_end(self._scheduler.turn_of(session_id))
-                    end = self._ends.get(session_id)
+                    end = self._spilling._last.get(session_id)
                     is_shared = is_deleted and end is not None and end.num_sessions > 1
                     self.reached["tier: deleted beside one that ends there too"] += is_shared
                     if is_deleted and len(ends) == 1 and not self._carrier.has_results:
@@ -387,6 +387,15 @@ class TierWatch:
         store, reached = self._store, self.reached
         reached["tier: host memory full"] += store.host.free_bytes < _NEARLY_FULL
         reached["tier: disk full"] += store.has_disk and store.disk.free_bytes < _NEARLY_FULL
+        is_disk_full = store.disk.free_bytes - store._unread_bytes < _NEARLY_FULL
+        reached["tier: disk full of files from before"] += is_disk_full and bool(store._unread)
+        reached["tier: file gave way that is in host memory"] += store.disk.num_bytes > 0 and any(
+            segment.in_host and segment.is_refused for segment in store.tree.segments()
+        )
+        reached["tier: a copied beginning gave way to its end"] += any(
+            self._copied_len_of(session_id) < copied_len
+            for session_id, copied_len in self._spilling._copied_len.items()
+        )
         reached["tier: several tenants"] += len(store.host._of_tenants) > 1
         reached["tier: several segments on a path"] += any(s.parent for s in store.tree.segments())
         reached[f"tier: {self._mixture.value}"] += store.counts.hits > 0
@@ -394,6 +403,11 @@ class TierWatch:
         reached["tier: files are looked for behind a path"] += bool(sought)
         has_gone = any(path.length < order.file.start for order, path in sought)
         reached["tier: path gone whose next files are looked for"] += has_gone
+
+    def _copied_len_of(self, session_id: SessionId) -> int:
+        slot = self._cache.slot(session_id)
+        tokens = self._cache.tokens(session_id, 0, slot.protected_len)
+        return self._store.find(slot.namespace, tokens).length
 
     def _sought(self) -> list[tuple[FindFiles, Path]]:
         """The paths behind which files are being looked for, as far as they are still there."""
