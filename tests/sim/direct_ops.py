@@ -44,6 +44,7 @@ class DirectOps:
             self._draft: habits.draft,
             self._cool: habits.cool,
         }
+        self._is_tiered = config.sizes.host_kv_bytes > 0
         self._has_tenants = habits.num_owners > 1 and context.draws.happens("tenants", 500)
         self._typist = Typist(context.draws, self._typed_tokens)
         self._makers = list(makers)
@@ -63,7 +64,7 @@ class DirectOps:
         if self._faults.strikes(Site.ENGINE_DEATH):
             is_told = self._draws.happens("is told to end", 700)
             return {"op": "shutdown"} if is_told else {"op": "restart"}
-        if self._draws.happens("falls silent", 5 if self._config.sizes.host_kv_bytes else 0):
+        if self._draws.happens("falls silent", 5 * self._is_tiered):
             return {"op": "rest"}
         if (op := self._take_path_away()) is not None:
             return op
@@ -91,10 +92,13 @@ class DirectOps:
         is_pinned = self._config.sizes.pinned_quota_pages > 0 and draws.happens("pinned", 400)
         owner = "abc"[draws.below("owner", habits.num_owners)]
         tokens = draws.pick("document", self._documents)[:length]
-        left = self._world.left
+        left, others = self._world.left, list(self._world.sessions.values())
         if left and draws.happens("comes back", 600):
             back = draws.pick("who comes back", left)
             owner, tokens = back.owner, back.history
+        elif others and self._is_tiered and draws.happens("forks", 500):
+            other = draws.pick("who is forked", others)
+            owner, tokens = other.owner, other.history
         return {
             "op": "open",
             "s": self._name("s"),
@@ -210,7 +214,7 @@ class DirectOps:
         draws = self._draws
         times = draws.pick("times", (1, 1, 1, 2))
         close = {"op": "close", "s": draws.pick("close", sessions), "times": times}
-        if not self._config.sizes.host_kv_bytes:
+        if not self._is_tiered:
             return close
         return {**close, "deleted": draws.happens("deleted", 400)}
 
