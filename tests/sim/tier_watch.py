@@ -314,11 +314,13 @@ class TierWatch:
     def _check_sessions(self, segments: Sequence[Segment]) -> None:
         """What is counted of sessions is that of sessions there are."""
         spilling, restoring = self._spilling, self._restoring
+        if clean := spilling._copied_len.keys() - spilling._dirty.keys():
+            raise self._broken(f"sessions are not dirty and wait for room: {sorted(clean)}")
         ends = Counter(segment.number for segment in spilling._last.values())
         for segment in segments:
             if segment.num_sessions != ends[segment.number]:
                 raise self._broken(f"{segment.num_sessions} sessions end in {segment.number}")
-        known = {*spilling._last, *spilling._dirty, *spilling._copied_len, *restoring._ahead}
+        known = {*spilling._last, *spilling._dirty, *restoring._ahead}
         if gone := {session_id for session_id in known if session_id not in self._cache}:
             raise self._broken(f"of closed sessions something is left: {sorted(gone)}")
         if spilling._num_dirty != sum(spilling._dirty.values()):
