@@ -138,7 +138,8 @@ def _crowded(config: SimConfig, draws: Draws) -> SimConfig:
         segment_pages=1,
         drain_s=draws.pick("little time", (0.02, 0.1, 10.0)),
     )
-    faults = replace(config.faults, engine_death=draws.pick("rate of ends", (0, 10, 20)))
+    engine_death = draws.pick("rate of ends", (0, 10, 20))
+    faults = replace(config.faults, engine_death=engine_death, rebuild=10)
     return replace(config, front=Front.DIRECT, sizes=sizes, faults=faults)
 
 
