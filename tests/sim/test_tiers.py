@@ -29,6 +29,7 @@ INTERESTING: Final = (
     "tier: copy in failed",
     "tier: copy out failed",
     "tier: a copied beginning gave way to its end",
+    "tier: deleted beside one that has its path too",
     "tier: disk full",
     "tier: disk full of files from before",
     "tier: draft waits for its copy",
@@ -58,7 +59,6 @@ INTERESTING: Final = (
 RARE: Final = (
     "tier: closed during a copy",
     "tier: copy forgotten before it was read",
-    "tier: deleted beside one that ends there too",
     "tier: ended while its KV was copied",
     "tier: file refused",
     "tier: path gone whose next files are looked for",

@@ -126,9 +126,8 @@ class TierWatch:
                     is_copied |= session_id in self._restoring._waiting
                     self.reached["tier: closed during a copy"] += is_copied
                     self._note_end(self._scheduler.turn_of(session_id))
-                    end = self._spilling._last.get(session_id)
-                    is_shared = is_deleted and end is not None and end.num_sessions > 1
-                    self.reached["tier: deleted beside one that ends there too"] += is_shared
+                    is_shared = is_deleted and self._shares_its_path(session_id)
+                    self.reached["tier: deleted beside one that has its path too"] += is_shared
                     if is_deleted and len(ends) == 1 and not self._carrier.has_results:
                         self._doomed = self._only_of(session_id)
                 case CancelTurn(turn_id=turn_id) | StopTurn(turn_id=turn_id):
@@ -230,6 +229,12 @@ class TierWatch:
             is_gone = self._store.tree.get(segment.number) is not segment
             if is_gone and self._spilling._last.get(session_id) is segment:
                 raise self._broken(f"segment {segment.number} was taken from {session_id}")
+
+    def _shares_its_path(self, session_id: SessionId) -> bool:
+        """Whether somebody else ends in the path of a session, or goes on from it."""
+        end, only = self._spilling._last.get(session_id), self._only_of(session_id)
+        is_there = end is not None and self._store.tree.get(end.number) is end
+        return is_there and not (only and only[-1].parent is None)
 
     def _check_account(self, name: str, account: TierAccount, held: list[Segment]) -> None:
         sums: Counter[str] = Counter()
