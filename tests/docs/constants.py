@@ -896,6 +896,12 @@ ENGINE = (
         "they are copied ahead of need",
     ),
     _constant(
+        "engine.tiers.spilling:_MAX_TRIES",
+        "tries to copy a session that find no more room outside of the pools than those before",
+        "tries",
+        "what was not copied is computed again",
+    ),
+    _constant(
         "engine.tiers.restoring:_AHEAD_DIVISOR",
         "pages that sessions are copied back into before their turns are admitted: one part of",
         "parts",

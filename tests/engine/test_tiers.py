@@ -186,7 +186,6 @@ def test_a_session_that_is_longer_than_all_tiers_is_not_copied_for_ever(num_file
     bench = Bench(sizes)
     session_id, prompt = bench.open("long"), distinct(0, 200)
     bench.run(bench.submit_command(session_id, "first", prompt))  # it comes to rest
-    assert counts(bench).spilled_tokens < 2 * len(prompt)
     assert bench.hand.engine.inspect().tiers.store.violations() == []
 
 

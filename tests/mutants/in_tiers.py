@@ -465,7 +465,11 @@ SEARCH_LETS_WAIT = _on_disk(
 
 LONG_SESSION_IS_COPIED_FOR_EVER = _mutant(
     "A session that is longer than all tiers pushes out its own beginning, again and again.",
-    (f"{_SPILLING}._begin", "self._may_get_room and not has_lost", "self._may_get_room"),
+    (
+        "session_server.engine.tiers.spilling:_Dirty.may_be_tried_again",
+        "self.num_tries < _MAX_TRIES",
+        "True",
+    ),
 )
 
 ENDS_WITHOUT_WRITING = _on_disk(
@@ -484,11 +488,7 @@ ENDS_DURING_A_COPY = _on_disk(
 
 ENDS_WITH_THE_FIRST_REFUSAL = _on_disk(
     "An engine that is to end does so once the disk has no room for one segment.",
-    (
-        f"{_STORE}.write_ahead",
-        "            self._write(segment)",
-        "            return self._write(segment)",
-    ),
+    (f"{_STORE}.write_ahead", "while self._write_next(", "if self._write_next("),
 )
 
 END_HAS_NO_LIMIT = _on_disk(

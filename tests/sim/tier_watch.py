@@ -319,8 +319,6 @@ class TierWatch:
     def _check_sessions(self, segments: Sequence[Segment]) -> None:
         """What is counted of sessions is that of sessions there are."""
         spilling, restoring = self._spilling, self._restoring
-        if clean := spilling._copied_len.keys() - spilling._dirty.keys():
-            raise self._broken(f"sessions are not dirty and wait for room: {sorted(clean)}")
         ends = Counter(segment.number for segment in spilling._last.values())
         for segment in segments:
             if segment.num_sessions != ends[segment.number]:
@@ -328,7 +326,7 @@ class TierWatch:
         known = {*spilling._last, *spilling._dirty, *restoring._ahead}
         if gone := {session_id for session_id in known if session_id not in self._cache}:
             raise self._broken(f"of closed sessions something is left: {sorted(gone)}")
-        if spilling._num_dirty != sum(spilling._dirty.values()):
+        if spilling._num_dirty != sum(dirty.num_tokens for dirty in spilling._dirty.values()):
             raise self._broken(f"{spilling._num_dirty} tokens are dirty, not {spilling._dirty}")
         if restoring._num_ahead != sum(restoring._ahead.values()):
             raise self._broken(f"{restoring._num_ahead} pages ahead, not {restoring._ahead}")
@@ -388,7 +386,9 @@ class TierWatch:
             raise self._broken(f"it has ended before its time, and left are {left}")
         is_short = store.has_disk and any(left.values())
         self.reached["tier: too little time to write all"] += is_short
-        self.reached["tier: ended with all on disk"] += spilling.is_draining and bool(store.disk)
+        self.reached["tier: ended with all on disk"] += (
+            spilling.is_draining and store.disk.num_bytes > 0
+        )
 
     def _note_reached(self) -> None:
         store, reached = self._store, self.reached
@@ -400,8 +400,9 @@ class TierWatch:
             segment.in_host and segment.is_refused for segment in store.tree.segments()
         )
         reached["tier: a copied beginning gave way to its end"] += any(
-            self._copied_len_of(session_id) < copied_len
-            for session_id, copied_len in self._spilling._copied_len.items()
+            self._copied_len_of(session_id) < dirty.reached_len
+            for session_id, dirty in self._spilling._dirty.items()
+            if dirty.reached_len > 0
         )
         reached["tier: several tenants"] += len(store.host._of_tenants) > 1
         reached["tier: several segments on a path"] += any(s.parent for s in store.tree.segments())

@@ -7,6 +7,7 @@ segment has yet. While the pools are far from full nothing is copied.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from dataclasses import dataclass
 from typing import Final
 
 from cache.session_cache import SessionAwareCache
@@ -20,12 +21,32 @@ from session_server.engine.tiers.store import TierStore
 MAX_COPIES: Final = 2
 """Sessions that are copied at the same time."""
 
+_MAX_TRIES: Final = 8
+"""Times that a session may find no more room than before, until it is left as it is."""
+
 _MIN_SEGMENTS: Final = 8
 """Segments that host memory has room for at least, if a page is no more."""
 
 _DIRTY_DIVISOR: Final = 4
 """Sessions are copied ahead of need while those at rest hold more than this part of the pages that
 was not copied."""
+
+
+@dataclass(slots=True)
+class _Dirty:
+    """Count the tokens of a session at rest that were not copied, the longest path that a try came
+    to, and the tries since then."""
+
+    num_tokens: int
+    reached_len: int = -1
+    num_tries: int = 0
+
+    def may_be_tried_again(self, reached_len: int) -> bool:
+        """Note what a try came to. Two sessions that are longer than what there is room for would
+        push each other out for ever."""
+        self.num_tries = 0 if reached_len > self.reached_len else self.num_tries + 1
+        self.reached_len = max(self.reached_len, reached_len)
+        return self.num_tries < _MAX_TRIES
 
 
 class Spilling:
@@ -41,9 +62,9 @@ class Spilling:
         segment_bytes = min(segment_bytes, store.host.max_bytes // _MIN_SEGMENTS)
         num_pages = max(1, segment_bytes // sum(store.tree.page_bytes.values()))
         self._max_len = num_pages * self._page_size
-        self._dirty: OrderedDict[SessionId, int] = OrderedDict()
-        """Sessions at rest with published tokens that were not copied, and how many; those at rest
-        longest first."""
+        self._dirty: OrderedDict[SessionId, _Dirty] = OrderedDict()
+        """Sessions at rest with published tokens that were not copied; those at rest longest
+        first."""
 
         self._num_dirty = 0
         self._last: dict[SessionId, Segment] = {}
@@ -51,9 +72,6 @@ class Spilling:
 
         self._copying: Counter[SessionId] = Counter()
         """Copies under way."""
-
-        self._copied_len: dict[SessionId, int] = {}
-        """How far the history of a dirty session was copied when no room was left."""
 
         self._full_at = -1
         """`_progress` when the last session found no room in host memory."""
@@ -94,11 +112,11 @@ class Spilling:
         if session_id not in self._cache:
             return
         slot = self._cache.slot(session_id)
-        last = self._last.get(session_id)
+        last = self._living(self._last.get(session_id))
         num_dirty = slot.protected_len - (last.content.end if last is not None else 0)
         # A history that was cut may be shorter than what was copied and still be another one.
         if slot.state is SlotState.PARKED and slot.protected_len > 0:
-            self._set_dirty(session_id, max(num_dirty, self._page_size))
+            self._set_dirty(session_id, _Dirty(max(num_dirty, self._page_size)))
 
     def note_turn(self, session_id: SessionId) -> None:
         """Note that a turn has borrowed a session."""
@@ -164,18 +182,16 @@ class Spilling:
             self._copying[session_id] += 1
             store.find_files(slot.namespace, tokens, path, lambda: self._note_end(session_id))
             return True
-        has_lost = path.length < self._copied_len.get(session_id, 0)
-        self._forget_dirty(session_id)
+        dirty = self._forget_dirty(session_id)
         store.touch(part.segment for part in path.parts)
         if path.parts:
             self._set_last(session_id, path.parts[-1].segment)
         while path.length < slot.protected_len:
             added = self._copy(session_id, slot.namespace, tokens, path)
             if added is None:
-                # A history that pushes out its own beginning would be copied for ever.
-                if self._may_get_room and not has_lost:
-                    self._set_dirty(session_id, slot.protected_len - path.length)
-                    self._copied_len[session_id] = path.length
+                if self._may_get_room and dirty.may_be_tried_again(path.length):
+                    dirty.num_tokens = slot.protected_len - path.length
+                    self._set_dirty(session_id, dirty)
                     self._full_at = self._progress
                 break
             path = path.followed_by(added)
@@ -230,13 +246,14 @@ class Spilling:
         if not self._copying[session_id]:
             del self._copying[session_id]
 
-    def _set_dirty(self, session_id: SessionId, num_tokens: int) -> None:
-        self._dirty[session_id] = num_tokens
-        self._num_dirty += num_tokens
+    def _set_dirty(self, session_id: SessionId, dirty: _Dirty) -> None:
+        self._dirty[session_id] = dirty
+        self._num_dirty += dirty.num_tokens
 
-    def _forget_dirty(self, session_id: SessionId) -> None:
-        self._copied_len.pop(session_id, None)
-        self._num_dirty -= self._dirty.pop(session_id, 0)
+    def _forget_dirty(self, session_id: SessionId) -> _Dirty:
+        dirty = self._dirty.pop(session_id, None) or _Dirty(0)
+        self._num_dirty -= dirty.num_tokens
+        return dirty
 
     def _set_last(self, session_id: SessionId, segment: Segment) -> None:
         """Replace the segment in which a session ends; drop what was cut off its history."""
@@ -261,11 +278,16 @@ class Spilling:
             drop()
 
     def _drop_unshared(self, segment: Segment | None) -> None:
-        """Drop a segment and those before it, as far as no session ends in them and none follows.
-        One that gave way already is passed over: those before it may still be there."""
-        while segment is not None:
-            if self._store.tree.get(segment.number) is segment:
-                if segment.num_sessions or segment.children:
-                    return
-                self._store.drop(segment)
+        """Drop a segment and those before it, as far as no session ends in them and none
+        follows."""
+        segment = self._living(segment)
+        while segment is not None and not (segment.num_sessions or segment.children):
+            before = segment.parent
+            self._store.drop(segment)
+            segment = before
+
+    def _living(self, segment: Segment | None) -> Segment | None:
+        """Return a segment, or the nearest one before it that has not given way."""
+        while segment is not None and self._store.tree.get(segment.number) is not segment:
             segment = segment.parent
+        return segment

@@ -164,17 +164,22 @@ class TierStore:
     def write_ahead(self, *, is_draining: bool = False) -> None:
         """Write a segment that was used longest ago to disk, if host memory is nearly full or
         `is_draining`, and none is being written."""
-        # One that has no room, or gave way to make it, is passed over.
-        while self.has_disk and not self.is_writing:
-            if is_draining:
-                segment = self.host.find(_may_be_written)
-            elif self.host.free_bytes <= self.host.max_bytes // _FULL_DIVISOR:
-                segment = self.host.next_to_give(_may_be_written, _NUM_AHEAD)
-            else:
-                return
-            if segment is None:
-                return
+        while self._write_next(is_draining=is_draining):
+            pass  # one that has no room, or gave way to make it, is passed over
+
+    def _write_next(self, *, is_draining: bool) -> bool:
+        """Write the next segment, or find that it cannot be; return False if there is none."""
+        if not self.has_disk or self.is_writing:
+            return False
+        if is_draining:
+            segment = self.host.find(_may_be_written)
+        elif self.host.free_bytes <= self.host.max_bytes // _FULL_DIVISOR:
+            segment = self.host.next_to_give(_may_be_written, _NUM_AHEAD)
+        else:
+            return False
+        if segment is not None:
             self._write(segment)
+        return segment is not None
 
     # Disk
 
