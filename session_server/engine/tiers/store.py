@@ -75,7 +75,8 @@ class TierStore:
         self.disk = TierAccount(disk_bytes)
         self.counts = TierCounts()
         self._unread: OrderedDict[bytes, int] = OrderedDict()
-        """Files that no segment stands for, with their bytes; those used longest ago first."""
+        """Files that no segment stands for, with their bytes; those used longest ago first. Until
+        the disk is listed: those that were found on it, with 0."""
 
         self._unread_bytes = 0
         self.is_listed = disk_bytes == 0
@@ -378,7 +379,8 @@ class TierStore:
             return
         if result.refusal is not None:
             self.disk.max_bytes = 0  # what it has cannot be counted, so it gets no more
-        known = {segment.content.name for segment in self.tree.segments() if segment in self.disk}
+        known = set(self._unread)
+        self._unread.clear()
         for name, num_bytes in result.files:
             if name not in known:
                 # It counts as what a segment of it takes at most, so that there is room for that.
@@ -397,6 +399,9 @@ class TierStore:
                 return  # it gave way meanwhile, and its file is gone
             segment = self.tree.add(namespace, path, each.tokens, each.spans)
             self._unread_bytes -= self._unread.pop(segment.content.name, 0)
+            if not self.is_listed:
+                # The list may have it although it is gone by then.
+                self._unread[segment.content.name] = 0
             if self.disk.free_bytes - self._unread_bytes < segment.content.num_bytes:
                 self.tree.remove(segment)
                 self._orders.append(Forget(names=(segment.content.name,)))
