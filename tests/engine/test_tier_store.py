@@ -148,7 +148,8 @@ class Stock:
         )
 
     def _order_copy(self, segment: Segment, num_bytes: int) -> None:
-        pages = {POOL: np.arange(1, 1 + SEGMENT_PAGES, dtype=np.int32)}
+        num_pages = len(segment.content.tokens) // PAGE_SIZE
+        pages = {POOL: np.arange(1, 1 + num_pages, dtype=np.int32)}
 
         def end(result: TierResult) -> None:
             self.store.end_copy(segment, is_whole=result.refusal is None)
@@ -280,6 +281,20 @@ def test_before_the_end_what_everybody_has_is_written(tmp_path: Path) -> None:
         stock.store.write_ahead(is_draining=True)
         stock.carry()
     assert len(stock.names) == 5
+    stock.assert_bounded()
+
+
+def test_before_the_end_what_the_disk_has_no_room_for_is_passed_over(tmp_path: Path) -> None:
+    """Nothing is being written then, which is how the engine sees that it may end."""
+    stock = Stock(tmp_path, host=10 * SEGMENT, disk=SEGMENT - 1)
+    stock.carry()
+    stock.put(path(1))
+    small = stock.put(path(2)[:PAGE_SIZE])
+    assert small is not None
+    stock.store.write_ahead(is_draining=True)
+    assert stock.store.is_writing
+    stock.carry()
+    assert small.on_disk
     stock.assert_bounded()
 
 

@@ -13,6 +13,7 @@ _TREE: Final = "cache.tiers.segment_tree:SegmentTree"
 _ACCOUNT: Final = "cache.tiers.tier_account:TierAccount"
 _STORE: Final = "session_server.engine.tiers.store:TierStore"
 _SPILLING: Final = "session_server.engine.tiers.spilling:Spilling"
+_TIERS: Final = "session_server.engine.tiers.tiers:Tiers"
 _RESTORING: Final = "session_server.engine.tiers.restoring:Restoring"
 
 
@@ -460,6 +461,44 @@ FAILED_COPY_LETS_WAIT = _mutant(
 SEARCH_LETS_WAIT = _on_disk(
     "A turn waits for ever where the disk had nothing.",
     (f"{_RESTORING}._go_on", "self._finish(wish.session_id)", "pass"),
+)
+
+LONG_SESSION_IS_COPIED_FOR_EVER = _mutant(
+    "A session that is longer than all tiers pushes out its own beginning, again and again.",
+    (
+        "session_server.engine.tiers.spilling:_Dirty.may_be_tried_again",
+        "self.num_tries < _MAX_TRIES",
+        "True",
+    ),
+)
+
+ENDS_WITHOUT_WRITING = _on_disk(
+    "An engine ends at once, whatever is not on disk.",
+    (
+        f"{_TIERS}.is_draining",
+        "self._spilling.has_dirty or self._spilling.is_copying or self.store.is_writing",
+        "False",
+    ),
+)
+
+ENDS_DURING_A_COPY = _on_disk(
+    "An engine that is to end does not wait for what is copied to host memory.",
+    (f"{_TIERS}.is_draining", "self._spilling.is_copying or", ""),
+)
+
+ENDS_WITH_THE_FIRST_REFUSAL = _on_disk(
+    "An engine that is to end does so once the disk has no room for one segment.",
+    (f"{_STORE}.write_ahead", "while self._write_next(", "if self._write_next("),
+)
+
+END_HAS_NO_LIMIT = _on_disk(
+    "An engine that is to end writes for as long as there is something.",
+    (f"{_TIERS}.take_orders", "now_s < self._drain_until_s", "True"),
+)
+
+ONLY_COPIES_BEFORE_ITS_END = _on_disk(
+    "An engine that is to end copies to host memory, which ends with it, and writes no file.",
+    (f"{_TIERS}.take_orders", "self.store.write_ahead(is_draining=True)", "pass"),
 )
 
 ENDED_TURN_IS_RESUMED = _mutant(

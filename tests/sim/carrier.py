@@ -44,21 +44,24 @@ _COPY_S = 1e-3
 @dataclass(slots=True)
 class StoredFile:
     """A file of the simulated disk. `is_damaged`: its contents are not those that were written.
-    `writer`: who has written it."""
+    `writer`: who has written it; `is_last`: while its engine was ending."""
 
     found: FoundFile
     payload: Payload
     num_bytes: int
     writer: EchoCarrier
     is_damaged: bool = False
+    is_last: bool = False
 
 
 @dataclass(slots=True)
 class EchoDisk:
-    """Files by name, those used longest ago first. `is_full`: it takes no more."""
+    """Files by name, those used longest ago first. `is_full`: it takes no more. `is_ending`: its
+    engine was told to end."""
 
     files: dict[bytes, StoredFile] = field(default_factory=dict)
     is_full: bool = False
+    is_ending: bool = False
 
 
 class EchoCarrier:
@@ -194,7 +197,11 @@ class EchoCarrier:
                     return TierResult(order.number, _COPY_S, Refusal.WRONG, part.segment)
                 payload = stored.payload
                 self.reached["tier: read from disk"] += 1
-                self.reached["tier: read after an engine's death"] += stored.writer is not self
+                is_old = stored.writer is not self
+                self.reached["tier: read after an engine's death"] += is_old
+                self.reached["tier: read what an engine wrote at its end"] += (
+                    is_old and stored.is_last
+                )
             if payload is None:
                 self.reached["tier: copy forgotten before it was read"] += 1
                 return TierResult(order.number, _COPY_S, Refusal.FAILED)
@@ -214,7 +221,12 @@ class EchoCarrier:
             return TierResult(order.number, _COPY_S, Refusal.FAILED)
         is_damaged = self.fails(Site.TIER_FILE)
         self.disk.files[order.found.file.name] = StoredFile(
-            order.found, payload, order.num_bytes, self, is_damaged=is_damaged
+            order.found,
+            payload,
+            order.num_bytes,
+            self,
+            is_damaged=is_damaged,
+            is_last=self.disk.is_ending,
         )
         self.reached["tier: written to disk"] += 1
         return TierResult(order.number, _COPY_S)

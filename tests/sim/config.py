@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from cache.capacity import BoundedPools
@@ -98,7 +98,7 @@ def draw_config(seed: int) -> SimConfig:
     is_drafting = seed >= FIRST_DRAFTING
     is_tiered = seed >= FIRST_TIERED
     front = Front.DIRECT if draws.below("front", 2 if is_drafting else 8) else Front.WIRE
-    return SimConfig(
+    config = SimConfig(
         seed=seed,
         front=front,
         num_ops=draws.pick("num_ops", (200, 600, 1500)),
@@ -107,6 +107,49 @@ def draw_config(seed: int) -> SimConfig:
         habits=_draw_habits(draws, is_drafting=is_drafting, is_tiered=is_tiered),
         faults=_draw_faults(draws, front, is_tiered=is_tiered),
     )
+    if not is_tiered:
+        return config
+    return draws.pick("shape", _SHAPES)(config, draws)
+
+
+def _returning(config: SimConfig, draws: Draws) -> SimConfig:
+    """Engines that end again and again, over a disk that is never emptied: sessions come back, and
+    find their beginnings in files that others share with them."""
+    disk_kv_bytes = draws.pick("disk that stays", (8, 30, 200)) * _SEGMENT_BYTES
+    engine_death = draws.pick("rate of returns", (5, 15))
+    habits, faults = config.habits, config.faults
+    return replace(
+        config,
+        front=Front.DIRECT,
+        num_ops=1500,
+        sizes=replace(config.sizes, disk_kv_bytes=disk_kv_bytes),
+        habits=replace(habits, flush=0, shared=max(habits.shared, 900), close=24),
+        faults=replace(faults, engine_death=engine_death, quarantine=0, rebuild=0),
+    )
+
+
+def _crowded(config: SimConfig, draws: Draws) -> SimConfig:
+    """One session alone has more than host memory and disk hold, in segments of a page each, and
+    engines that end have hardly time or room to write."""
+    sizes = replace(
+        config.sizes,
+        host_kv_bytes=draws.pick("memory", (2, 6, 60)) * _SEGMENT_BYTES,
+        disk_kv_bytes=draws.pick("little disk", (3, 8)) * _SEGMENT_BYTES,
+        segment_pages=1,
+        drain_s=draws.pick("little time", (0.02, 0.1, 10.0)),
+    )
+    engine_death = draws.pick("rate of ends", (0, 10, 20))
+    faults = replace(config.faults, engine_death=engine_death, rebuild=10)
+    return replace(config, front=Front.DIRECT, sizes=sizes, faults=faults)
+
+
+def _as_drawn(config: SimConfig, draws: Draws) -> SimConfig:
+    del draws
+    return config
+
+
+_SHAPES: Final = (*[_as_drawn] * 3, *[_returning] * 3, _crowded, _crowded)
+"""Lives whose engine keeps KV outside of its pools."""
 
 
 def to_json(config: SimConfig) -> dict[str, Any]:
@@ -178,9 +221,10 @@ def _draw_sizes(draws: Draws, *, is_drafting: bool, is_tiered: bool) -> Sizes:
         allocation=draws.pick("allocation", allocations),
         memory_check=draws.pick("memory_check", checks),
         share_prefixes=draws.pick("share_prefixes", (True, True, False)),
-        host_kv_bytes=draws.pick("host", (6, 14, 60)) * _SEGMENT_BYTES if is_tiered else 0,
-        disk_kv_bytes=draws.pick("disk", (0, 30, 200)) * _SEGMENT_BYTES if is_tiered else 0,
+        host_kv_bytes=draws.pick("host", (2, 6, 14, 60)) * _SEGMENT_BYTES if is_tiered else 0,
+        disk_kv_bytes=draws.pick("disk", (0, 3, 8, 30, 200)) * _SEGMENT_BYTES if is_tiered else 0,
         segment_pages=draws.pick("segment_pages", (1, 3, 64)) if is_tiered else 64,
+        drain_s=draws.pick("drain_s", (0.05, 0.2, 10.0)) if is_tiered else 10.0,
     )
 
 
@@ -253,7 +297,7 @@ def _draw_faults(draws: Draws, front: Front, *, is_tiered: bool) -> FaultRates:
         device_poison=rate("device_poison", 3, 15),
         alloc_page=rate("alloc_page", 20, 100),
         alloc_row=rate("alloc_row", 20, 100),
-        engine_death=rate("engine_death", 3, 10) if is_wire else 0,
+        engine_death=rate("engine_death", 3, 10) if is_wire or is_tiered else 0,
         net_drop=rate("net_drop", 10, 40) if is_wire else 0,
         net_stall=rate("net_stall", 20, 60) if is_wire else 0,
         tokenizer_slow=rate("tokenizer_slow", 200, 500) if is_wire else 0,

@@ -23,13 +23,14 @@ from session_server.core.commands import (
     FlushCache,
     OpenSession,
     ReportMemory,
+    Shutdown,
     StopTurn,
     SubmitTurn,
 )
 from session_server.core.events import EngineEvent, SessionRefused, TurnFailed, TurnFinished
 from session_server.core.sampling import SamplingParams
+from session_server.engine.engine import StepOutcome
 from tests.sim.context import SimContext
-from tests.sim.echo import EchoModel
 from tests.sim.failure import Broken, Layer
 from tests.sim.stage import Stage
 from tests.sim.trace import Op
@@ -67,14 +68,15 @@ class DirectWorld:
     """Applies operations. What refers to a session or turn that is not there does nothing."""
 
     def __init__(self, context: SimContext) -> None:
+        self._context = context
         self._inbox: list[EngineCommand] = []
         self._turns: dict[TurnId, ServerSession] = {}
         self._closing: set[SessionId] = set()
         self._cut: dict[SessionId, int] = {}
         self._num_requests = 0
-        sizes = context.config.sizes
-        model = EchoModel(num_repeats=sizes.num_repeats, window=sizes.layers.read_window)
-        self.stage = Stage(context, model)
+        self._num_steps_before = 0
+        self._ends_by_s = 0.0
+        self.stage = Stage(context, context.config.sizes.model)
         self.sessions: dict[SessionId, ServerSession] = {}
         self.left: deque[ServerSession] = deque(maxlen=MAX_LEFT)
         """Sessions that were closed and may come back."""
@@ -96,26 +98,44 @@ class DirectWorld:
             "step": self._step,
             "execute": self._execute,
             "carry": self._carry,
+            "rest": lambda _: self.rest(),
+            "shutdown": self._shutdown,
+            "restart": self._restart,
         }
 
     @property
     def num_steps(self) -> int:
-        """Engine steps so far."""
-        return self.stage.num_steps
+        """Engine steps so far, of all lives."""
+        return self._num_steps_before + self.stage.num_steps
 
     @property
     def is_resting(self) -> bool:
         """Whether nothing moves before a command comes."""
-        return not (self._inbox or self.stage.history.live or self.stage.num_launched)
+        is_busy = self._inbox or self.stage.history.live or self.stage.num_launched
+        return not (is_busy or self.is_ending)
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the engine was told to end."""
+        return self._context.disk.is_ending
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the engine has ended as it was told to."""
+        return not self._inbox and self.stage.engine.has_shut_down
 
     def apply(self, op: Op) -> None:
-        """Do one operation."""
-        self._verbs[op["op"]](op)
+        """Do one operation. An engine that is ending is told nothing more."""
+        if not self.is_ending or op["op"] in {"step", "execute", "carry", "restart"}:
+            self._verbs[op["op"]](op)
 
     def finish(self) -> None:
         """Nothing new: let everything end, close all, empty the cache, see that nothing is left."""
-        self.rest()
+        if self.is_ending:
+            self._restart({})
         stage = self.stage
+        stage.calm()
+        self.rest()
         for session_id in list(self.sessions):
             self._inbox.append(CloseSession(session_id=session_id))
         self.rest()
@@ -129,7 +149,6 @@ class DirectWorld:
     def rest(self) -> None:
         """Step as the engine's loop does, until nothing is left to do."""
         stage = self.stage
-        stage.calm()
         self._advance(0)
         for _ in range(stage.rest_budget):
             if stage.is_blocked and not stage.num_launched:
@@ -309,6 +328,32 @@ class DirectWorld:
         if carrier is not None and carrier.num_waiting:
             carrier.carry(op["which"])
 
+    def _shutdown(self, op: Op) -> None:
+        """The server ends: it keeps what turns have said, and tells the engine to end."""
+        del op
+        for turn_id in list(self._turns):
+            self._decide({"t": turn_id, "keep": self._num_heard(turn_id)}, "cancel")
+        self._inbox += [DropDraft(session_id=session_id) for session_id in self.sessions]
+        self._inbox.append(Shutdown())
+        self._context.disk.is_ending = True
+
+    def _restart(self, op: Op) -> None:
+        """The engine is gone with all but its disk, whether or not it was told. The next one knows
+        no session."""
+        del op
+        if not self.is_ending:
+            self._context.reached["fault engine_death"] += 1
+        elif self.has_ended:
+            self.stage.tiers.check_ended()
+        for session in self.sessions.values():
+            session.live, session.typed = None, ()
+        self.left.extend(self.sessions.values())
+        for gone in (self.sessions, self._turns, self._inbox, self._closing, self._cut):
+            gone.clear()
+        self._context.disk.is_ending = False
+        self._num_steps_before += self.stage.num_steps
+        self.stage = Stage(self._context, self._context.config.sizes.model)
+
     # The engine
 
     def _advance(self, num_results: int) -> None:
@@ -316,9 +361,27 @@ class DirectWorld:
         self._cut.clear()
         stage = self.stage
         results = stage.take_results(num_results)
-        outcome = stage.step(stage.num_steps * STEP_S, commands, results)
+        now_s = stage.num_steps * STEP_S
+        if any(isinstance(command, Shutdown) for command in commands):
+            self._ends_by_s = now_s + stage.settings.tiers.drain_s
+        outcome = stage.step(now_s, commands, results)
         for event in outcome.events:
             self._hear(event)
+        if self.is_ending:
+            self._check_ending(now_s, outcome)
+
+    def _check_ending(self, now_s: float, outcome: StepOutcome) -> None:
+        """An engine that is to end begins nothing, waits for something while it has not, and for
+        nothing but forwards once its time is over."""
+        if outcome.batch is not None:
+            raise Broken(Layer.PROTOCOL, "an engine that is to end has launched something")
+        is_waiting = self.stage.is_blocked and not self.has_ended
+        if is_waiting and not self.stage.num_launched:
+            raise Broken(Layer.LIVENESS, "an engine that is to end waits for nothing")
+        if now_s >= self._ends_by_s and not (
+            self.has_ended or self.stage.engine.inspect().in_flight
+        ):
+            raise Broken(Layer.LIVENESS, f"an engine that was to end by {self._ends_by_s} goes on")
 
     def _hear(self, event: EngineEvent) -> None:
         match event:

@@ -9,6 +9,7 @@ from typing import Any, Final
 from tests.sim.context import SimContext
 from tests.sim.direct import DirectWorld, ServerSession
 from tests.sim.draws import mix
+from tests.sim.faults import Site
 from tests.sim.trace import Op
 from tests.sim.typing_ops import Typist
 
@@ -24,8 +25,12 @@ class DirectOps:
         config = context.config
         self._config = config
         self._draws = context.draws
+        self._faults = context.faults
         self._world = world
         self._num_names = 0
+        self._then: Op | None = None
+        """What has to come next."""
+
         habits = config.habits
         makers = {
             self._submit: habits.submit,
@@ -39,6 +44,7 @@ class DirectOps:
             self._draft: habits.draft,
             self._cool: habits.cool,
         }
+        self._is_tiered = config.sizes.host_kv_bytes > 0
         self._has_tenants = habits.num_owners > 1 and context.draws.happens("tenants", 500)
         self._typist = Typist(context.draws, self._typed_tokens)
         self._makers = list(makers)
@@ -50,6 +56,18 @@ class DirectOps:
 
     def next(self) -> Op:
         """The next operation."""
+        if (op := self._then) is not None:
+            self._then = None
+            return op
+        if self._world.is_ending:
+            return {"op": "restart"} if self._world.has_ended else self._device_op()
+        if self._faults.strikes(Site.ENGINE_DEATH):
+            is_told = self._draws.happens("is told to end", 700)
+            return {"op": "shutdown"} if is_told else {"op": "restart"}
+        if self._draws.happens("falls silent", 5 * self._is_tiered):
+            return {"op": "rest"}
+        if (op := self._take_path_away()) is not None:
+            return op
         if self._draws.happens("patient", self._config.habits.patient):
             return self._device_op()
         return self._draws.weighted("op", self._makers, self._weights)() or self._device_op()
@@ -74,10 +92,13 @@ class DirectOps:
         is_pinned = self._config.sizes.pinned_quota_pages > 0 and draws.happens("pinned", 400)
         owner = "abc"[draws.below("owner", habits.num_owners)]
         tokens = draws.pick("document", self._documents)[:length]
-        left = self._world.left
+        left, others = self._world.left, list(self._world.sessions.values())
         if left and draws.happens("comes back", 600):
             back = draws.pick("who comes back", left)
             owner, tokens = back.owner, back.history
+        elif others and self._is_tiered and draws.happens("forks", 500):
+            other = draws.pick("who is forked", others)
+            owner, tokens = other.owner, other.history
         return {
             "op": "open",
             "s": self._name("s"),
@@ -193,9 +214,19 @@ class DirectOps:
         draws = self._draws
         times = draws.pick("times", (1, 1, 1, 2))
         close = {"op": "close", "s": draws.pick("close", sessions), "times": times}
-        if not self._config.sizes.host_kv_bytes:
+        if not self._is_tiered:
             return close
         return {**close, "deleted": draws.happens("deleted", 400)}
+
+    def _take_path_away(self) -> Op | None:
+        """Now and then a session is deleted and takes a path with it, while another looks for the
+        files behind that: it is a moment that few get to see."""
+        keepers = self._world.stage.tiers.keepers()
+        if not keepers or not self._draws.happens("takes its path away", 500):
+            return None
+        self._then = {"op": "step", "results": 0}
+        who = self._draws.pick("who takes it", keepers)
+        return {"op": "close", "s": who, "times": 1, "deleted": True}
 
     def _cool(self) -> Op | None:
         session = self._pick(is_live=False)

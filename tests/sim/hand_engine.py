@@ -65,6 +65,7 @@ class Sizes:
     host_kv_bytes: int = 0
     disk_kv_bytes: int = 0
     segment_pages: int = 64
+    drain_s: float = 10.0
 
     @property
     def capacity(self) -> Capacity:
@@ -96,6 +97,7 @@ class Sizes:
                 self.disk_kv_bytes,
                 self.segment_pages
                 * sum(self.layers.spec(self.page_size).pool_bytes_per_page.values()),
+                self.drain_s,
             ),
         )
 

@@ -80,7 +80,11 @@ class Stage(HandEngine):
     def rest_budget(self) -> int:
         """Steps within which everything live has to end, retractions and all."""
         num_live = len(self.history.live) + len(self.history.drafts.owed)
-        return 100 + 12 * self.engine.max_turn_len * num_live
+        num_pages = (
+            sum(each.allocated_len for each in self.cache.slots()) // self.cache.spec.page_size
+        )
+        num_copies = num_pages if self.settings.tiers.host_bytes else 0
+        return 100 + 12 * self.engine.max_turn_len * num_live + 4 * num_copies
 
     def execute(self) -> None:
         """See `HandEngine.execute`."""

@@ -11,9 +11,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
+
 from cache.session_cache import SessionAwareCache
 from cache.spec import LayerKind
 from cache.tiers.segment import Segment
+from cache.tiers.segment_tree import Path
 from cache.tiers.tier_account import TierAccount
 from cache.types import PoolName, SessionId, SlotState
 from session_server.core.commands import (
@@ -21,9 +24,17 @@ from session_server.core.commands import (
     CloseSession,
     CoolSession,
     EngineCommand,
+    FlushCache,
     StopTurn,
 )
-from session_server.core.tier_orders import CopyIn, FileKey, TierOrder
+from session_server.core.tier_orders import (
+    CopyIn,
+    CopyOut,
+    FileKey,
+    FindFiles,
+    TierOrder,
+    WriteFile,
+)
 from session_server.engine.engine import Engine
 from session_server.engine.in_flight import InFlight
 from session_server.engine.scheduler import Scheduler
@@ -53,6 +64,7 @@ class TierWatch:
         self._tags: dict[int, list[int]] = {}
         self._looked_at: dict[int, set[int]] = {}
         self._doomed: list[Segment] = []
+        self._ends: dict[SessionId, Segment] = {}
         self._num_seen = self._num_launched = 0
         self._begun: dict[int, int] = {}
         """Per copy on its way in, the forwards that were launched before it began."""
@@ -91,13 +103,21 @@ class TierWatch:
         is_copying = len(self._carrier) > 0
         self.reached[f"tier: {fault} during copies"] += is_copying
         self._carrier.doubt()
+        self._ends = {}
 
     def told(self, commands: Sequence[EngineCommand]) -> None:
         """The engine is about to obey these commands."""
-        self._doomed = []
+        self._doomed, self._ends = [], {}
         self._num_launched = self._in_flight.num_forwards
         if not self._carrier.num_news:
             return
+        may_take = self._carrier.has_results or self._is_short_of_room()
+        if not (may_take or any(isinstance(each, FlushCache) for each in commands)):
+            self._ends = {
+                session_id: last
+                for session_id, last in self._spilling._last.items()
+                if self._store.tree.get(last.number) is last
+            }
         ends = [each for each in commands if isinstance(each, CloseSession | CoolSession)]
         for command in commands:
             match command:
@@ -106,12 +126,23 @@ class TierWatch:
                     is_copied |= session_id in self._restoring._waiting
                     self.reached["tier: closed during a copy"] += is_copied
                     self._note_end(self._scheduler.turn_of(session_id))
+                    is_shared = is_deleted and self._shares_its_path(session_id)
+                    self.reached["tier: deleted beside one that has its path too"] += is_shared
                     if is_deleted and len(ends) == 1 and not self._carrier.has_results:
                         self._doomed = self._only_of(session_id)
                 case CancelTurn(turn_id=turn_id) | StopTurn(turn_id=turn_id):
                     self._note_end(self._scheduler.find(turn_id))
                 case _:
                     pass
+
+    def keepers(self) -> list[SessionId]:
+        """Sessions without which a path goes behind which files are being looked for."""
+        ends = [path.parts[-1].segment for _, path in self._sought() if path.parts]
+        return [
+            session_id
+            for session_id in self._spilling._last
+            if ends and not {*ends}.isdisjoint(self._only_of(session_id))
+        ]
 
     def check(self, orders: Sequence[TierOrder]) -> None:
         """A step is over that gave these orders."""
@@ -124,11 +155,15 @@ class TierWatch:
         segments = store.tree.segments()
         self._check_account("host memory", store.host, [s for s in segments if s in store.host])
         self._check_account("the disk", store.disk, [s for s in segments if s in store.disk])
+        if store.is_listed and store.disk.free_bytes < store._unread_bytes:
+            raise self._broken(f"the disk has no room for {store._unread_bytes} bytes unread")
         for segment in segments:
             self._check_segment(segment)
         for segment in self._doomed:
             if store.tree.get(segment.number) is segment:
                 raise self._broken(f"segment {segment.number} outlives its only session")
+        if not any(isinstance(order, CopyOut | WriteFile) for order in orders):
+            self._check_ends()
         self._check_sessions(segments)
         self._check_turns()
         if not (len(self._carrier) or self._restoring._held or store.orders):
@@ -178,6 +213,29 @@ class TierWatch:
             segment = segment.parent
         return only
 
+    def _is_short_of_room(self) -> bool:
+        """Whether a copy to host memory may have to make room there, or a file on disk."""
+        tree = self._store.tree
+        num_pages = self._spilling._max_len // self._page_size
+        largest = tree.bytes_of(
+            np.zeros(self._spilling._max_len, np.int32),
+            dict.fromkeys(tree.page_bytes, (0, num_pages)),
+        )
+        return self._spilling.is_draining or self._store.host.free_bytes < largest
+
+    def _check_ends(self) -> None:
+        """Nobody takes a segment in which another session ends, but to make room."""
+        for session_id, segment in self._ends.items():
+            is_gone = self._store.tree.get(segment.number) is not segment
+            if is_gone and self._spilling._last.get(session_id) is segment:
+                raise self._broken(f"segment {segment.number} was taken from {session_id}")
+
+    def _shares_its_path(self, session_id: SessionId) -> bool:
+        """Whether somebody else ends in the path of a session, or goes on from it."""
+        end, only = self._spilling._last.get(session_id), self._only_of(session_id)
+        is_there = end is not None and self._store.tree.get(end.number) is end
+        return is_there and not (only and only[-1].parent is None)
+
     def _check_account(self, name: str, account: TierAccount, held: list[Segment]) -> None:
         sums: Counter[str] = Counter()
         for segment in held:
@@ -203,6 +261,16 @@ class TierWatch:
 
     def _check_segment(self, segment: Segment) -> None:
         store, carrier, number = self._store, self._carrier, segment.number
+        parent, content = segment.parent, segment.content
+        if parent is None:
+            siblings = store.tree._roots.get(content.namespace, {})
+        else:
+            siblings = parent.children
+            is_behind = parent.content.start < content.start <= parent.content.end
+            if store.tree.get(parent.number) is not parent or not is_behind:
+                raise self._broken(f"segment {number} follows one that is not there")
+        if siblings.get(content.name) is not segment:
+            raise self._broken(f"segment {number} is not found by its name")
         if segment.in_host and (segment not in store.host or number not in carrier.host):
             raise self._broken(f"segment {number} is not in host memory")
         if segment in store.disk and not (segment.on_disk or segment.is_writing):
@@ -213,7 +281,6 @@ class TierWatch:
             stored = carrier.disk.files.get(segment.content.name)
             if segment not in store.disk or stored is None:
                 raise self._broken(f"segment {number} is not on disk")
-            content = segment.content
             key = FileKey(content.name, content.namespace, content.chain, content.start)
             if stored.found.file != key:
                 raise self._broken(f"the file of segment {number} is {stored.found.file}")
@@ -310,13 +377,59 @@ class TierWatch:
         if any(left.values()):
             raise self._broken(f"nothing is under way, and left are {left}")
 
+    def check_ended(self) -> None:
+        """The engine has ended as it was told to: what is worth it is on disk, if it had time."""
+        store, spilling = self._store, self._spilling
+        left = {
+            "sessions that were not copied": len(spilling._dirty),
+            "copies": len(spilling._copying),
+            "segments that were not written": sum(
+                segment.in_host and not (segment.on_disk or segment.is_refused)
+                for segment in store.tree.segments()
+            ),
+        }
+        if spilling.is_draining and any(left.values()):
+            raise self._broken(f"it has ended before its time, and left are {left}")
+        is_short = store.has_disk and any(left.values())
+        self.reached["tier: too little time to write all"] += is_short
+        self.reached["tier: ended with all on disk"] += (
+            spilling.is_draining and store.disk.num_bytes > 0
+        )
+
     def _note_reached(self) -> None:
         store, reached = self._store, self.reached
         reached["tier: host memory full"] += store.host.free_bytes < _NEARLY_FULL
         reached["tier: disk full"] += store.has_disk and store.disk.free_bytes < _NEARLY_FULL
+        is_disk_full = store.disk.free_bytes - store._unread_bytes < _NEARLY_FULL
+        reached["tier: disk full of files from before"] += is_disk_full and bool(store._unread)
+        reached["tier: file gave way that is in host memory"] += store.disk.num_bytes > 0 and any(
+            segment.in_host and segment.is_refused for segment in store.tree.segments()
+        )
+        reached["tier: a copied beginning gave way to its end"] += any(
+            self._copied_len_of(session_id) < dirty.reached_len
+            for session_id, dirty in self._spilling._dirty.items()
+            if dirty.reached_len > 0
+        )
         reached["tier: several tenants"] += len(store.host._of_tenants) > 1
         reached["tier: several segments on a path"] += any(s.parent for s in store.tree.segments())
         reached[f"tier: {self._mixture.value}"] += store.counts.hits > 0
+        sought = self._sought()
+        reached["tier: files are looked for behind a path"] += bool(sought)
+        has_gone = any(path.length < order.file.start for order, path in sought)
+        reached["tier: path gone whose next files are looked for"] += has_gone
+
+    def _copied_len_of(self, session_id: SessionId) -> int:
+        slot = self._cache.slot(session_id)
+        tokens = self._cache.tokens(session_id, 0, slot.protected_len)
+        return self._store.find(slot.namespace, tokens).length
+
+    def _sought(self) -> list[tuple[FindFiles, Path]]:
+        """The paths behind which files are being looked for, as far as they are still there."""
+        return [
+            (order, self._store.find(order.file.namespace, order.tokens))
+            for order in self._carrier.waiting
+            if isinstance(order, FindFiles) and order.file.start > 0
+        ]
 
     @staticmethod
     def _broken(text: str) -> Broken:

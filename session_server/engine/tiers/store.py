@@ -72,7 +72,8 @@ class TierStore:
         self.disk = TierAccount(disk_bytes)
         self.counts = TierCounts()
         self._unread: OrderedDict[bytes, int] = OrderedDict()
-        """Files that no segment stands for, with their bytes; those used longest ago first."""
+        """Files that no segment stands for, with their bytes; those used longest ago first. Until
+        the disk is listed: those that were found on it, with 0."""
 
         self._unread_bytes = 0
         self.is_listed = disk_bytes == 0
@@ -147,16 +148,22 @@ class TierStore:
     def write_ahead(self, *, is_draining: bool = False) -> None:
         """Write a segment that was used longest ago to disk, if host memory is nearly full or
         `is_draining`, and none is being written."""
+        while self._write_next(is_draining=is_draining):
+            pass  # one that has no room, or gave way to make it, is passed over
+
+    def _write_next(self, *, is_draining: bool) -> bool:
+        """Write the next segment, or find that it cannot be; return False if there is none."""
         if not self.has_disk or self.is_writing:
-            return
+            return False
         if is_draining:
             segment = next(iter(self._unwritten.values()), None)
         elif self.host.free_bytes <= self.host.max_bytes // _FULL_DIVISOR:
             segment = self.host.next_to_give(_may_be_written, _NUM_AHEAD)
         else:
-            return
+            return False
         if segment is not None:
             self._write(segment)
+        return segment is not None
 
     # Disk
 
@@ -364,7 +371,8 @@ class TierStore:
             return
         if result.refusal is not None:
             self.disk.max_bytes = 0  # what it has cannot be counted, so it gets no more
-        known = {segment.content.name for segment in self.tree.segments() if segment in self.disk}
+        known = set(self._unread)
+        self._unread.clear()
         for name, num_bytes in result.files:
             if name not in known:
                 # It counts as what a segment of it takes at most, so that there is room for that.
@@ -383,6 +391,9 @@ class TierStore:
                 return  # it gave way meanwhile, and its file is gone
             segment = self.tree.add(namespace, path, each.tokens, each.spans)
             self._unread_bytes -= self._unread.pop(segment.content.name, 0)
+            if not self.is_listed:
+                # The list may have it although it is gone by then.
+                self._unread[segment.content.name] = 0
             if self.disk.free_bytes - self._unread_bytes < segment.content.num_bytes:
                 self.tree.remove(segment)
                 self.orders.forget_file(segment.content.name)
