@@ -124,6 +124,15 @@ class CoolSession(Command, frozen=True, tag=True, kw_only=True):
     session_id: SessionId
 
 
+class ForgetKV(Command, frozen=True, tag=True, kw_only=True):
+    """Keep nothing outside of the pools of a deleted session that is not open, which had `tokens`
+    and this namespace, but what others have. Ignored where nothing is kept."""
+
+    tenant_salt: str
+    tenant: str
+    tokens: tuple[int, ...]
+
+
 class FlushCache(Command, frozen=True, tag=True, kw_only=True):
     """Cool every session and empty the tree if no turn is live. Answered by `CacheFlushed`."""
 
@@ -161,6 +170,7 @@ EngineCommand = (
     | CancelTurn
     | CloseSession
     | CoolSession
+    | ForgetKV
     | FlushCache
     | ReportMemory
     | Shutdown

@@ -129,11 +129,13 @@ class Stock:
         assert store.host.num_bytes <= store.host.max_bytes
         assert store.disk.num_bytes == sum(each.content.num_bytes for each in on_disk)
         assert set(self.carrier._segments) == {each.number for each in in_host}
-        known = {file_name(each.content.name) for each in on_disk}
-        unread = {file_name(name) for name in store._unread}
+        known = {file_name(each.content.file_id) for each in on_disk}
+        unread = {file_name(file_id) for file_id, _ in store._unread._files.values()}
         assert self.names == known | unread
         sizes = sum((self.directory / name).stat().st_size for name in self.names)
-        assert sizes <= store.disk.num_bytes + store._unread_bytes <= max(store.disk.max_bytes, 0)
+        assert (
+            sizes <= store.disk.num_bytes + store._unread.num_bytes <= max(store.disk.max_bytes, 0)
+        )
 
     def assert_empty(self) -> None:
         """Nothing is anywhere."""
@@ -293,7 +295,7 @@ def before(tmp_path: Path) -> Path:
         stock.store.write_ahead(is_draining=True)
         stock.carry()
     names = [stock.store.find(ALICE, path(seed)).parts[0].segment for seed in range(6)]
-    stock.files.touch([each.content.name for each in names])
+    stock.files.touch([each.content.file_id for each in names])
     assert len(stock.names) == 7
     return tmp_path
 
@@ -376,9 +378,10 @@ def test_a_file_that_is_refused_when_it_is_found_is_counted_and_asked_for_no_mor
     stock = Stock(before, host=4 * SEGMENT, disk=20 * SEGMENT)
     stock.carry()
     tokens = path(1)
-    name = stock.store.find(ALICE, tokens).next_name
+    found = stock.store.find(ALICE, tokens)
+    name = found.next_name
     assert name is not None
-    spoil(before / file_name(name), at=20)
+    spoil(before / file_name(name + found.chain), at=20)
     assert stock.look(tokens) == 0
     assert stock.store.counts.refused_files == 1
     assert not stock.store.is_unread(name)
@@ -390,9 +393,9 @@ def test_a_file_that_is_refused_half_way_gives_what_lies_before(before: Path) ->
     stock.carry()
     tokens = path(5, 2)
     stock.look(tokens[: len(tokens) // 2])
-    name = stock.store.find(ALICE, tokens).next_name
-    assert name is not None
-    spoil(before / file_name(name), at=20)
+    found = stock.store.find(ALICE, tokens)
+    assert found.next_name is not None
+    spoil(before / file_name(found.next_name + found.chain), at=20)
     again = Stock(before, host=4 * SEGMENT, disk=20 * SEGMENT)
     again.carry()
     assert again.look(tokens) == len(tokens) // 2
@@ -423,7 +426,7 @@ def test_a_file_that_is_refused_when_it_is_read_goes_with_all_that_follows(befor
     tokens = path(5, 2)
     assert stock.look(tokens) == len(tokens)
     first = stock.store.find(ALICE, tokens).parts[0].segment
-    spoil(before / file_name(first.content.name), at=-1)
+    spoil(before / file_name(first.content.file_id), at=-1)
     result = stock.read(tokens)
     assert result.refusal is Refusal.WRONG
     assert result.wrong_segment == first.number

@@ -259,7 +259,7 @@ ANY_LENGTH_GOES_ON = _mutant(
 
 LAST_PART_IS_READ_WHOLE = _mutant(
     "Of a segment that another one follows in its middle all pages count.",
-    (f"{_TREE}._entries", "min(end, part.end // self._page_size)", "end"),
+    (f"{_TREE}._entries", "min(end, part.end // self.page_size)", "end"),
 )
 
 # What is held where
@@ -327,21 +327,25 @@ UNFINISHED_COPY_GIVES_WAY = _on_disk(
 
 FILE_OF_A_DROPPED_SEGMENT_STAYS = _mutant(
     "The file of a dropped segment stays.",
-    (f"{_STORE}.drop", "self._orders.append(Forget(names=(each.content.name,)))", "pass"),
+    (f"{_STORE}.drop", "self._orders.append(Forget(files=(each.content.file_id,)))", "pass"),
 )
 
 FILE_WRITTEN_TOO_LATE_STAYS = _mutant(
     "A file that is complete when its segment was dropped stays.",
     (
         f"{_STORE}._end_writing",
-        "self._orders.append(Forget(names=(segment.content.name,)))",
+        "self._orders.append(Forget(files=(segment.content.file_id,)))",
         "pass",
     ),
 )
 
 FILE_THAT_GAVE_WAY_STAYS = _on_disk(
     "A file that makes room for another one stays.",
-    (f"{_STORE}._leave_disk", "self._orders.append(Forget(names=(segment.content.name,)))", "pass"),
+    (
+        f"{_STORE}._leave_disk",
+        "self._orders.append(Forget(files=(segment.content.file_id,)))",
+        "pass",
+    ),
 )
 
 FILE_THAT_FAILED_IS_READ = _mutant(
@@ -371,7 +375,7 @@ FOUND_FILE_HAS_NO_BYTES = _on_disk(
 
 FOUND_FILE_COUNTS_TWICE = _on_disk(
     "A file found on disk counts as unread still.",
-    (f"{_STORE}._enter_found", "self._unread.pop(segment.content.name, 0)", "0"),
+    (f"{_STORE}._enter_found", "self._unread.pop(segment.content.name)", "pass"),
 )
 
 FOUND_FILE_HANGS_ANYWHERE = _on_disk(
@@ -387,7 +391,7 @@ DISK_IS_OVERFULL = _on_disk(
     "Files that nobody has read are not counted when room is made.",
     (
         f"{_STORE}._make_room_on_disk",
-        "self.disk.free_bytes - self._unread_bytes",
+        "self.disk.free_bytes - self._unread.num_bytes",
         "self.disk.free_bytes",
     ),
 )

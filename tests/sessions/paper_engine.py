@@ -19,6 +19,7 @@ from session_server.core.commands import (
     DropDraft,
     EngineCommand,
     FlushCache,
+    ForgetKV,
     OpenSession,
     ReportMemory,
     Shutdown,
@@ -234,6 +235,8 @@ class PaperEngine:
                 slot = self.slots.pop(session_id, None)
                 assert slot is None or slot.turn is None, "closed under a live turn"
                 self.events.append(SessionGone(session_id=session_id))
+            case ForgetKV():
+                pass  # the paper engine keeps nothing outside of its slots
             case FlushCache(request_id=request_id):
                 done = not self.is_busy
                 if done:

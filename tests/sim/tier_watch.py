@@ -13,7 +13,7 @@ from typing import Final
 
 from cache.session_cache import SessionAwareCache
 from cache.spec import LayerKind
-from cache.tiers.segment import Segment
+from cache.tiers.segment import NAME_BYTES, Segment, chains_after
 from cache.tiers.tier_account import TierAccount
 from cache.types import PoolName, SessionId, SlotState
 from session_server.core.commands import (
@@ -171,8 +171,10 @@ class TierWatch:
         """The segments at the end of a path that nobody else has."""
         segment, only = self._spilling._last.get(session_id), list[Segment]()
         while segment is not None and self._store.tree.get(segment.number) is segment:
-            num_others = segment.num_sessions - (not only)
-            if num_others or len(segment.children) > bool(only):
+            content, num_others = segment.content, segment.num_sessions - (not only)
+            unread = (file_id[NAME_BYTES:] for file_id, _ in self._store._unread._files.values())
+            chains = {*chains_after(content.chain, content.tokens, self._page_size)}
+            if num_others or len(segment.children) > bool(only) or not chains.isdisjoint(unread):
                 break
             only.append(segment)
             segment = segment.parent
@@ -208,7 +210,7 @@ class TierWatch:
         if not (segment in store.host or segment in store.disk):
             raise self._broken(f"segment {number} is nowhere")
         if segment.on_disk:
-            stored = carrier.disk.files.get(segment.content.name)
+            stored = carrier.disk.files.get(segment.content.file_id)
             if segment not in store.disk or stored is None:
                 raise self._broken(f"segment {number} is not on disk")
             content = segment.content
@@ -295,10 +297,11 @@ class TierWatch:
             "in host memory": len(carrier.host.keys() ^ {s.number for s in segments if s.in_host}),
         }
         if store.is_listed and store.has_disk:
-            known = {s.content.name for s in segments if s.on_disk} | store._unread.keys()
+            known = {s.content.file_id for s in segments if s.on_disk}
+            known |= {file_id for file_id, _ in store._unread._files.values()}
             left["files"] = len(carrier.disk.files.keys() ^ known)
             num_bytes = sum(stored.num_bytes for stored in carrier.disk.files.values())
-            counted = store.disk.num_bytes + store._unread_bytes
+            counted = store.disk.num_bytes + store._unread.num_bytes
             left["bytes on disk"] = num_bytes - counted
             left["bytes too many on disk"] = max(0, num_bytes - store.disk.max_bytes)
         if any(left.values()):

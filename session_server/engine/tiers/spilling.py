@@ -119,7 +119,7 @@ class Spilling:
             self._drop_unshared(last)
             if session_id in self._cache and not self._store.is_empty:
                 namespace = self._cache.slot(session_id).namespace
-                self._drop_path(namespace, self._cache.tokens(session_id))
+                self.drop_path(namespace, self._cache.tokens(session_id))
 
     def advance(self) -> None:
         """Order copies that are due. O(1) while none is."""
@@ -240,25 +240,25 @@ class Spilling:
             before.num_sessions -= 1
             self._drop_unshared(before)
 
-    def _drop_path(self, namespace: Namespace, tokens: Tokens) -> None:
-        """Drop what nobody else has of some tokens; what was not read of the disk is read first."""
-        store, path = self._store, self._store.find(namespace, tokens)
+    def drop_path(self, namespace: Namespace, tokens: Tokens) -> None:
+        """Drop what nobody else has of some tokens, in host memory and on disk. A session that the
+        engine does not know has what others build on behind it, and no more."""
+        store = self._store
 
         def drop() -> None:
-            parts = store.find(namespace, tokens).parts
-            self._drop_unshared(parts[-1].segment if parts else None)
+            path = store.find(namespace, tokens)
+            store.drop_unread(path, tokens)
+            self._drop_unshared(path.parts[-1].segment if path.parts else None)
 
-        if store.is_unread(path.next_name):
-            store.find_files(namespace, tokens, path, drop)
-        else:
-            drop()
+        if not store.is_empty:
+            store.when_listed(drop)
 
     def _drop_unshared(self, segment: Segment | None) -> None:
-        """Drop a segment and those before it, as far as no session ends in them and none follows.
-        One that gave way already is passed over: those before it may still be there."""
+        """Drop a segment and those before it, as far as no session ends in them and nothing comes
+        after. One that gave way already is passed over: those before it may still be there."""
         while segment is not None:
             if self._store.tree.get(segment.number) is segment:
-                if segment.num_sessions or segment.children:
+                if segment.num_sessions or self._store.is_followed(segment):
                     return
                 self._store.drop(segment)
             segment = segment.parent

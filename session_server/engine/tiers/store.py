@@ -6,12 +6,11 @@ written there first, ahead of need: what is on disk can give way at once.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from cache.tiers.segment import Segment
+from cache.tiers.segment import Segment, chains_after
 from cache.tiers.segment_tree import SEGMENT_BYTES, Path, SegmentTree
 from cache.tiers.tier_account import TierAccount
 from cache.types import Namespace, Tokens
@@ -28,6 +27,7 @@ from session_server.core.tier_orders import (
     WriteFile,
 )
 from session_server.engine.tiers.costs import TierCosts
+from session_server.engine.tiers.unread_files import UnreadFiles
 
 _FULL_DIVISOR: Final = 4
 """Segments are written to disk ahead of need while less than this part of host memory is free."""
@@ -74,11 +74,9 @@ class TierStore:
         self.host = TierAccount(host_bytes)
         self.disk = TierAccount(disk_bytes)
         self.counts = TierCounts()
-        self._unread: OrderedDict[bytes, int] = OrderedDict()
-        """Files that no segment stands for, with their bytes; those used longest ago first."""
-
-        self._unread_bytes = 0
+        self._unread = UnreadFiles()
         self.is_listed = disk_bytes == 0
+        self._on_listed: list[Callable[[], None]] = []
         self._orders: list[TierOrder] = []
         self._continue: dict[int, Continue] = {}
         self._num_orders = 0
@@ -101,7 +99,7 @@ class TierStore:
 
     def report(self) -> TierReport:
         """Return what was done so far, and what is held now."""
-        disk_bytes = self.disk.num_bytes + self._unread_bytes
+        disk_bytes = self.disk.num_bytes + self._unread.num_bytes
         counted = {name: getattr(self.counts, name) for name in TierCounts.__slots__}
         return TierReport(**counted, host_bytes=self.host.num_bytes, disk_bytes=disk_bytes)
 
@@ -181,6 +179,13 @@ class TierStore:
         """Return whether the disk may have a segment of this name that the tree lacks."""
         return name is not None and (name in self._unread or not self.is_listed)
 
+    def when_listed(self, then: Callable[[], None]) -> None:
+        """Do something once the files on disk are known by name."""
+        if self.is_listed:
+            then()
+        else:
+            self._on_listed.append(then)
+
     def find_files(
         self, namespace: Namespace, tokens: Tokens, path: Path, then: Callable[[], None]
     ) -> None:
@@ -219,6 +224,28 @@ class TierStore:
         self.host.touch(used)
         self.disk.touch(used)
 
+    def is_followed(self, segment: Segment) -> bool:
+        """Return whether something follows a segment, be it in a file that was not read. O(pages of
+        the segment) while there are such files."""
+        if segment.children or not self._unread:
+            return bool(segment.children)
+        content = segment.content
+        chains = chains_after(content.chain, content.tokens, self.tree.page_size)
+        return any(map(self._unread.has_after, chains))
+
+    def drop_unread(self, path: Path, tokens: Tokens) -> None:
+        """Drop the files that the disk has of `tokens` behind a path, unread, up to the first that
+        another one follows."""
+        if not self._unread:
+            return
+        page_size = self.tree.page_size
+        end = len(tokens) - len(tokens) % page_size
+        # A file is named by the chain after its first page.
+        for name in reversed([*chains_after(path.chain, tokens[path.length : end], page_size)]):
+            if self._unread.has_after(name):
+                return
+            self._forget_unread(name)
+
     def drop(self, segment: Segment) -> None:
         """Drop a segment everywhere, and all that follow it."""
         for each in self.tree.remove(segment):
@@ -230,7 +257,7 @@ class TierStore:
             if each in self.disk:
                 self.disk.remove(each)
                 if each.on_disk:
-                    self._orders.append(Forget(names=(each.content.name,)))
+                    self._orders.append(Forget(files=(each.content.file_id,)))
 
     def refuse_file(self, segment: Segment) -> None:
         """Drop a segment whose file is not what it should be."""
@@ -243,7 +270,7 @@ class TierStore:
         for segment in self.tree.segments():
             if self.tree.get(segment.number) is segment:
                 self.drop(segment)
-        self._unread, self._unread_bytes = OrderedDict(), 0  # what is being found is gone by then
+        self._unread = UnreadFiles()  # what is being found is gone by then
         if self.has_disk:
             self._orders.append(Forget(is_everything=True))
 
@@ -258,8 +285,6 @@ class TierStore:
                 found.append(f"{name}: segments have {held} bytes, {account.num_bytes} are counted")
             if account.num_bytes > account.max_bytes:
                 found.append(f"{name}: {account.num_bytes} bytes of {account.max_bytes}")
-        if (unread := sum(self._unread.values())) != self._unread_bytes:
-            found.append(f"disk: unread files have {unread} bytes, not {self._unread_bytes}")
         return found
 
     def _shape(self, segment: Segment) -> Iterator[str]:
@@ -326,7 +351,7 @@ class TierStore:
         segment.is_writing = False
         if self.tree.get(segment.number) is not segment:
             if is_whole:
-                self._orders.append(Forget(names=(segment.content.name,)))
+                self._orders.append(Forget(files=(segment.content.file_id,)))
             return
         segment.on_disk, segment.is_refused = is_whole, not is_whole
         if is_whole:
@@ -341,10 +366,10 @@ class TierStore:
             return False
         while (
             len(self.disk) + len(self._unread) >= MAX_FILES
-            or self.disk.free_bytes - self._unread_bytes < num_bytes
+            or self.disk.free_bytes - self._unread.num_bytes < num_bytes
         ):
             if self._unread:
-                self._forget_unread(next(iter(self._unread)))
+                self._forget_unread(self._unread.oldest())
                 continue
             segment = self.disk.next_to_give(lambda each: each.on_disk, _NUM_TRIED)
             if segment is None:
@@ -359,25 +384,29 @@ class TierStore:
         # It is not written again: it would push out what has just pushed it out.
         segment.on_disk, segment.is_refused = False, True
         self.disk.remove(segment)
-        self._orders.append(Forget(names=(segment.content.name,)))
+        self._orders.append(Forget(files=(segment.content.file_id,)))
 
     def _forget_unread(self, name: bytes) -> None:
-        if (num_bytes := self._unread.pop(name, None)) is not None:
-            self._unread_bytes -= num_bytes
-            self._orders.append(Forget(names=(name,)))
+        if (file_id := self._unread.pop(name)) is not None:
+            self._orders.append(Forget(files=(file_id,)))
 
-    def _take_list(self, result: TierResult, unread: OrderedDict[bytes, int]) -> None:
+    def _take_list(self, result: TierResult, unread: UnreadFiles) -> None:
         self.is_listed = True
-        if unread is not self._unread:
-            return
+        if unread is self._unread:
+            self._enter_list(result)
+        on_listed, self._on_listed = self._on_listed, []
+        for then in on_listed:
+            then()
+
+    def _enter_list(self, result: TierResult) -> None:
         if result.refusal is not None:
             self.disk.max_bytes = 0  # what it has cannot be counted, so it gets no more
-        known = {segment.content.name for segment in self.tree.segments() if segment in self.disk}
-        for name, num_bytes in result.files:
-            if name not in known:
+        segments = self.tree.segments()
+        known = {segment.content.file_id for segment in segments if segment in self.disk}
+        for file_id, num_bytes in result.files:
+            if file_id not in known:
                 # It counts as what a segment of it takes at most, so that there is room for that.
-                self._unread[name] = num_bytes + SEGMENT_BYTES
-                self._unread_bytes += num_bytes + SEGMENT_BYTES
+                self._unread.add(file_id, num_bytes + SEGMENT_BYTES)
         self._make_room_on_disk(0)
 
     def _enter_found(
@@ -390,10 +419,10 @@ class TierStore:
             if self.is_listed and each.file.name not in self._unread:
                 return  # it gave way meanwhile, and its file is gone
             segment = self.tree.add(namespace, path, each.tokens, each.spans)
-            self._unread_bytes -= self._unread.pop(segment.content.name, 0)
-            if self.disk.free_bytes - self._unread_bytes < segment.content.num_bytes:
+            self._unread.pop(segment.content.name)
+            if self.disk.free_bytes - self._unread.num_bytes < segment.content.num_bytes:
                 self.tree.remove(segment)
-                self._orders.append(Forget(names=(segment.content.name,)))
+                self._orders.append(Forget(files=(segment.content.file_id,)))
                 return
             segment.on_disk = True
             self.disk.add(segment)
