@@ -125,12 +125,15 @@ class CoolSession(Command, frozen=True, tag=True, kw_only=True):
 
 
 class ForgetKV(Command, frozen=True, tag=True, kw_only=True):
-    """Keep nothing outside of the pools of a deleted session that is not open, which had `tokens`
-    and this namespace, but what others have. Ignored where nothing is kept."""
+    """Keep nothing outside of the pools of a deleted session that is not open, but what others
+    have. Ignored where nothing is kept.
+
+    `tokens`: its history, int32 [n], little-endian. `tenant_salt`, `tenant`: see `OpenSession`.
+    """
 
     tenant_salt: str
     tenant: str
-    tokens: tuple[int, ...]
+    tokens: bytes
 
 
 class FlushCache(Command, frozen=True, tag=True, kw_only=True):

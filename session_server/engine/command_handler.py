@@ -100,7 +100,7 @@ class CommandHandler:
                 self._cool(session_id)
             case ForgetKV(tenant_salt=salt, tenant=tenant, tokens=tokens):
                 namespace = Namespace(salt, self._config.model_fingerprint, tenant)
-                self._tiers.forget(namespace, np.array(tokens, dtype=np.int32))
+                self._tiers.forget(namespace, np.frombuffer(tokens, "<i4").astype(np.int32))
             case FlushCache(request_id=request_id):
                 self._flush(request_id)
             case ReportMemory():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from cache.tiers.segment_tree import SegmentTree
 from cache.types import SessionId
 from session_server.core.commands import CloseSession, CoolSession, ForgetKV, Shutdown
@@ -47,7 +49,7 @@ def restarted(first: Bench, *commands: ForgetKV) -> Bench:
 
 def forget(tokens: tuple[int, ...]) -> ForgetKV:
     """What the server says of a deleted session that is not open."""
-    return ForgetKV(tenant_salt="a", tenant="", tokens=tokens)
+    return ForgetKV(tenant_salt="a", tenant="", tokens=np.array(tokens, "<i4").tobytes())
 
 
 def test_its_end_gave_way_before() -> None:
