@@ -403,9 +403,19 @@ DELETED_SESSION_LEAVES_SEGMENTS = _mutant(
     (f"{_SPILLING}.forget", "if is_deleted:", "if False:"),
 )
 
+UNKNOWN_SESSION_LEAVES_SEGMENTS = _mutant(
+    "A deleted session that the engine does not know leaves what only it had.",
+    (f"{_SPILLING}.drop_path", "store.when_listed(drop)", "pass"),
+    (f"{_SPILLING}.forget", "if session_id in self._cache and not", "if False and not"),
+)
+
 DELETED_SESSION_TAKES_THOSE_OF_OTHERS = _mutant(
     "A deleted session takes what another one has too.",
-    (f"{_SPILLING}._drop_unshared", "segment.num_sessions or segment.children", "segment.children"),
+    (
+        f"{_SPILLING}._drop_unshared",
+        "segment.num_sessions or self._store.is_followed(segment)",
+        "segment.children",
+    ),
 )
 
 CLOSED_SESSION_STAYS_DIRTY = _mutant(

@@ -195,6 +195,8 @@ class DirectOps:
         close = {"op": "close", "s": draws.pick("close", sessions), "times": times}
         if not self._config.sizes.host_kv_bytes:
             return close
+        if self._world.left and draws.happens("forgets", 300):
+            return {"op": "forget"}
         return {**close, "deleted": draws.happens("deleted", 400)}
 
     def _cool(self) -> Op | None:

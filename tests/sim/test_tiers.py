@@ -53,6 +53,7 @@ RARE: Final = (
     "tier: quarantine during copies",
     "tier: read after an engine's death",
     "tier: read from disk",
+    "tier: session forgotten that is not open",
     "tier: rebuild during copies",
 )
 """What two shards have to reach together."""

@@ -11,16 +11,20 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
+
 from cache.session_cache import SessionAwareCache
 from cache.spec import LayerKind
 from cache.tiers.segment import NAME_BYTES, Segment, chains_after
+from cache.tiers.segment_tree import Path
 from cache.tiers.tier_account import TierAccount
-from cache.types import PoolName, SessionId, SlotState
+from cache.types import Namespace, PoolName, SlotState
 from session_server.core.commands import (
     CancelTurn,
     CloseSession,
     CoolSession,
     EngineCommand,
+    ForgetKV,
     StopTurn,
 )
 from session_server.core.tier_orders import CopyIn, FileKey, TierOrder
@@ -98,7 +102,10 @@ class TierWatch:
         self._num_launched = self._in_flight.num_forwards
         if not self._carrier.num_news:
             return
-        ends = [each for each in commands if isinstance(each, CloseSession | CoolSession)]
+        ends = [
+            each for each in commands if isinstance(each, CloseSession | CoolSession | ForgetKV)
+        ]
+        is_alone = len(ends) == 1 and not self._carrier.has_results
         for command in commands:
             match command:
                 case CloseSession(session_id=session_id, is_deleted=is_deleted):
@@ -106,8 +113,12 @@ class TierWatch:
                     is_copied |= session_id in self._restoring._waiting
                     self.reached["tier: closed during a copy"] += is_copied
                     self._note_end(self._scheduler.turn_of(session_id))
-                    if is_deleted and len(ends) == 1 and not self._carrier.has_results:
-                        self._doomed = self._only_of(session_id)
+                    if is_deleted and is_alone:
+                        self._doomed = self._only_up_to(self._spilling._last.get(session_id), 1)
+                case ForgetKV() if is_alone and self._store.is_listed:
+                    path = self._path_of(command)
+                    self._doomed = self._only_up_to(path.parts[-1].segment if path.parts else None)
+                    self.reached["tier: session forgotten that is not open"] += bool(self._doomed)
                 case CancelTurn(turn_id=turn_id) | StopTurn(turn_id=turn_id):
                     self._note_end(self._scheduler.find(turn_id))
                 case _:
@@ -167,11 +178,17 @@ class TierWatch:
         is_restoring = turn is not None and turn.state is TurnState.RESTORING
         self.reached["tier: ended while its KV was copied"] += is_restoring
 
-    def _only_of(self, session_id: SessionId) -> list[Segment]:
-        """The segments at the end of a path that nobody else has."""
-        segment, only = self._spilling._last.get(session_id), list[Segment]()
+    def _path_of(self, command: ForgetKV) -> Path:
+        namespace = Namespace(command.tenant_salt, "echo", command.tenant)
+        return self._store.find(namespace, np.frombuffer(command.tokens, "<i4").astype(np.int32))
+
+    def _only_up_to(self, segment: Segment | None, num_own: int = 0) -> list[Segment]:
+        """The segments at the end of a path that nobody else has; `num_own` sessions that go end
+        there."""
+        only = list[Segment]()
         while segment is not None and self._store.tree.get(segment.number) is segment:
-            content, num_others = segment.content, segment.num_sessions - (not only)
+            content = segment.content
+            num_others = segment.num_sessions - (0 if only else num_own)
             unread = (file_id[NAME_BYTES:] for file_id, _ in self._store._unread._files.values())
             chains = {*chains_after(content.chain, content.tokens, self._page_size)}
             if num_others or len(segment.children) > bool(only) or not chains.isdisjoint(unread):
