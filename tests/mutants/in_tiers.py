@@ -406,7 +406,6 @@ DELETED_SESSION_LEAVES_SEGMENTS = _mutant(
 UNKNOWN_SESSION_LEAVES_SEGMENTS = _mutant(
     "A deleted session that the engine does not know leaves what only it had.",
     (f"{_SPILLING}.drop_path", "store.when_listed(drop)", "pass"),
-    (f"{_SPILLING}.forget", "if session_id in self._cache and not", "if False and not"),
 )
 
 DELETED_SESSION_TAKES_THOSE_OF_OTHERS = _mutant(

@@ -75,6 +75,8 @@ class DirectOps:
         owner = "abc"[draws.below("owner", habits.num_owners)]
         tokens = draws.pick("document", self._documents)[:length]
         left = self._world.left
+        if left and draws.happens("is forgotten", 300):
+            return {"op": "forget"}
         if left and draws.happens("comes back", 600):
             back = draws.pick("who comes back", left)
             owner, tokens = back.owner, back.history
@@ -195,8 +197,6 @@ class DirectOps:
         close = {"op": "close", "s": draws.pick("close", sessions), "times": times}
         if not self._config.sizes.host_kv_bytes:
             return close
-        if self._world.left and draws.happens("forgets", 300):
-            return {"op": "forget"}
         return {**close, "deleted": draws.happens("deleted", 400)}
 
     def _cool(self) -> Op | None:

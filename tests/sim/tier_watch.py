@@ -128,7 +128,7 @@ class TierWatch:
         """A step is over that gave these orders."""
         self._check_fences(orders)
         num_seen = self._carrier.num_news
-        if num_seen == self._num_seen and not orders:
+        if num_seen == self._num_seen and not (orders or self._doomed):
             return
         self._num_seen = num_seen
         store = self._store
