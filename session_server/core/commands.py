@@ -125,8 +125,8 @@ class CoolSession(Command, frozen=True, tag=True, kw_only=True):
 
 
 class ForgetKV(Command, frozen=True, tag=True, kw_only=True):
-    """Keep nothing outside of the pools of a deleted session that is not open, but what others
-    have. Ignored where nothing is kept.
+    """Keep nothing outside of the pools of a session that is not open, behind its first `num_kept`
+    tokens, but what others have: it was deleted, or cut. Ignored where nothing is kept.
 
     `tokens`: its history, int32 [n], little-endian. `tenant_salt`, `tenant`: see `OpenSession`.
     """
@@ -134,6 +134,7 @@ class ForgetKV(Command, frozen=True, tag=True, kw_only=True):
     tenant_salt: str
     tenant: str
     tokens: bytes
+    num_kept: int = 0
 
 
 class FlushCache(Command, frozen=True, tag=True, kw_only=True):

@@ -43,6 +43,9 @@ class EngineCopies:
         copy = session.copy
         if copy.known_len(self._link.generation) is not None:
             return
+        ready = self._link.ready
+        if ready is not None and base_len + ready.page_size <= len(session.transcript):
+            self.drop_end(session, session.transcript.tokens(), base_len)
         self._link.send(
             OpenSession(
                 session_id=copy.session_id,
@@ -72,8 +75,7 @@ class EngineCopies:
         if comes_back or not self.may_leave_kv(session.life.last_active_s):
             return False
         if log is None:
-            with contextlib.suppress(EngineUnavailable):  # then it ages out
-                self.forget(session.owner, session.session_id, session.transcript.tokens())
+            self.drop_end(session, session.transcript.tokens(), 0)
         return log is not None
 
     def may_leave_kv(self, used_s: float) -> bool:
@@ -84,13 +86,24 @@ class EngineCopies:
             return False
         return ready.kv_tiers == "disk" or used_s >= self._link.ready_s
 
-    def forget(self, owner: Owner, session_id: str, tokens: Sequence[int]) -> None:
-        """Have the engine drop the KV that only a deleted session has, which it does not know.
-        Raises EngineUnavailable."""
+    def drop_end(self, session: Session, tokens: Sequence[int], num_kept: int) -> None:
+        """Have the engine drop the KV of a history behind its first tokens, which are what is left
+        of it. Of a session that it knows it finds that itself."""
+        is_known = session.copy.known_len(self._link.generation) is not None
+        if not is_known and self.may_leave_kv(session.life.last_active_s):
+            with contextlib.suppress(EngineUnavailable):  # then it ages out
+                self.forget(session.owner, session.session_id, tokens, num_kept=num_kept)
+
+    def forget(
+        self, owner: Owner, session_id: str, tokens: Sequence[int], *, num_kept: int = 0
+    ) -> None:
+        """Have the engine drop the KV that only a session has which it does not know, behind its
+        first tokens. Raises EngineUnavailable."""
         self._link.send(
             ForgetKV(
                 tenant_salt=self._salts.salt_of(owner, session_id),
                 tenant=self._salts.tag_of(owner),
                 tokens=np.asarray(tokens, "<i4").tobytes(),
+                num_kept=num_kept,
             )
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from cache.tiers.segment_tree import SegmentTree
 from cache.types import SessionId
@@ -47,9 +48,10 @@ def restarted(first: Bench, *commands: ForgetKV) -> Bench:
     return second
 
 
-def forget(tokens: tuple[int, ...]) -> ForgetKV:
-    """What the server says of a deleted session that is not open."""
-    return ForgetKV(tenant_salt="a", tenant="", tokens=np.array(tokens, "<i4").tobytes())
+def forget(tokens: tuple[int, ...], *, num_kept: int = 0) -> ForgetKV:
+    """What the server says of a session that is not open, and was deleted or cut."""
+    data = np.array(tokens, "<i4").tobytes()
+    return ForgetKV(tenant_salt="a", tenant="", tokens=data, num_kept=num_kept)
 
 
 def test_its_end_gave_way_before() -> None:
@@ -116,6 +118,26 @@ def test_a_file_in_its_middle_is_gone() -> None:
     del files[next(key for key, each in files.items() if each.found.file.start == 8)]
     second = restarted(first)
     second.run(forget(history))
+    assert not disk_of(second).files
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_what_was_cut_off_goes_and_the_rest_stays(*, is_read: bool) -> None:
+    first = Bench(ON_DISK)
+    first.open("session")
+    say(first, "session", 1, 40)
+    history = distinct(1, 40) + tuple(first.tokens("session 1"))
+    second = restarted(first)
+    if is_read:
+        second.open("session", tokens=history[:-1])
+        command = second.submit_command(SessionId("session"), "t", history[-1:], base_len=43)
+        second.run(command)
+        assert second.finished("t").cached_tokens > 30
+        second.run(CloseSession(session_id=SessionId("session"), is_deleted=False))
+    second.run(forget(history, num_kept=17))
+    starts = {each.found.file.start for each in disk_of(second).files.values()}
+    assert starts == {0, 8}
+    second.run(forget(history[:17]))
     assert not disk_of(second).files
 
 

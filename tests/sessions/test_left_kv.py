@@ -11,6 +11,7 @@ import pytest
 from session_server.core.commands import ForgetKV, OpenSession
 from session_server.core.errors import SessionNotFound
 from session_server.core.owner import Owner
+from session_server.core.session_events import ChatInput, Message
 from session_server.sessions import stored_ends
 from session_server.sessions.quotas import QuotaLimits
 from session_server.sessions.session import Session
@@ -302,3 +303,23 @@ def test_another_owner_has_another_namespace(disk: Disk) -> None:
         found = [each for each in world.engine.seen if isinstance(each, ForgetKV)]
         assert len({each.tenant for each in found}) == 2
         assert len({each.tenant_salt for each in found}) == 2
+
+
+@pytest.mark.parametrize("is_rewound", [True, False])
+def test_what_is_cut_off_a_history_is_told_too(disk: Disk, *, is_rewound: bool) -> None:
+    histories = stored(disk, "one", num_turns=9)
+    with disk.world(kv_tiers="disk") as world:
+        if is_rewound:
+            first = world.manager.snapshot(OWNER, "one").items[1]
+            world.manager.edits.rewind(OWNER, "one", first.id)
+            num_kept = len(world.history("one"))
+        else:
+            anew = ChatInput((Message("user", "Something else"),), is_whole=True)
+            world.submit("one", turn("other", anew))
+            num_kept = next(
+                len(each.tokens) for each in world.engine.seen if isinstance(each, OpenSession)
+            )
+        assert told(world) == [histories["one"]]
+        assert num_kept < len(histories["one"])
+        (command,) = (each for each in world.engine.seen if isinstance(each, ForgetKV))
+        assert command.num_kept == num_kept

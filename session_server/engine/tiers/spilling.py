@@ -240,23 +240,24 @@ class Spilling:
             before.num_sessions -= 1
             self._drop_unshared(before)
 
-    def drop_path(self, namespace: Namespace, tokens: Tokens) -> None:
-        """Drop what nobody else has of some tokens, in host memory and on disk. A session that the
-        engine does not know has what others build on behind it, and no more."""
-        store = self._store
+    def drop_path(self, namespace: Namespace, tokens: Tokens, num_kept: int = 0) -> None:
+        """Drop what nobody else has of some tokens behind the first ones, in host memory and on
+        disk. Of sessions that are not open only what follows is known to be theirs."""
+        store, num_kept = self._store, num_kept - num_kept % self._page_size
 
         def drop() -> None:
             path = store.find(namespace, tokens)
-            store.drop_unread(path, tokens)
-            self._drop_unshared(path.parts[-1].segment if path.parts else None)
+            store.drop_unread(path, tokens, num_kept)
+            self._drop_unshared(path.parts[-1].segment if path.parts else None, num_kept)
 
         if not store.is_empty:
             store.when_listed(drop)
 
-    def _drop_unshared(self, segment: Segment | None) -> None:
+    def _drop_unshared(self, segment: Segment | None, num_kept: int = 0) -> None:
         """Drop a segment and those before it, as far as no session ends in them and nothing comes
-        after. One that gave way already is passed over: those before it may still be there."""
-        while segment is not None:
+        after, and they begin behind the first tokens. One that gave way already is passed over:
+        those before it may still be there."""
+        while segment is not None and segment.content.start >= num_kept:
             if self._store.tree.get(segment.number) is segment:
                 if segment.num_sessions or self._store.is_followed(segment):
                     return

@@ -233,16 +233,17 @@ class TierStore:
         chains = chains_after(content.chain, content.tokens, self.tree.page_size)
         return any(map(self._unread.has_after, chains))
 
-    def drop_unread(self, path: Path, tokens: Tokens) -> None:
-        """Drop the files that the disk has of `tokens` behind a path, unread, up to the first that
-        another one follows."""
+    def drop_unread(self, path: Path, tokens: Tokens, num_kept: int) -> None:
+        """Drop the files that the disk has of `tokens` behind a path, and behind the first tokens,
+        from the last one back to where another file follows."""
         if not self._unread:
             return
         page_size = self.tree.page_size
         end = len(tokens) - len(tokens) % page_size
         # A file is named by the chain after its first page.
-        for name in reversed([*chains_after(path.chain, tokens[path.length : end], page_size)]):
-            if self._unread.has_after(name):
+        names = [*chains_after(path.chain, tokens[path.length : end], page_size)]
+        for number, name in reversed([*enumerate(names)]):
+            if self._unread.has_after(name) or path.length + number * page_size < num_kept:
                 return
             self._forget_unread(name)
 

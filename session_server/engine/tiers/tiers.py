@@ -68,10 +68,10 @@ class Tiers:
             self._restoring.note_used(session_id)
             self._spilling.forget(session_id, is_deleted=is_deleted)
 
-    def forget(self, namespace: Namespace, tokens: Tokens) -> None:
-        """Drop what nobody else has of a deleted session that is not open."""
+    def forget(self, namespace: Namespace, tokens: Tokens, num_kept: int) -> None:
+        """Drop what nobody else has of a session that is not open, behind its first tokens."""
         if self._is_on:
-            self._spilling.drop_path(namespace, tokens)
+            self._spilling.drop_path(namespace, tokens, num_kept)
 
     def holds(self, session_id: SessionId) -> bool:
         """Return whether a session must not be cooled yet, because it is being copied first."""
