@@ -245,7 +245,7 @@ SALTS_SHARE_A_TREE = _mutant(
 CHAIN_IS_THAT_OF_ONE_PAGE = _mutant(
     "The name of a page does not depend on what is before it.",
     (
-        "cache.tiers.segment:chain_after",
+        "cache.tiers.segment:chains_after",
         "hashlib.blake2b(chain + data[at : at + page_bytes]",
         "hashlib.blake2b(data[at : at + page_bytes]",
     ),
