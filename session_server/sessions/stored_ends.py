@@ -26,9 +26,9 @@ from session_server.sessions.store.session_store import SessionStore
 
 _logger: Final = logging.getLogger("session_server.store")
 
-MAX_TOLD_TOKENS: Final = 1 << 18
+MAX_TOLD_TOKENS: Final = 1 << 17
 """Tokens of deleted sessions that the engine is told between two ticks; the last session may exceed
-it. Its thread takes some 15 ms for them."""
+it. Its thread takes some 20 ms for them."""
 
 
 class StoredEnds:
