@@ -49,6 +49,11 @@ class SegmentContent:
         """Return the tokens of the path up to its end."""
         return self.start + len(self.tokens)
 
+    @property
+    def file_id(self) -> bytes:
+        """Return what its file is called: its name, and the chain that it follows."""
+        return self.name + self.chain
+
 
 class Segment:
     """Say where a segment is, and what follows it. Written by `SegmentTree` and the tiers only.
@@ -101,9 +106,16 @@ def first_chain(namespace: Namespace) -> Chain:
     return digest.digest()
 
 
-def chain_after(chain: Chain, tokens: Tokens, page_size: int) -> Chain:
-    """Return the chain after whole pages of `tokens`, int32 [n]."""
+def chains_after(chain: Chain, tokens: Tokens, page_size: int) -> Iterator[Chain]:
+    """Yield the chain after each whole page of `tokens`, int32 [n]."""
     data, page_bytes = tokens.tobytes(), page_size * tokens.itemsize
     for at in range(0, len(data), page_bytes):
         chain = hashlib.blake2b(chain + data[at : at + page_bytes], digest_size=NAME_BYTES).digest()
+        yield chain
+
+
+def chain_after(chain: Chain, tokens: Tokens, page_size: int) -> Chain:
+    """Return the chain after whole pages of `tokens`, int32 [n]."""
+    for after in chains_after(chain, tokens, page_size):
+        chain = after
     return chain

@@ -63,7 +63,7 @@ class SegmentTree:
         self, page_size: int, page_bytes: Mapping[PoolName, int], components: Sequence[Component]
     ) -> None:
         """Create an empty tree. `page_bytes`: of one page of each pool."""
-        self._page_size = page_size
+        self.page_size = page_size
         self.page_bytes = page_bytes
         self._components = tuple(components)
         self._roots: dict[Namespace, dict[Chain, Segment]] = {}
@@ -87,7 +87,7 @@ class SegmentTree:
 
     def find(self, namespace: Namespace, tokens: Tokens) -> Path:
         """Return what the segments hold of the whole pages of `tokens`. O(tokens)."""
-        page_size = self._page_size
+        page_size = self.page_size
         num_whole = len(tokens) - len(tokens) % page_size
         children = self._roots.get(namespace, {})
         chain, at, parts = first_chain(namespace), 0, list[PathPart]()
@@ -119,15 +119,15 @@ class SegmentTree:
     ) -> Segment:
         """Add a segment that follows a path, which `find` has just returned for its tokens.
         `spans`: see `Segment`."""
-        assert len(tokens) >= self._page_size, "a segment has a page at least"
-        assert len(tokens) % self._page_size == 0, "a segment has whole pages"
-        first, rest = tokens[: self._page_size], tokens[self._page_size :]
-        name = chain_after(path.chain, first, self._page_size)
+        assert len(tokens) >= self.page_size, "a segment has a page at least"
+        assert len(tokens) % self.page_size == 0, "a segment has whole pages"
+        first, rest = tokens[: self.page_size], tokens[self.page_size :]
+        name = chain_after(path.chain, first, self.page_size)
         content = SegmentContent(
             namespace=namespace,
             chain=path.chain,
             name=name,
-            end_chain=chain_after(name, rest, self._page_size),
+            end_chain=chain_after(name, rest, self.page_size),
             start=path.length,
             tokens=np.array(tokens, np.int32),
             spans=dict(spans),
@@ -175,16 +175,16 @@ class SegmentTree:
             if component.is_bounded:
                 entries = self._entries(path, component, start)
                 length = component.continuable_len(entries, length)
-                length -= length % self._page_size
+                length -= length % self.page_size
         return length
 
     def _entries(self, path: Path, component: Component, start: int) -> Pages:
         """Return 1 for each page of a path that is there, int32 [pages]; else `NULL_PAGE`."""
-        entries = np.full(path.length // self._page_size, NULL_PAGE, np.int32)
-        entries[component.first_page(start) : start // self._page_size] = 1
+        entries = np.full(path.length // self.page_size, NULL_PAGE, np.int32)
+        entries[component.first_page(start) : start // self.page_size] = 1
         for part in path.parts:
             first, end = part.segment.content.spans.get(component.pool, (0, 0))
-            entries[first : min(end, part.end // self._page_size)] = 1
+            entries[first : min(end, part.end // self.page_size)] = 1
         return entries
 
     def _siblings(self, segment: Segment) -> dict[Chain, Segment]:

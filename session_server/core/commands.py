@@ -124,6 +124,19 @@ class CoolSession(Command, frozen=True, tag=True, kw_only=True):
     session_id: SessionId
 
 
+class ForgetKV(Command, frozen=True, tag=True, kw_only=True):
+    """Keep nothing outside of the pools of a session that is not open, behind its first `num_kept`
+    tokens, but what others have: it was deleted, or cut. Ignored where nothing is kept.
+
+    `tokens`: its history, int32 [n], little-endian. `tenant_salt`, `tenant`: see `OpenSession`.
+    """
+
+    tenant_salt: str
+    tenant: str
+    tokens: bytes
+    num_kept: int = 0
+
+
 class FlushCache(Command, frozen=True, tag=True, kw_only=True):
     """Cool every session and empty the tree if no turn is live. Answered by `CacheFlushed`."""
 
@@ -161,6 +174,7 @@ EngineCommand = (
     | CancelTurn
     | CloseSession
     | CoolSession
+    | ForgetKV
     | FlushCache
     | ReportMemory
     | Shutdown

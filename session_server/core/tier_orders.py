@@ -27,6 +27,11 @@ class FileKey(msgspec.Struct, frozen=True, gc=False):
     chain: bytes
     start: int
 
+    @property
+    def file_id(self) -> bytes:
+        """Return what the file is called; see `SegmentContent.file_id`."""
+        return self.name + self.chain
+
 
 class CopyOut(msgspec.Struct, frozen=True, gc=False):
     """Copy pages to host memory, as `segment`. `pages`: int32 [n] per pool."""
@@ -88,10 +93,11 @@ class ListFiles(msgspec.Struct, frozen=True, gc=False):
 
 
 class Forget(msgspec.Struct, frozen=True, gc=False):
-    """Drop segments from host memory, and files from disk. `is_everything`: all files."""
+    """Drop segments from host memory, and files, by their ids, from disk. `is_everything`: all
+    files."""
 
     segments: tuple[int, ...] = ()
-    names: tuple[bytes, ...] = ()
+    files: tuple[bytes, ...] = ()
     is_everything: bool = False
 
 
@@ -117,7 +123,7 @@ class TierResult(msgspec.Struct, frozen=True, gc=False):
         refusal: why it failed; None if it did not.
         wrong_segment: the segment whose file is not what it should be.
         found: for `FindFiles`, in order of the path.
-        files: for `ListFiles`, (name, bytes).
+        files: for `ListFiles`, (id of the file, bytes).
     """
 
     number: int

@@ -21,6 +21,7 @@ from session_server.core.commands import (
     DropDraft,
     EngineCommand,
     FlushCache,
+    ForgetKV,
     OpenSession,
     ReportMemory,
     Shutdown,
@@ -97,6 +98,10 @@ class CommandHandler:
                 self._close(command, now_s)
             case CoolSession(session_id=session_id):
                 self._cool(session_id)
+            case ForgetKV(tenant_salt=salt, tenant=tenant, num_kept=num_kept):
+                namespace = Namespace(salt, self._config.model_fingerprint, tenant)
+                tokens = np.frombuffer(command.tokens, "<i4").astype(np.int32)
+                self._tiers.forget(namespace, tokens, num_kept)
             case FlushCache(request_id=request_id):
                 self._flush(request_id)
             case ReportMemory():

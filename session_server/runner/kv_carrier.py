@@ -74,7 +74,7 @@ class KvCarrier:
             case Forget():
                 for number in order.segments:
                     self._segments.pop(number, None)
-                uses_disk = bool(order.names or order.is_everything)
+                uses_disk = bool(order.files or order.is_everything)
                 return TierWork(uses_disk=uses_disk, run=partial(self._forget, order))
 
     def _copy_out(self, order: CopyOut) -> TierResult:
@@ -98,7 +98,7 @@ class KvCarrier:
                 payload: HostSegment | Payload | None = held[part.segment]
                 if part.found is not None:
                     payload = self._disk.read(part.found)
-                    used.append(part.found.file.name)
+                    used.append(part.found.file.file_id)
             except FileRefused:
                 return TierResult(order.number, 0.0, Refusal.WRONG, part.segment)
             if payload is None:
@@ -130,8 +130,8 @@ class KvCarrier:
                 self._disk.remove_all()
             except OSError as error:
                 _LOG.warning("the files of KV cannot be removed: %s", error)
-        if order.names:
-            self._disk.remove(order.names)
+        if order.files:
+            self._disk.remove(order.files)
 
     @property
     def _disk(self) -> SegmentFiles:

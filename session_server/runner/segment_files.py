@@ -43,7 +43,7 @@ _LOG: Final = logging.getLogger("session_server.engine")
 _SUFFIX: Final = ".safetensors"
 _REFUSED: Final = "refused"
 _NEW: Final = "new-"
-_FILE: Final = re.compile(f"([0-9a-f]{{{2 * NAME_BYTES}}}){re.escape(_SUFFIX)}", re.ASCII)
+_FILE: Final = re.compile(f"([0-9a-f]{{{4 * NAME_BYTES}}}){re.escape(_SUFFIX)}", re.ASCII)
 _UNFINISHED: Final = re.compile(f"{_NEW}[0-9a-f]{{16}}", re.ASCII)
 
 Payload = Mapping[PoolName, Sequence[NDArray[np.uint8]]]
@@ -85,7 +85,7 @@ class SegmentFiles:
         num_bytes = len(header.text) + sum(array.nbytes for array in data.values())
         if num_bytes > MAX_FILE_BYTES:
             raise OSError(errno.EFBIG, f"a segment of {num_bytes} bytes")
-        temporary, name = _NEW + secrets.token_hex(8), file_name(segment.file.name)
+        temporary, name = _NEW + secrets.token_hex(8), file_name(segment.file.file_id)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         descriptor = os.open(temporary, flags, 0o600, dir_fd=self._directory)
         try:
@@ -118,7 +118,7 @@ class SegmentFiles:
             except FileNotFoundError:
                 break
             except (FileRefused, OSError) as error:
-                self._refuse(key.name, error)
+                self._refuse(key.file_id, error)
                 return found, True
             found.append(each)
             rest = tokens[key.start : end]
@@ -158,22 +158,24 @@ class SegmentFiles:
         except FileNotFoundError as error:
             raise FileRefused("it is gone") from error
         except (FileRefused, OSError) as error:
-            self._refuse(key.name, error)
+            self._refuse(key.file_id, error)
             raise FileRefused(str(error)) from error
 
-    def touch(self, names: Sequence[bytes]) -> None:
+    def touch(self, file_ids: Sequence[bytes]) -> None:
         """Note that files were used, the first of them last."""
         # The times that a kernel gives by itself are the same for a whole tick.
         now_ns = time.time_ns()
-        for age_ns, name in enumerate(names):
+        for age_ns, file_id in enumerate(file_ids):
             times = (now_ns - age_ns, now_ns - age_ns)
             with contextlib.suppress(OSError):
-                os.utime(file_name(name), ns=times, dir_fd=self._directory, follow_symlinks=False)
+                os.utime(
+                    file_name(file_id), ns=times, dir_fd=self._directory, follow_symlinks=False
+                )
 
-    def remove(self, names: Sequence[bytes]) -> None:
+    def remove(self, file_ids: Sequence[bytes]) -> None:
         """Remove files, those that are there."""
-        for name in names:
-            self._unlink(file_name(name))
+        for file_id in file_ids:
+            self._unlink(file_name(file_id))
 
     def remove_all(self) -> None:
         """Remove every file of a segment, and those that were put aside.
@@ -187,7 +189,7 @@ class SegmentFiles:
         self._keep_refused(0)
 
     def listing(self) -> list[tuple[bytes, int]]:
-        """Return the name and size of every file, those used longest ago first, and remove what a
+        """Return the id and size of every file, those used longest ago first, and remove what a
         crash has left unfinished.
 
         Raises:
@@ -199,15 +201,15 @@ class SegmentFiles:
             with contextlib.suppress(FileNotFoundError):
                 status = entry.stat(follow_symlinks=False)
                 if match is not None and stat.S_ISREG(status.st_mode):
-                    name = bytes.fromhex(match[1])
-                    files.append((status.st_mtime_ns, name, status.st_size))
+                    file_id = bytes.fromhex(match[1])
+                    files.append((status.st_mtime_ns, file_id, status.st_size))
                 elif _UNFINISHED.fullmatch(entry.name):
                     self._unlink(entry.name)
                 else:
                     foreign.append(entry.name)
         if foreign:
             _LOG.warning("the files of KV have %d others beside them: %r", len(foreign), foreign[0])
-        return [(name, size) for _, name, size in sorted(files)]
+        return [(file_id, size) for _, file_id, size in sorted(files)]
 
     def _entries(self) -> list[os.DirEntry[str]]:
         with os.scandir(self._directory) as entries:
@@ -217,10 +219,10 @@ class SegmentFiles:
         with contextlib.suppress(OSError):
             os.unlink(name, dir_fd=self._directory)
 
-    def _refuse(self, name: bytes, why: Exception) -> None:
+    def _refuse(self, file_id: bytes, why: Exception) -> None:
         """Put a file aside, in place of the one that was put aside longest ago."""
         _LOG.warning("a file of KV is not used: %s", why)
-        text = file_name(name)
+        text = file_name(file_id)
         try:
             os.rename(text, text, src_dir_fd=self._directory, dst_dir_fd=self._refused)
         except OSError:
@@ -239,7 +241,7 @@ class SegmentFiles:
     @contextlib.contextmanager
     def _opened(self, key: FileKey) -> Iterator[tuple[SegmentFile, Header]]:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-        descriptor = os.open(file_name(key.name), flags, dir_fd=self._directory)
+        descriptor = os.open(file_name(key.file_id), flags, dir_fd=self._directory)
         try:
             file = SegmentFile(descriptor)
             yield file, self._layout.verify(file, key)
@@ -247,9 +249,9 @@ class SegmentFiles:
             os.close(descriptor)
 
 
-def file_name(name: bytes) -> str:
-    """Return the name of a segment's file."""
-    return name.hex() + _SUFFIX
+def file_name(file_id: bytes) -> str:
+    """Return the name of a segment's file; see `SegmentContent.file_id`."""
+    return file_id.hex() + _SUFFIX
 
 
 def _open_directory(path: Path | str, directory: int | None = None) -> int:

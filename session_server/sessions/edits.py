@@ -156,11 +156,12 @@ class HistoryEdits:
     def _cut(self, session: Session, num_items: int) -> None:
         """Keep the first items of a session at rest."""
         if num_items < session.transcript.num_items:
+            before, generation = session.transcript.tokens(), self.parts.link.generation
             session.transcript.cut(num_items)
-            known = session.copy.known_len(self.parts.link.generation)
+            num_kept, known = len(session.transcript), session.copy.known_len(generation)
+            self.drafts.copies.drop_end(session, before, num_kept)
             if known is not None:
-                kept = min(known, len(session.transcript))
-                session.copy.set_known_len(kept, self.parts.link.generation)
+                session.copy.set_known_len(min(known, num_kept), generation)
         session.life.last_active_s = self.clock()
         self.parts.sessions.deadlines.watch(session)
         self.parts.quotas.recount(session)

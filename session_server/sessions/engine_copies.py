@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from session_server.core.commands import CloseSession, OpenSession
+import contextlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from session_server.core.commands import CloseSession, ForgetKV, OpenSession
+from session_server.core.errors import EngineUnavailable
+from session_server.core.owner import Owner
 from session_server.sessions.engine_link import EngineLink
 from session_server.sessions.prompt import Prompt
 from session_server.sessions.salts import TenantSalts
@@ -36,6 +43,9 @@ class EngineCopies:
         copy = session.copy
         if copy.known_len(self._link.generation) is not None:
             return
+        ready = self._link.ready
+        if ready is not None and base_len + ready.page_size <= len(session.transcript):
+            self.drop_end(session, session.transcript.tokens(), base_len)
         self._link.send(
             OpenSession(
                 session_id=copy.session_id,
@@ -48,11 +58,52 @@ class EngineCopies:
         )
         copy.set_known_len(base_len, self._link.generation)
 
-    def close(self, session: Session) -> None:
-        """Let the engine forget a session. One that does not come back leaves no KV anywhere."""
+    def close(self, session: Session) -> bool:
+        """Let the engine forget a session. One that does not come back leaves no KV anywhere.
+
+        Returns:
+            Whether the engine does not know one that is deleted, and the KV that it may have left
+            is dropped (`forget`) before its log.
+        """
         copy, log = session.copy, session.life.log
         comes_back = log is not None and session.closing in (None, "draining")
         if copy.known_len(self._link.generation) is not None:
             self._link.send_or_queue(
                 CloseSession(session_id=copy.session_id, is_deleted=not comes_back)
             )
+            return False
+        if comes_back or not self.may_leave_kv(session.life.last_active_s):
+            return False
+        if log is None:
+            self.drop_end(session, session.transcript.tokens(), 0)
+        return log is not None
+
+    def may_leave_kv(self, used_s: float) -> bool:
+        """Return whether KV may be kept outside of the pools of a session that the engine does not
+        know, and that was used last at `used_s`, in monotonic seconds."""
+        ready = self._link.ready
+        if ready is None or ready.kv_tiers == "none":
+            return False
+        return ready.kv_tiers == "disk" or used_s >= self._link.ready_s
+
+    def drop_end(self, session: Session, tokens: Sequence[int], num_kept: int) -> None:
+        """Have the engine drop the KV of a history behind its first tokens, which are what is left
+        of it. Of a session that it knows it finds that itself."""
+        is_known = session.copy.known_len(self._link.generation) is not None
+        if not is_known and self.may_leave_kv(session.life.last_active_s):
+            with contextlib.suppress(EngineUnavailable):  # then it ages out
+                self.forget(session.owner, session.session_id, tokens, num_kept=num_kept)
+
+    def forget(
+        self, owner: Owner, session_id: str, tokens: Sequence[int], *, num_kept: int = 0
+    ) -> None:
+        """Have the engine drop the KV that only a session has which it does not know, behind its
+        first tokens. Raises EngineUnavailable."""
+        self._link.send(
+            ForgetKV(
+                tenant_salt=self._salts.salt_of(owner, session_id),
+                tenant=self._salts.tag_of(owner),
+                tokens=np.asarray(tokens, "<i4").tobytes(),
+                num_kept=num_kept,
+            )
+        )

@@ -56,6 +56,9 @@ class EngineLink:
         self.stats: EngineStats | None = None
         self.is_up = False
         self.is_gone = False
+        self.ready_s = 0.0
+        """When the last engine came up."""
+
         self.generation = 0
         """Number of engines lost so far. What one engine knew is not valid for the next."""
         self._stalled_since_s: float | None = None
@@ -95,10 +98,14 @@ class EngineLink:
             EngineUnavailable: there is no engine, or it takes nothing more at the moment; the
                 command was not sent.
         """
-        if not self.is_up:
-            raise EngineUnavailable("there is no engine at the moment")
+        self.check_up()
         self.resend()
         self._client.send(command)
+
+    def check_up(self) -> None:
+        """Raise EngineUnavailable if there is no engine."""
+        if not self.is_up:
+            raise EngineUnavailable("there is no engine at the moment")
 
     def send_or_queue(self, command: EngineCommand) -> None:
         """Send a command, or queue it while the engine accepts nothing. If the engine dies
@@ -151,7 +158,7 @@ class EngineLink:
         """Process events about the engine itself; ignore all others."""
         match event:
             case EngineReady():
-                self.ready = event
+                self.ready, self.ready_s = event, self._clock()
                 self.is_up = True
                 self.is_gone = False
             case EngineDied(message=message, will_restart=will_restart):

@@ -54,14 +54,14 @@ class SessionExits:
     def finish(self, session: Session) -> None:
         """End a session that is closing, and in which no turn is left."""
         assert session.closing is not None, "a session that nobody has closed"
-        self._let_go(session)
+        leaves_kv = self._let_go(session)
         self._parts.sessions.remove(session, session.closing)
         if self._parts.logs.outlives(session):
             self._parts.quotas.unload_session(session)
         else:
             self._parts.quotas.release_session(session)
         tell = partial(session.journal.append, SessionClosed(session.closing))
-        self._parts.logs.close(session, tell)
+        self._parts.logs.close(session, tell, leaves_kv=leaves_kv)
 
     def _unload_one(self, owner: Owner, *, of_others: bool) -> bool:
         """Unload a session at rest, the one unused for longest of this owner, or of all where
@@ -106,9 +106,10 @@ class SessionExits:
         self._parts.quotas.unload_session(session)
         session.journal.suspend()
 
-    def _let_go(self, session: Session) -> None:
-        """Give back what a session at rest has beside its place in memory."""
+    def _let_go(self, session: Session) -> bool:
+        """Give back what a session at rest has beside its place in memory; see `EngineCopies.close`
+        for what is returned."""
         self._drafts.stop(session)
-        self._flow.copies.close(session)
         self._parts.sessions.deadlines.remove(session)
         self._flow.residents.drop(session)
+        return self._flow.copies.close(session)

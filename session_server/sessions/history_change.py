@@ -7,7 +7,10 @@ default, and none changes what it means.
 
 from __future__ import annotations
 
+from array import array
+
 import msgspec
+import numpy as np
 
 from session_server.core.session_events import ConversationItem
 
@@ -43,3 +46,15 @@ class HistoryChange(msgspec.Struct, frozen=True, gc=False, array_like=True):
     answer_len: int
     is_end_replaced: bool
     num_open: int
+
+
+def apply_tokens(tokens: array[int], change: HistoryChange) -> None:
+    """Change the tokens of a conversation as those of another one have that was equal.
+
+    Raises:
+        ValueError: it was another one, which had more than this one has.
+    """
+    if change.num_kept > len(tokens):
+        raise ValueError(f"{change.num_kept} tokens stay of {len(tokens)}")
+    del tokens[change.num_kept :]
+    tokens.frombytes(np.frombuffer(change.tokens, "<i4").astype(np.int32).tobytes())

@@ -55,6 +55,7 @@ from session_server.sessions.salts import TenantSalts
 from session_server.sessions.session import Session
 from session_server.sessions.stats import manager_stats
 from session_server.sessions.store.session_store import SessionStore
+from session_server.sessions.stored_ends import StoredEnds
 from session_server.sessions.stored_sessions import StoredSessions
 from session_server.sessions.transcript import Transcript
 from session_server.sessions.turn import (
@@ -152,7 +153,8 @@ class SessionManager:
         for owner_id, num_sessions, num_bytes in store.holdings():
             self._quotas.owned_sessions.add(Owner(owner_id), num_sessions)
             self._quotas.stored_bytes.add(Owner(owner_id), num_bytes)
-        stored = StoredSessions(store, logs, self._sessions, self._quotas, self._maker)
+        ends = StoredEnds(store, self.edits.parts, self._flow.copies, self._clock)
+        stored = StoredSessions(store, ends, self._sessions, self._quotas, self._maker)
         self._sessions.on_disk = stored
         self._quotas.room_makers.delete = stored.make_room
 
@@ -455,7 +457,7 @@ class SessionManager:
         slices = (
             self._maker.replay.drop_old(now_s),
             self._quotas.drop_paid(now_s),
-            self._sessions.expire_on_disk(),
+            self._sessions.expire_on_disk(now_s),
         )
         if any(slices):
             self._flow.backlog.defer(partial(self._drop_old, now_s))

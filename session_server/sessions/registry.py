@@ -58,8 +58,9 @@ class OnDisk(Protocol):
     def spare(self, owner: Owner, session_id: str) -> None:
         """Delete a session that only the surface that opened it has used, if there is one."""
 
-    def expire(self) -> bool:
-        """Delete some whose time has come; return whether there may be more."""
+    def expire(self, now_s: float) -> bool:
+        """Delete some whose time is over; return whether there may be more to do before the next
+        tick, which has another `now_s`."""
 
 
 class SessionRegistry:
@@ -211,10 +212,10 @@ class SessionRegistry:
         if self.on_disk is not None and self.find(owner, session_id) is None:
             self.on_disk.spare(owner, session_id)
 
-    def expire_on_disk(self) -> bool:
-        """Delete some sessions that are on disk alone and whose time has come; return whether there
-        may be more."""
-        return self.on_disk is not None and self.on_disk.expire()
+    def expire_on_disk(self, now_s: float) -> bool:
+        """Delete some sessions that are on disk alone and whose time is over; return whether there
+        may be more to do before the next tick."""
+        return self.on_disk is not None and self.on_disk.expire(now_s)
 
     def _order_of(self, owner: Owner, after: str | None) -> int:
         """Return the place in the order that a cursor means, or the id of an open session; None:

@@ -137,10 +137,10 @@ class SessionLogs:
             place.is_touched = True
             self._write(session, place)
 
-    def close(self, session: Session, on_gone: Callable[[], object]) -> None:
+    def close(self, session: Session, on_gone: Callable[[], object], *, leaves_kv: bool) -> None:
         """End the log of a session that closes, and delete it from the store; `on_gone` is called
         once it is gone from there too, or cannot be now. One that goes on in another process is
-        told of no end."""
+        told of no end. `leaves_kv`: the store keeps its tokens until `StoredEnds` has read them."""
         place = session.life.log
         if place is None or self.store is None:
             on_gone()
@@ -158,7 +158,8 @@ class SessionLogs:
         def told(_error: Exception | None) -> None:
             on_gone()
 
-        self.store.delete(session.life.order, told)
+        end = self.store.retire if leaves_kv else self.store.delete
+        end(session.life.order, told)
 
     def outlives(self, session: Session) -> bool:
         """Return whether a session that closes stays on disk, for another process."""

@@ -23,7 +23,6 @@ from session_server.sessions.opening import SessionMaker, history_modes
 from session_server.sessions.quotas import Quotas
 from session_server.sessions.registry import SessionRegistry
 from session_server.sessions.session import LogPlace, Session, SessionConfig, SessionLife
-from session_server.sessions.session_logs import SessionLogs
 from session_server.sessions.store.records import (
     Damaged,
     SessionRow,
@@ -32,6 +31,7 @@ from session_server.sessions.store.records import (
 )
 from session_server.sessions.store.session_store import ENTRIES_AT_ONCE, SessionStore
 from session_server.sessions.store.survey import SurveyQuestion
+from session_server.sessions.stored_ends import StoredEnds
 from session_server.sessions.views import SessionView, StoredSummary
 
 _logger: Final = logging.getLogger("session_server.store")
@@ -42,7 +42,7 @@ class StoredSessions:
     """Restore the sessions of a store. Each is read once, when a client first names it."""
 
     store: SessionStore
-    logs: SessionLogs
+    ends: StoredEnds
     sessions: SessionRegistry
     quotas: Quotas
     maker: SessionMaker
@@ -139,7 +139,7 @@ class StoredSessions:
             row = self.store.find(owner.owner_id, session_id)
             if row is None:
                 return None
-            self._delete(row)
+            self.ends.delete(row)
         return self._view(row, "closing")
 
     def spare(self, owner: Owner, session_id: str) -> None:
@@ -148,7 +148,7 @@ class StoredSessions:
         with reading():
             row = self.store.find(owner.owner_id, session_id)
             if row is not None and _is_spare(row):
-                self._delete(row)
+                self.ends.delete(row)
 
     def make_room(self, owner: Owner, *, of_others: bool) -> bool:
         """Delete the oldest session of an owner that is on disk alone and that nobody but its
@@ -157,34 +157,13 @@ class StoredSessions:
         with reading():
             for row in self.store.page(owner.owner_id, after=0, limit=SLICE):
                 if self.sessions.find(owner, row.session_id) is None and _is_spare(row):
-                    self._delete(row)
+                    self.ends.delete(row)
                     return True
         return False
 
-    def expire(self) -> bool:
-        """Delete a slice of the sessions on disk whose time has come; return whether there may be
-        more. One that is in memory expires there."""
-        num_deleted = 0
-        try:
-            for row in self.store.expired(limit=SLICE):
-                session = self.sessions.find(Owner(row.owner_id), row.session_id)
-                if session is None:
-                    self._delete(row)
-                    num_deleted += 1
-                elif session.life.log is not None and session.life.log.is_written:
-                    self.logs.touch(session)
-        except sqlite3.Error as error:
-            _logger.error("the store cannot be read: %s", error)
-            return False
-        return num_deleted == SLICE
-
-    def _delete(self, row: SessionRow) -> None:
-        """Delete a session that is on disk alone. Raises sqlite3.Error."""
-        owner, stored = Owner(row.owner_id), self.quotas.stored_bytes
-        # Of one that is damaged there may be more now than was counted.
-        stored.add(owner, -min(self.store.num_bytes(row), stored.held_by(owner)))
-        self.quotas.owned_sessions.add(owner, -1)
-        self.store.delete(row.number)
+    def expire(self, now_s: float) -> bool:
+        """Delete some whose time is over; see `StoredEnds.expire`."""
+        return self.ends.expire(now_s)
 
     def _begin(self, owner: Owner, row: SessionRow) -> Session:
         """Return a session without its conversation. Raises UnsupportedOperation, UnknownModel,

@@ -24,7 +24,7 @@ from session_server.core.session_events import (
 from session_server.sessions.agreement import agrees
 from session_server.sessions.answer_ends import Answers
 from session_server.sessions.footprint import item_bytes, text_bytes
-from session_server.sessions.history_change import HistoryChange
+from session_server.sessions.history_change import HistoryChange, apply_tokens
 from session_server.sessions.items import Items, message_of
 from session_server.sessions.prompt import NUM_TAIL, Continued, Prompt, PromptState
 from session_server.sessions.views import HistoryMode, HistoryModes
@@ -335,10 +335,7 @@ class Transcript:
         Raises:
             ValueError: it was another one, which had more than this one has.
         """
-        if change.num_kept > len(self._tokens):
-            raise ValueError(f"{change.num_kept} tokens stay of {len(self._tokens)}")
-        del self._tokens[change.num_kept :]
-        self._tokens.frombytes(np.frombuffer(change.tokens, "<i4").astype(np.int32).tobytes())
+        apply_tokens(self._tokens, change)
         self._items.apply(change.items)
         self._answers.apply(change.answers)
         if change.tools is not None:

@@ -283,6 +283,7 @@ class Client:
 
     def _complain(self, problem: str) -> None:
         self.report.problems.append(f"client {self.number}: {problem}")
+        print(self.report.problems[-1][:600], flush=True)
 
 
 async def crashes(town: Town, *, cycles: int, clients: int = 16) -> Report:
@@ -328,7 +329,6 @@ def main() -> int:
         found = asyncio.run(watched(town, args.cycles, args.clients))
     pprint(dict(found.saw), sort_dicts=False)
     print(f"ready after {max(found.ready_s):.2f} s at most; problems: {len(found.problems)}")
-    print("\n".join(problem[:600] for problem in found.problems[:40]))
     return 1 if found.problems else 0
 
 

@@ -34,7 +34,7 @@ WRITING: Final = {
     "parent not synced": Mutant(
         "the directory of a new store is not synced into its parent",
         "systematic",
-        Edit(f"{_DATABASE}:_lock", "_sync_above(directory.resolve())", "pass"),
+        Edit(f"{_DATABASE}:_lock", "sync_above(directory.resolve())", "pass"),
     ),
     "journal in memory": Mutant(
         "pages are changed in place, and what they were is in memory",
@@ -50,8 +50,9 @@ WRITING: Final = {
         "systematic",
         Edit(
             f"{_DATABASE}:Database.put",
-            "names)\n",
-            'names)\n        execute("COMMIT")\n        execute("BEGIN IMMEDIATE")\n',
+            "self.delete(row.number)\n",
+            "self.delete(row.number)\n"
+            '        execute("COMMIT")\n        execute("BEGIN IMMEDIATE")\n',
         ),
     ),
     "secret in another commit": Mutant(
@@ -93,10 +94,10 @@ KILLED: Final = {
         "systematic",
         Edit(
             f"{_DATABASE}:_lock",
-            "        _make(directory)\n",
+            "        make_directory(directory)\n",
             "        if directory.exists():\n"
             "            return os.open(directory / _LOCK_NAME, os.O_RDWR | os.O_CREAT)\n"
-            "        _make(directory)\n",
+            "        make_directory(directory)\n",
         ),
     ),
 }
@@ -111,8 +112,8 @@ FAILING: Final = {
     "a failed sync of names": Mutant(
         "the names in the directory are left to SQLite, which ignores that it fails",
         "systematic",
-        Edit(f"{_DATABASE}:Database.__init__", "            _sync(directory)\n", ""),
-        Edit(f"{_DATABASE}:Database._note_made", "        _sync(self.path.parent)\n", ""),
+        Edit(f"{_DATABASE}:Database.__init__", "            sync_directory(directory)\n", ""),
+        Edit(f"{_DATABASE}:Database._note_made", "        sync_directory(self.path.parent)\n", ""),
     ),
     "an end that raises": Mutant(
         "a store that cannot write its last pages cannot be closed",

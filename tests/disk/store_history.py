@@ -180,6 +180,8 @@ def state_of(store: SessionStore) -> State | str:
     """Return what a store holds, or what in it was never written. Raises Damaged, sqlite3.Error."""
     state = {}
     for row in store._database.walk(None):
+        if row.name != row.session_id:
+            continue  # it has made way for another one of its name, and is nobody's
         entries = [entry for part, _ in store.slices(row) for entry in part]
         tags = tuple(entry.turns[0].key for entry in entries)
         for tag, entry in zip(tags, entries, strict=True):

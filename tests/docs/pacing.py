@@ -104,6 +104,12 @@ SLICES = (
         "the rest a second later",
     ),
     _constant(
+        "sessions.stored_ends:MAX_TOLD_TOKENS",
+        "tokens of deleted sessions that the engine is told, to drop their KV",
+        "tokens",
+        "the rest a second later",
+    ),
+    _constant(
         "sessions.record_log:RETRIED_AT_ONCE",
         "responses and conversations that are written again once that has failed",
         "records",

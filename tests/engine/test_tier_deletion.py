@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
+
 from cache.tiers.segment_tree import SegmentTree
 from cache.types import SessionId
-from session_server.core.commands import CloseSession, CoolSession, Shutdown
+from session_server.core.commands import CloseSession, CoolSession, ForgetKV, Shutdown
 from tests.engine.bench import Bench
 from tests.scenarios.lines import distinct
 from tests.sim.carrier import EchoDisk
@@ -12,6 +15,7 @@ from tests.sim.hand_engine import Sizes
 
 MIB = 1 << 20
 SEGMENT_BYTES = 4096
+ON_DISK = Sizes(num_pages=40, host_kv_bytes=MIB, disk_kv_bytes=MIB, segment_pages=2)
 
 
 def tree_of(bench: Bench) -> SegmentTree:
@@ -30,6 +34,24 @@ def say(bench: Bench, name: str, seed: int, num_tokens: int, *, base_len: int = 
     )
     bench.run(command)
     bench.run(CoolSession(session_id=SessionId(name)))
+
+
+def restarted(first: Bench, *commands: ForgetKV) -> Bench:
+    """The engine of the next process, which has the files of the one before; `commands` come
+    first."""
+    first.run(Shutdown())
+    assert len(disk_of(first).files) > 2
+    second = Bench(ON_DISK)
+    assert second.hand.carrier is not None
+    second.hand.carrier.disk = disk_of(first)
+    second.run(*commands)
+    return second
+
+
+def forget(tokens: tuple[int, ...], *, num_kept: int = 0) -> ForgetKV:
+    """What the server says of a session that is not open, and was deleted or cut."""
+    data = np.array(tokens, "<i4").tobytes()
+    return ForgetKV(tenant_salt="a", tenant="", tokens=data, num_kept=num_kept)
 
 
 def test_its_end_gave_way_before() -> None:
@@ -55,19 +77,97 @@ def test_its_history_was_cut_and_went_on_otherwise() -> None:
 
 
 def test_it_was_not_used_since_the_server_started() -> None:
-    sizes = Sizes(num_pages=40, host_kv_bytes=MIB, disk_kv_bytes=MIB, segment_pages=2)
-    first = Bench(sizes)
+    first = Bench(ON_DISK)
     first.open("session")
     say(first, "session", 1, 40)
-    first.run(Shutdown())
-    assert len(disk_of(first).files) > 2
-    second = Bench(sizes)
-    assert second.hand.carrier is not None
-    second.hand.carrier.disk = disk_of(first)
-    second.run()
+    second = restarted(first)
     history = distinct(1, 40) + tuple(first.tokens("session 1"))
     second.open("session", tokens=history)
     second.run(CloseSession(session_id=SessionId("session")))
+    assert not disk_of(second).files
+    assert len(tree_of(second)) == 0
+
+
+def test_the_engine_does_not_know_it_and_its_files_go_unread() -> None:
+    first = Bench(ON_DISK)
+    first.open("session")
+    say(first, "session", 1, 40)
+    history = distinct(1, 40) + tuple(first.tokens("session 1"))
+    second = restarted(first)
+    second.run(forget(history[:-1]))
+    assert not disk_of(second).files
+    assert not second.hand.engine.inspect().tiers.store.counts.lookups
+
+
+def test_what_the_disk_has_is_not_known_yet() -> None:
+    first = Bench(ON_DISK)
+    first.open("session")
+    say(first, "session", 1, 40)
+    history = distinct(1, 40) + tuple(first.tokens("session 1"))
+    second = restarted(first, forget(history))
+    assert not disk_of(second).files
+
+
+def test_a_file_in_its_middle_is_gone() -> None:
+    first = Bench(ON_DISK)
+    first.open("session")
+    say(first, "session", 1, 40)
+    files = disk_of(first).files
+    history = distinct(1, 40) + tuple(first.tokens("session 1"))
+    first.run(Shutdown())
+    del files[next(key for key, each in files.items() if each.found.file.start == 8)]
+    second = restarted(first)
+    second.run(forget(history))
+    assert not disk_of(second).files
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_what_was_cut_off_goes_and_the_rest_stays(*, is_read: bool) -> None:
+    first = Bench(ON_DISK)
+    first.open("session")
+    say(first, "session", 1, 40)
+    history = distinct(1, 40) + tuple(first.tokens("session 1"))
+    second = restarted(first)
+    if is_read:
+        second.open("session", tokens=history[:-1])
+        command = second.submit_command(SessionId("session"), "t", history[-1:], base_len=43)
+        second.run(command)
+        assert second.finished("t").cached_tokens > 30
+        second.run(CloseSession(session_id=SessionId("session"), is_deleted=False))
+    second.run(forget(history, num_kept=17))
+    starts = {each.found.file.start for each in disk_of(second).files.values()}
+    assert starts == {0, 8}
+    second.run(forget(history[:17]))
+    assert not disk_of(second).files
+
+
+def test_the_engine_was_told_that_it_comes_back() -> None:
+    bench = Bench(Sizes(num_pages=40, host_kv_bytes=MIB, segment_pages=2))
+    bench.open("session")
+    say(bench, "session", 1, 40)
+    history = distinct(1, 40) + tuple(bench.tokens("session 1"))
+    bench.run(CloseSession(session_id=SessionId("session"), is_deleted=False))
+    assert len(tree_of(bench)) > 0
+    bench.run(forget(history))
+    assert len(tree_of(bench)) == 0
+
+
+def test_files_that_another_one_follows_stay_for_it() -> None:
+    first = Bench(ON_DISK)
+    prefix = distinct(1, 20)
+    for name, seed in (("one", 2), ("two", 3)):
+        first.open(name)
+        first.run(first.submit_command(SessionId(name), name, prefix + distinct(seed, 20)))
+        first.run(CoolSession(session_id=SessionId(name)))
+    one = prefix + distinct(2, 20) + tuple(first.tokens("one"))
+    two = prefix + distinct(3, 20) + tuple(first.tokens("two"))
+    second = restarted(first)
+    second.run(forget(one))
+    assert disk_of(second).files
+    second.open("two", tokens=two[:-1])
+    second.run(second.submit_command(SessionId("two"), "t", two[-1:], base_len=len(two) - 1))
+    assert second.finished("t").cached_tokens > len(prefix) + 16
+    second.run(CloseSession(session_id=SessionId("two")))
     assert not disk_of(second).files
     assert len(tree_of(second)) == 0
 

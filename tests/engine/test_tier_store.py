@@ -129,11 +129,13 @@ class Stock:
         assert store.host.num_bytes <= store.host.max_bytes
         assert store.disk.num_bytes == sum(each.content.num_bytes for each in on_disk)
         assert set(self.carrier._segments) == {each.number for each in in_host}
-        known = {file_name(each.content.name) for each in on_disk}
-        unread = {file_name(name) for name in store._unread}
+        known = {file_name(each.content.file_id) for each in on_disk}
+        unread = {file_name(file_id) for file_id, _ in store._unread._files.values()}
         assert self.names == known | unread
         sizes = sum((self.directory / name).stat().st_size for name in self.names)
-        assert sizes <= store.disk.num_bytes + store._unread_bytes <= max(store.disk.max_bytes, 0)
+        assert (
+            sizes <= store.disk.num_bytes + store._unread.num_bytes <= max(store.disk.max_bytes, 0)
+        )
 
     def assert_empty(self) -> None:
         """Nothing is anywhere."""
@@ -313,7 +315,7 @@ def before(tmp_path: Path) -> Path:
         stock.store.write_ahead(is_draining=True)
         stock.carry()
     names = [stock.store.find(ALICE, path(seed)).parts[0].segment for seed in range(6)]
-    stock.files.touch([each.content.name for each in names])
+    stock.files.touch([each.content.file_id for each in names])
     assert len(stock.names) == 7
     return tmp_path
 
@@ -337,6 +339,35 @@ def test_files_from_before_are_found_before_they_are_listed(before: Path) -> Non
     stock.finish(finding)
     stock.finish(listing)
     assert stock.store.find(ALICE, tokens).length == len(tokens)
+    stock.assert_bounded()
+
+
+def test_a_file_that_is_deleted_while_the_disk_is_listed_is_counted_no_more(before: Path) -> None:
+    stock = Stock(before, host=4 * SEGMENT, disk=20 * SEGMENT)
+    tokens = path(1)
+    stock.store.find_files(ALICE, tokens, stock.store.find(ALICE, tokens), lambda: None)
+    listing, finding = stock.store.orders.take()
+    listed = stock.carrier.prepare(listing).run()
+    assert listed is not None
+    stock.finish(finding)
+    stock.store.drop(stock.store.find(ALICE, tokens).parts[0].segment)
+    stock.store.orders.handle(listed)
+    stock.carry()
+    stock.assert_bounded()
+
+
+def test_a_file_whose_path_goes_while_it_is_looked_for_hangs_nowhere(before: Path) -> None:
+    stock = Stock(before, host=4 * SEGMENT, disk=20 * SEGMENT)
+    stock.carry()
+    tokens = path(5, 2)
+    stock.look(tokens[: len(tokens) // 2])
+    found = stock.store.find(ALICE, tokens)
+    assert 0 < found.length < len(tokens)
+    stock.store.find_files(ALICE, tokens, found, lambda: None)
+    stock.store.drop(found.parts[0].segment)
+    stock.carry()
+    assert stock.store.find(ALICE, tokens).length == 0
+    assert stock.store.violations() == []
     stock.assert_bounded()
 
 
@@ -396,9 +427,10 @@ def test_a_file_that_is_refused_when_it_is_found_is_counted_and_asked_for_no_mor
     stock = Stock(before, host=4 * SEGMENT, disk=20 * SEGMENT)
     stock.carry()
     tokens = path(1)
-    name = stock.store.find(ALICE, tokens).next_name
+    found = stock.store.find(ALICE, tokens)
+    name = found.next_name
     assert name is not None
-    spoil(before / file_name(name), at=20)
+    spoil(before / file_name(name + found.chain), at=20)
     assert stock.look(tokens) == 0
     assert stock.store.counts.refused_files == 1
     assert not stock.store.is_unread(name)
@@ -410,9 +442,9 @@ def test_a_file_that_is_refused_half_way_gives_what_lies_before(before: Path) ->
     stock.carry()
     tokens = path(5, 2)
     stock.look(tokens[: len(tokens) // 2])
-    name = stock.store.find(ALICE, tokens).next_name
-    assert name is not None
-    spoil(before / file_name(name), at=20)
+    found = stock.store.find(ALICE, tokens)
+    assert found.next_name is not None
+    spoil(before / file_name(found.next_name + found.chain), at=20)
     again = Stock(before, host=4 * SEGMENT, disk=20 * SEGMENT)
     again.carry()
     assert again.look(tokens) == len(tokens) // 2
@@ -443,7 +475,7 @@ def test_a_file_that_is_refused_when_it_is_read_goes_with_all_that_follows(befor
     tokens = path(5, 2)
     assert stock.look(tokens) == len(tokens)
     first = stock.store.find(ALICE, tokens).parts[0].segment
-    spoil(before / file_name(first.content.name), at=-1)
+    spoil(before / file_name(first.content.file_id), at=-1)
     result = stock.read(tokens)
     assert result.refusal is Refusal.WRONG
     assert result.wrong_segment == first.number

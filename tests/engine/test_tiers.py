@@ -175,26 +175,6 @@ def test_a_file_that_is_written_makes_room_at_once_while_the_next_is_written() -
     assert counts(bench).dropped_segments == 0
 
 
-def test_a_file_that_is_deleted_while_the_disk_is_listed_is_counted_no_more() -> None:
-    sizes = Sizes(num_pages=80, host_kv_bytes=MIB, disk_kv_bytes=MIB)
-    first = Bench(sizes)
-    ((_, history),) = first_turns(first, 1).items()
-    first.run(Shutdown())
-    bench = Bench(sizes)
-    carrier = bench.hand.carrier
-    assert carrier is not None
-    assert first.hand.carrier is not None
-    carrier.disk, carrier.at_once = first.hand.carrier.disk, False
-    session_id = bench.open("back", tokens=history)
-    bench.step(CloseSession(session_id=session_id, is_deleted=True))
-    listing, finding = range(2)
-    carrier.carry(finding)
-    carrier.carry(listing)
-    bench.run()
-    assert not carrier.disk.files
-    assert bench.hand.engine.inspect().tiers.store.report().disk_bytes == 0
-
-
 @pytest.mark.parametrize("num_files", [0, 16])
 def test_a_session_that_is_longer_than_all_tiers_is_not_copied_for_ever(num_files: int) -> None:
     sizes = Sizes(

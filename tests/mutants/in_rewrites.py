@@ -185,7 +185,7 @@ REWOUND_KV_IS_TRUSTED = Mutant(
     "systematic",
     Edit(
         "session_server.sessions.edits:HistoryEdits._cut",
-        "kept = min(known, len(session.transcript))",
-        "kept = known",
+        "set_known_len(min(known, num_kept), generation)",
+        "set_known_len(known, generation)",
     ),
 )

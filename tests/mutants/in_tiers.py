@@ -246,7 +246,7 @@ SALTS_SHARE_A_TREE = _mutant(
 CHAIN_IS_THAT_OF_ONE_PAGE = _mutant(
     "The name of a page does not depend on what is before it.",
     (
-        "cache.tiers.segment:chain_after",
+        "cache.tiers.segment:chains_after",
         "hashlib.blake2b(chain + data[at : at + page_bytes]",
         "hashlib.blake2b(data[at : at + page_bytes]",
     ),
@@ -260,7 +260,7 @@ ANY_LENGTH_GOES_ON = _mutant(
 
 LAST_PART_IS_READ_WHOLE = _mutant(
     "Of a segment that another one follows in its middle all pages count.",
-    (f"{_TREE}._entries", "min(end, part.end // self._page_size)", "end"),
+    (f"{_TREE}._entries", "min(end, part.end // self.page_size)", "end"),
 )
 
 # What is held where
@@ -328,21 +328,21 @@ UNFINISHED_COPY_GIVES_WAY = _on_disk(
 
 FILE_OF_A_DROPPED_SEGMENT_STAYS = _mutant(
     "The file of a dropped segment stays.",
-    (f"{_STORE}.drop", "self.orders.forget_file(each.content.name)", "pass"),
+    (f"{_STORE}.drop", "self.orders.forget_file(each.content.file_id)", "pass"),
 )
 
 FILE_WRITTEN_TOO_LATE_STAYS = _mutant(
     "A file that is complete when its segment was dropped stays.",
     (
         f"{_STORE}._end_writing",
-        "self.orders.forget_file(segment.content.name)",
+        "self.orders.forget_file(segment.content.file_id)",
         "pass",
     ),
 )
 
 FILE_THAT_GAVE_WAY_STAYS = _on_disk(
     "A file that makes room for another one stays.",
-    (f"{_STORE}._leave_disk", "self.orders.forget_file(segment.content.name)", "pass"),
+    (f"{_STORE}._leave_disk", "self.orders.forget_file(segment.content.file_id)", "pass"),
 )
 
 FILE_THAT_FAILED_IS_READ = _mutant(
@@ -372,7 +372,7 @@ FOUND_FILE_HAS_NO_BYTES = _on_disk(
 
 FOUND_FILE_COUNTS_TWICE = _on_disk(
     "A file found on disk counts as unread still.",
-    (f"{_STORE}._enter_found", "self._unread.pop(segment.content.name, 0)", "0"),
+    (f"{_STORE}._enter_found", "self._unread.pop(segment.content.name)", "pass"),
 )
 
 FOUND_FILE_HANGS_ANYWHERE = _on_disk(
@@ -388,7 +388,7 @@ DISK_IS_OVERFULL = _on_disk(
     "Files that nobody has read are not counted when room is made.",
     (
         f"{_STORE}._make_room_on_disk",
-        "self.disk.free_bytes - self._unread_bytes",
+        "self.disk.free_bytes - self._unread.num_bytes",
         "self.disk.free_bytes",
     ),
 )
@@ -400,9 +400,18 @@ DELETED_SESSION_LEAVES_SEGMENTS = _mutant(
     (f"{_SPILLING}.forget", "if is_deleted:", "if False:"),
 )
 
+UNKNOWN_SESSION_LEAVES_SEGMENTS = _mutant(
+    "A deleted session that the engine does not know leaves what only it had.",
+    (f"{_SPILLING}.drop_path", "store.when_listed(drop)", "pass"),
+)
+
 DELETED_SESSION_TAKES_THOSE_OF_OTHERS = _mutant(
     "A deleted session takes what another one has too.",
-    (f"{_SPILLING}._drop_unshared", "segment.num_sessions or segment.children", "segment.children"),
+    (
+        f"{_SPILLING}._drop_unshared",
+        "segment.num_sessions or self._store.is_followed(segment)",
+        "segment.children",
+    ),
 )
 
 CLOSED_SESSION_STAYS_DIRTY = _mutant(

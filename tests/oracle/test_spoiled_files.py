@@ -125,7 +125,7 @@ def files_of(house: TieredHouse, guests: list[Guest], directory: Path) -> list[P
     for guest in guests:
         namespace = house.cache.slot(guest.id).namespace
         path = house.engine.inspect().tiers.store.find(namespace, house.cache.tokens(guest.id))
-        files.append(directory / file_name(path.parts[0].segment.content.name))
+        files.append(directory / file_name(path.parts[0].segment.content.file_id))
     assert len({*files}) == len(guests)
     assert all(file.is_file() for file in files)
     return files

@@ -48,7 +48,7 @@ class Written:
     @property
     def file(self) -> str:
         """Its name in the directory."""
-        return file_name(self.found.file.name)
+        return file_name(self.found.file.file_id)
 
     @property
     def header_len(self) -> int:
@@ -106,7 +106,7 @@ def written(files: SegmentFiles, directory: Path, found: FoundFile, seed: int = 
     """Write a segment."""
     payload = payload_of(found, seed)
     files.write(found, payload)
-    return Written(found, payload, (directory / file_name(found.file.name)).read_bytes())
+    return Written(found, payload, (directory / file_name(found.file.file_id)).read_bytes())
 
 
 def with_header(of: Written, header: Mapping[str, Any], *, signed: bool = True) -> bytes:

@@ -111,7 +111,7 @@ def test_what_is_put_aside_stays_few(shelf: Shelf, place: Spoil) -> None:
     aside = shelf.directory / REFUSED
     for seed in range(7):
         found = found_of(path_of(seed=seed))
-        path = shelf.directory / file_name(found.file.name)
+        path = shelf.directory / file_name(found.file.file_id)
         path.unlink(missing_ok=True)
         place(path, shelf.segment)
         (shelf.directory / "target").unlink(missing_ok=True)
@@ -327,7 +327,7 @@ def test_a_process_that_is_killed_while_it_writes_leaves_whole_files(tmp_path: P
         assert set(os.listdir(tmp_path)) == {file_name(name) for name in listed} | {REFUSED}
         # One may be whole of which nothing was told.
         seeds = {seed: found_of(path_of(200, seed)) for seed in told | {s + 1 for s in told}}
-        names = {found.file.name: seed for seed, found in seeds.items()}
+        names = {found.file.file_id: seed for seed, found in seeds.items()}
         assert {names[name] for name in listed} >= told
         for name in listed:
             payload = files.read(seeds[names[name]])

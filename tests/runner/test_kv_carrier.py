@@ -67,7 +67,7 @@ class House:
     @property
     def file(self) -> Path:
         """Where the segment is written."""
-        return self.directory / file_name(self.found.file.name)
+        return self.directory / file_name(self.found.file.file_id)
 
     def do(self, order: TierOrder) -> TierResult:
         """Carry out an order that is answered."""
@@ -154,7 +154,7 @@ def test_what_may_wait_for_the_disk_says_so(house: House) -> None:
     assert prepare(WriteFile(1, 1, house.found, 0)).uses_disk
     assert prepare(FindFiles(1, house.found.file, house.tokens)).uses_disk
     assert prepare(ListFiles(1)).uses_disk
-    assert prepare(Forget(names=(b"",))).uses_disk
+    assert prepare(Forget(files=(b"",))).uses_disk
     assert prepare(Forget(is_everything=True)).uses_disk
 
 
@@ -178,7 +178,7 @@ def test_what_was_written_is_found_and_listed_and_a_wrong_one_refused(house: Hou
     house.copy_out()
     house.write()
     size = house.file.stat().st_size
-    assert house.do(ListFiles(1)).files == ((house.found.file.name, size),)
+    assert house.do(ListFiles(1)).files == ((house.found.file.file_id, size),)
     find = FindFiles(1, house.found.file, house.tokens)
     (found,) = house.do(find).found
     assert found.file == house.found.file
@@ -212,7 +212,7 @@ def test_a_dead_disk_fails_what_is_ordered_of_it_and_nothing_is_raised(
     assert house.do(ListFiles(1)).refusal is Refusal.FAILED
     assert house.do(house.copy_in(from_disk=True)).refusal is Refusal.WRONG
     assert house.do(FindFiles(1, house.found.file, house.tokens)).refusal is Refusal.WRONG
-    for order in (Forget(is_everything=True), Forget(names=(house.found.file.name,))):
+    for order in (Forget(is_everything=True), Forget(files=(house.found.file.file_id,))):
         assert house.carrier.prepare(order).run() is None
     assert house.do(house.copy_in(from_disk=False)).refusal is None
     assert house.is_copied()
@@ -241,7 +241,7 @@ def test_without_memory_a_copy_fails_and_leaves_nothing(
 def test_files_are_forgotten_one_by_one_and_all(house: House) -> None:
     house.copy_out()
     house.write()
-    house.carrier.prepare(Forget(names=(house.found.file.name, b"\0" * 16))).run()
+    house.carrier.prepare(Forget(files=(house.found.file.file_id, b"\0" * 32))).run()
     assert house.do(ListFiles(1)).files == ()
     house.write()
     house.carrier.prepare(Forget(is_everything=True)).run()

@@ -162,16 +162,16 @@ def test_what_is_not_ours_is_left_alone_and_reported(
 ) -> None:
     outside = tmp_path / "outside"
     outside.write_text("precious")
-    none = "0" * 32
-    kept = ["notes.txt", "new-notes", f"{'0' * 31}.safetensors", f"{'0' * 33}.safetensors",
-            f"{'A' * 32}.safetensors", f"{chr(0x660) * 32}.safetensors", f"{none}.safetensors.bak",
+    none = "0" * 64
+    kept = ["notes.txt", "new-notes", f"{'0' * 63}.safetensors", f"{'0' * 65}.safetensors",
+            f"{'A' * 64}.safetensors", f"{chr(0x660) * 64}.safetensors", f"{none}.safetensors.bak",
             f"{none}.safetensors\n"]  # fmt: skip
     for name in kept:
         (shelf.directory / name).write_text(name)
     (shelf.directory / "new-0123456789abcdef").write_text("half of a file")
-    (shelf.directory / f"{'1' * 32}.safetensors").symlink_to(outside)
-    (shelf.directory / f"{'2' * 32}.safetensors").mkdir()
-    expected = [(shelf.segment.found.file.name, len(shelf.segment.raw))]
+    (shelf.directory / f"{'1' * 64}.safetensors").symlink_to(outside)
+    (shelf.directory / f"{'2' * 64}.safetensors").mkdir()
+    expected = [(shelf.segment.found.file.file_id, len(shelf.segment.raw))]
     assert shelf.files.listing() == expected
     assert "have 10 others" in caplog.text
     assert not (shelf.directory / "new-0123456789abcdef").exists()
@@ -179,7 +179,7 @@ def test_what_is_not_ours_is_left_alone_and_reported(
     shelf.files.remove_all()
     assert not os.listdir(shelf.directory / REFUSED)
     left = set(os.listdir(shelf.directory))
-    assert left == {*kept, REFUSED, f"{'2' * 32}.safetensors"}
+    assert left == {*kept, REFUSED, f"{'2' * 64}.safetensors"}
     assert outside.read_text() == "precious"
 
 
@@ -195,15 +195,16 @@ def test_a_file_that_goes_while_files_are_listed_is_not_listed(
 def test_files_are_listed_by_their_last_use(tmp_path: Path) -> None:
     files = SegmentFiles(tmp_path, LAYOUT)
     names = [
-        written(files, tmp_path, found_of(path_of(seed=seed))).found.file.name for seed in range(6)
+        written(files, tmp_path, found_of(path_of(seed=seed))).found.file.file_id
+        for seed in range(6)
     ]
     for order in (names, names[::-1], names[3:] + names[:3]):
         files.touch(order)
         assert [name for name, _ in files.listing()] == order[::-1]
     files.touch(names[2:3])
     assert [name for name, _ in files.listing()][-1] == names[2]
-    files.touch([b"\0" * 16])
-    files.remove([names[0], b"\0" * 16, names[1]])
+    files.touch([b"\0" * 32])
+    files.remove([names[0], b"\0" * 32, names[1]])
     assert {name for name, _ in files.listing()} == set(names[2:])
 
 

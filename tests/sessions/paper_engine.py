@@ -11,6 +11,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from session_server.core.commands import (
     CancelTurn,
@@ -19,6 +20,7 @@ from session_server.core.commands import (
     DropDraft,
     EngineCommand,
     FlushCache,
+    ForgetKV,
     OpenSession,
     ReportMemory,
     Shutdown,
@@ -113,6 +115,7 @@ class PaperEngine:
     is_alive: bool = False
     is_full: bool = False
     refuse_open: str | None = None
+    kv_tiers: Literal["none", "host", "disk"] = "none"
     _listener: EventListener | None = None
 
     # -- EngineClient
@@ -193,6 +196,7 @@ class PaperEngine:
                 device="paper",
                 dtype="float32",
                 backend="paper",
+                kv_tiers=self.kv_tiers,
             )
         )
 
@@ -234,6 +238,8 @@ class PaperEngine:
                 slot = self.slots.pop(session_id, None)
                 assert slot is None or slot.turn is None, "closed under a live turn"
                 self.events.append(SessionGone(session_id=session_id))
+            case ForgetKV():
+                pass  # the paper engine keeps nothing outside of its slots
             case FlushCache(request_id=request_id):
                 done = not self.is_busy
                 if done:

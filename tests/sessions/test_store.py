@@ -98,7 +98,7 @@ def test_an_entry_follows_the_last_one_or_is_refused_with_all_of_its_transaction
     assert len(database.entries(1)) == 1
 
 
-def test_a_session_written_again_replaces_all_that_had_its_name_or_number(
+def test_a_session_written_again_replaces_what_had_its_number_and_ends_what_had_its_name(
     database: Database,
 ) -> None:
     with database.transaction():
@@ -106,8 +106,26 @@ def test_a_session_written_again_replaces_all_that_had_its_name_or_number(
             database.put(row(number), DATA)
             database.append(row(number, num_entries=1), DATA)
         database.put(row(1, name="s2"), DATA)
-    assert database.count() == (1, 1)
-    assert [len(database.entries(number)) for number in (1, 2)] == [1, 0]
+    assert [len(database.entries(number)) for number in (1, 2)] == [1, 2]
+    found = database.find("owner", "s2")
+    assert found is not None
+    assert found.number == 1
+    (ended,) = database.expired(2.0, limit=9)
+    assert (ended.number, ended.name, ended.is_retired) == (2, "s2", False)
+
+
+def test_a_retired_session_has_its_tokens_and_frees_its_id(database: Database) -> None:
+    with database.transaction():
+        database.put(row(1, name="s"), DATA)
+        database.retire(1)
+    assert database.find("owner", "s") is None
+    assert database.holdings() == []
+    assert not list(database.walk(None))
+    with database.transaction():
+        database.put(row(2, name="s"), DATA)
+    (retired,) = database.expired(0.5, limit=9)
+    assert (retired.number, retired.name, retired.is_retired) == (1, "s", True)
+    assert database.entries(1) == [DATA]
 
 
 def test_pages_and_what_has_expired_come_in_order_and_no_more_than_asked_for(

@@ -56,8 +56,8 @@ class StoredFile:
 
 @dataclass(slots=True)
 class EchoDisk:
-    """Files by name, those used longest ago first. `is_full`: it takes no more. `is_ending`: its
-    engine was told to end."""
+    """Files by their ids, those used longest ago first. `is_full`: it takes no more. `is_ending`:
+    its engine was told to end."""
 
     files: dict[bytes, StoredFile] = field(default_factory=dict)
     is_full: bool = False
@@ -146,7 +146,7 @@ class EchoCarrier:
             case ListFiles():
                 # A file is smaller than what a segment of it may take.
                 files = self.disk.files.items()
-                listed = ((name, each.num_bytes - SEGMENT_BYTES) for name, each in files)
+                listed = ((file_id, each.num_bytes - SEGMENT_BYTES) for file_id, each in files)
                 result = TierResult(order.number, _COPY_S, files=tuple(listed))
             case Forget():
                 raise AssertionError("it is carried out at once")
@@ -190,7 +190,7 @@ class EchoCarrier:
         for part in order.parts:
             payload = held[part.segment]
             if part.found is not None:
-                stored = self.disk.files.get(part.found.file.name)
+                stored = self.disk.files.get(part.found.file.file_id)
                 if stored is None or stored.is_damaged or not is_same(stored.found, part.found):
                     self.reached["tier: file refused"] += 1
                     self.refused.add(part.segment)
@@ -220,7 +220,7 @@ class EchoCarrier:
             self.reached["tier: file not written"] += 1
             return TierResult(order.number, _COPY_S, Refusal.FAILED)
         is_damaged = self.fails(Site.TIER_FILE)
-        self.disk.files[order.found.file.name] = StoredFile(
+        self.disk.files[order.found.file.file_id] = StoredFile(
             order.found,
             payload,
             order.num_bytes,
@@ -236,7 +236,7 @@ class EchoCarrier:
         tokens, page_size = order.tokens, self._page_size
         end = len(tokens) - len(tokens) % page_size
         while key.start < end:
-            stored = self.disk.files.get(key.name)
+            stored = self.disk.files.get(key.file_id)
             if stored is None or stored.found.file != key:
                 return
             yield stored.found
@@ -259,8 +259,8 @@ class EchoCarrier:
             self.host.pop(number, None)
         if order.is_everything:
             self.disk.files.clear()
-        for name in order.names:
-            self.disk.files.pop(name, None)
+        for file_id in order.files:
+            self.disk.files.pop(file_id, None)
 
 
 def is_same(found: FoundFile, expected: FoundFile) -> bool:

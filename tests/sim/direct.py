@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from cache.types import SessionId, TurnId
 from session_server.core.commands import (
     CancelTurn,
@@ -21,6 +23,7 @@ from session_server.core.commands import (
     DropDraft,
     EngineCommand,
     FlushCache,
+    ForgetKV,
     OpenSession,
     ReportMemory,
     Shutdown,
@@ -90,6 +93,7 @@ class DirectWorld:
             "stop": self._stop,
             "close": self._close,
             "cool": self._cool,
+            "forget": self._forget,
             "late": self._late,
             "duplicate": self._duplicate,
             "refused": self._refused,
@@ -266,6 +270,16 @@ class DirectWorld:
             self.left.append(session)
         self._closing.add(session.session_id)
         self._inbox.extend([close] * op["times"])
+
+    def _forget(self, _: Op) -> None:
+        """Delete the session that was closed first of those to come back; the engine does not know
+        it."""
+        if not self.left:
+            return
+        session = self.left.popleft()
+        tokens = np.array(session.history, "<i4").tobytes()
+        forget = ForgetKV(tenant_salt=session.owner, tenant=session.tenant, tokens=tokens)
+        self._inbox.append(forget)
 
     def _cool(self, op: Op) -> None:
         if SessionId(op["s"]) in self.sessions:

@@ -66,8 +66,6 @@ class DirectOps:
             return {"op": "shutdown"} if is_told else {"op": "restart"}
         if self._draws.happens("falls silent", 5 * self._is_tiered):
             return {"op": "rest"}
-        if (op := self._take_path_away()) is not None:
-            return op
         if self._draws.happens("patient", self._config.habits.patient):
             return self._device_op()
         return self._draws.weighted("op", self._makers, self._weights)() or self._device_op()
@@ -93,6 +91,8 @@ class DirectOps:
         owner = "abc"[draws.below("owner", habits.num_owners)]
         tokens = draws.pick("document", self._documents)[:length]
         left, others = self._world.left, list(self._world.sessions.values())
+        if left and draws.happens("is forgotten", 300):
+            return {"op": "forget"}
         if left and draws.happens("comes back", 600):
             back = draws.pick("who comes back", left)
             owner, tokens = back.owner, back.history
@@ -217,16 +217,6 @@ class DirectOps:
         if not self._is_tiered:
             return close
         return {**close, "deleted": draws.happens("deleted", 400)}
-
-    def _take_path_away(self) -> Op | None:
-        """Now and then a session is deleted and takes a path with it, while another looks for the
-        files behind that: it is a moment that few get to see."""
-        keepers = self._world.stage.tiers.keepers()
-        if not keepers or not self._draws.happens("takes its path away", 500):
-            return None
-        self._then = {"op": "step", "results": 0}
-        who = self._draws.pick("who takes it", keepers)
-        return {"op": "close", "s": who, "times": 1, "deleted": True}
 
     def _cool(self) -> Op | None:
         session = self._pick(is_live=False)

@@ -61,8 +61,8 @@ RARE: Final = (
     "tier: copy forgotten before it was read",
     "tier: ended while its KV was copied",
     "tier: file refused",
-    "tier: path gone whose next files are looked for",
     "tier: quarantine during copies",
+    "tier: session forgotten that is not open",
     "tier: rebuild during copies",
     "tier: waits for copies of others",
 )

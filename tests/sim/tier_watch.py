@@ -15,16 +15,17 @@ import numpy as np
 
 from cache.session_cache import SessionAwareCache
 from cache.spec import LayerKind
-from cache.tiers.segment import Segment
+from cache.tiers.segment import NAME_BYTES, Segment, chains_after
 from cache.tiers.segment_tree import Path
 from cache.tiers.tier_account import TierAccount
-from cache.types import PoolName, SessionId, SlotState
+from cache.types import Namespace, PoolName, SessionId, SlotState
 from session_server.core.commands import (
     CancelTurn,
     CloseSession,
     CoolSession,
     EngineCommand,
     FlushCache,
+    ForgetKV,
     StopTurn,
 )
 from session_server.core.tier_orders import (
@@ -118,7 +119,10 @@ class TierWatch:
                 for session_id, last in self._spilling._last.items()
                 if self._store.tree.get(last.number) is last
             }
-        ends = [each for each in commands if isinstance(each, CloseSession | CoolSession)]
+        ends = [
+            each for each in commands if isinstance(each, CloseSession | CoolSession | ForgetKV)
+        ]
+        is_alone = len(ends) == 1 and not self._carrier.has_results
         for command in commands:
             match command:
                 case CloseSession(session_id=session_id, is_deleted=is_deleted):
@@ -128,35 +132,30 @@ class TierWatch:
                     self._note_end(self._scheduler.turn_of(session_id))
                     is_shared = is_deleted and self._shares_its_path(session_id)
                     self.reached["tier: deleted beside one that has its path too"] += is_shared
-                    if is_deleted and len(ends) == 1 and not self._carrier.has_results:
+                    if is_deleted and is_alone:
                         self._doomed = self._only_of(session_id)
+                case ForgetKV() if is_alone and self._store.is_listed:
+                    path = self._path_of(command)
+                    self._doomed = self._only_up_to(path.parts[-1].segment if path.parts else None)
+                    self.reached["tier: session forgotten that is not open"] += bool(self._doomed)
                 case CancelTurn(turn_id=turn_id) | StopTurn(turn_id=turn_id):
                     self._note_end(self._scheduler.find(turn_id))
                 case _:
                     pass
 
-    def keepers(self) -> list[SessionId]:
-        """Sessions without which a path goes behind which files are being looked for."""
-        ends = [path.parts[-1].segment for _, path in self._sought() if path.parts]
-        return [
-            session_id
-            for session_id in self._spilling._last
-            if ends and not {*ends}.isdisjoint(self._only_of(session_id))
-        ]
-
     def check(self, orders: Sequence[TierOrder]) -> None:
         """A step is over that gave these orders."""
         self._check_fences(orders)
         num_seen = self._carrier.num_news
-        if num_seen == self._num_seen and not orders:
+        if num_seen == self._num_seen and not (orders or self._doomed):
             return
         self._num_seen = num_seen
         store = self._store
         segments = store.tree.segments()
         self._check_account("host memory", store.host, [s for s in segments if s in store.host])
         self._check_account("the disk", store.disk, [s for s in segments if s in store.disk])
-        if store.is_listed and store.disk.free_bytes < store._unread_bytes:
-            raise self._broken(f"the disk has no room for {store._unread_bytes} bytes unread")
+        if store.is_listed and store.disk.free_bytes < store._unread.num_bytes:
+            raise self._broken(f"the disk has no room for {store._unread.num_bytes} bytes unread")
         for segment in segments:
             self._check_segment(segment)
         for segment in self._doomed:
@@ -202,12 +201,23 @@ class TierWatch:
         is_restoring = turn is not None and turn.state is TurnState.RESTORING
         self.reached["tier: ended while its KV was copied"] += is_restoring
 
+    def _path_of(self, command: ForgetKV) -> Path:
+        namespace = Namespace(command.tenant_salt, "echo", command.tenant)
+        return self._store.find(namespace, np.frombuffer(command.tokens, "<i4").astype(np.int32))
+
     def _only_of(self, session_id: SessionId) -> list[Segment]:
-        """The segments at the end of a path that nobody else has."""
-        segment, only = self._spilling._last.get(session_id), list[Segment]()
+        return self._only_up_to(self._spilling._last.get(session_id), 1)
+
+    def _only_up_to(self, segment: Segment | None, num_own: int = 0) -> list[Segment]:
+        """The segments at the end of a path that nobody else has; `num_own` sessions that go end
+        there."""
+        only = list[Segment]()
         while segment is not None and self._store.tree.get(segment.number) is segment:
-            num_others = segment.num_sessions - (not only)
-            if num_others or len(segment.children) > bool(only):
+            content = segment.content
+            num_others = segment.num_sessions - (0 if only else num_own)
+            unread = (file_id[NAME_BYTES:] for file_id, _ in self._store._unread._files.values())
+            chains = {*chains_after(content.chain, content.tokens, self._page_size)}
+            if num_others or len(segment.children) > bool(only) or not chains.isdisjoint(unread):
                 break
             only.append(segment)
             segment = segment.parent
@@ -278,7 +288,7 @@ class TierWatch:
         if not (segment in store.host or segment in store.disk):
             raise self._broken(f"segment {number} is nowhere")
         if segment.on_disk:
-            stored = carrier.disk.files.get(segment.content.name)
+            stored = carrier.disk.files.get(segment.content.file_id)
             if segment not in store.disk or stored is None:
                 raise self._broken(f"segment {number} is not on disk")
             key = FileKey(content.name, content.namespace, content.chain, content.start)
@@ -368,10 +378,11 @@ class TierWatch:
             "in host memory": len(carrier.host.keys() ^ {s.number for s in segments if s.in_host}),
         }
         if store.is_listed and store.has_disk:
-            known = {s.content.name for s in segments if s.on_disk} | store._unread.keys()
+            known = {s.content.file_id for s in segments if s.on_disk}
+            known |= {file_id for file_id, _ in store._unread._files.values()}
             left["files"] = len(carrier.disk.files.keys() ^ known)
             num_bytes = sum(stored.num_bytes for stored in carrier.disk.files.values())
-            counted = store.disk.num_bytes + store._unread_bytes
+            counted = store.disk.num_bytes + store._unread.num_bytes
             left["bytes on disk"] = num_bytes - counted
             left["bytes too many on disk"] = max(0, num_bytes - store.disk.max_bytes)
         if any(left.values()):
@@ -400,7 +411,7 @@ class TierWatch:
         store, reached = self._store, self.reached
         reached["tier: host memory full"] += store.host.free_bytes < _NEARLY_FULL
         reached["tier: disk full"] += store.has_disk and store.disk.free_bytes < _NEARLY_FULL
-        is_disk_full = store.disk.free_bytes - store._unread_bytes < _NEARLY_FULL
+        is_disk_full = store.disk.free_bytes - store._unread.num_bytes < _NEARLY_FULL
         reached["tier: disk full of files from before"] += is_disk_full and bool(store._unread)
         reached["tier: file gave way that is in host memory"] += store.disk.num_bytes > 0 and any(
             segment.in_host and segment.is_refused for segment in store.tree.segments()
@@ -413,23 +424,14 @@ class TierWatch:
         reached["tier: several tenants"] += len(store.host._of_tenants) > 1
         reached["tier: several segments on a path"] += any(s.parent for s in store.tree.segments())
         reached[f"tier: {self._mixture.value}"] += store.counts.hits > 0
-        sought = self._sought()
-        reached["tier: files are looked for behind a path"] += bool(sought)
-        has_gone = any(path.length < order.file.start for order, path in sought)
-        reached["tier: path gone whose next files are looked for"] += has_gone
+        reached["tier: files are looked for behind a path"] += any(
+            isinstance(order, FindFiles) and order.file.start > 0 for order in self._carrier.waiting
+        )
 
     def _copied_len_of(self, session_id: SessionId) -> int:
         slot = self._cache.slot(session_id)
         tokens = self._cache.tokens(session_id, 0, slot.protected_len)
         return self._store.find(slot.namespace, tokens).length
-
-    def _sought(self) -> list[tuple[FindFiles, Path]]:
-        """The paths behind which files are being looked for, as far as they are still there."""
-        return [
-            (order, self._store.find(order.file.namespace, order.tokens))
-            for order in self._carrier.waiting
-            if isinstance(order, FindFiles) and order.file.start > 0
-        ]
 
     @staticmethod
     def _broken(text: str) -> Broken:

@@ -43,13 +43,17 @@ async def ask(url: str, session_id: str, turn_id: str, text: str) -> dict[str, A
     return end
 
 
-async def begin(url: str) -> tuple[list[str], list[str]]:
+def alike(number: int) -> str:
+    return "I live in a house with a garden and a dog. " * 12 + f"My name is {number}. " * 12
+
+
+async def begin(url: str, told: Callable[[int], str] = story) -> tuple[list[str], list[str]]:
     """The ids of sessions, and what was said in the first turn of each."""
     session_ids, said = [], []
     async with http_client(url) as http:
         for number in range(NUM_SESSIONS):
             session_ids.append((await http.post("/v1/sessions", json={})).json()["id"])
-            end = await ask(url, session_ids[-1], "t1", story(number))
+            end = await ask(url, session_ids[-1], "t1", told(number))
             said.append(end["item"]["content"])
     return session_ids, said
 
@@ -122,6 +126,40 @@ def test_sessions_go_on_from_files_after_a_restart(
     assert told["session_server_kv_restored_tokens_total"] > wanted
     # Nothing is left of sessions that were closed.
     assert not list((tmp_path / "store" / "kv").glob("*.safetensors"))
+
+
+@pytest.mark.timeout(240)
+def test_files_of_sessions_that_are_deleted_untouched_go_and_those_of_others_stay(
+    tmp_path: Path,
+) -> None:
+    kv = tmp_path / "store" / "kv"
+    store = ("--store", str(kv.parent), "--disk-kv-bytes", str(256 * MIB))
+    with served(*PLENTY, "--store", "none") as server:
+        session_ids, first = asyncio.run(begin(server.url, alike))
+        reference = first, asyncio.run(go_on(server.url, session_ids[-1:], "t2"))[0]
+    with served(*POOL, *store) as server:
+        session_ids, first = asyncio.run(begin(server.url, alike))
+        server.stop()
+    num_files = len(files_in(kv))
+    assert num_files >= NUM_SESSIONS
+    with served(*POOL, *store) as server:
+        asyncio.run(close(server.url, session_ids[:-1]))
+        os.kill(server.pid, signal.SIGKILL)  # the next one does what this one has not
+        server.wait(timeout_s=60)
+    with served(*POOL, *store) as server:
+        # Those of the last one, and the one that they follow, which begins as all do.
+        wait_until(lambda: len(files_in(kv)) <= num_files - NUM_SESSIONS + 2)
+        last, num_cached = asyncio.run(go_on(server.url, session_ids[-1:], "t2"))
+        told = asyncio.run(figures(server.url))
+        asyncio.run(close(server.url, session_ids[-1:]))
+        wait_until(lambda: not files_in(kv))
+    assert (first, last) == reference
+    assert told["session_server_kv_restored_tokens_total"] > 100
+    assert num_cached > 100
+
+
+def files_in(directory: Path) -> list[Path]:
+    return list(directory.glob("*.safetensors"))
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:

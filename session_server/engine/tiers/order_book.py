@@ -17,11 +17,11 @@ class OrderBook:
         self._continue: dict[int, Continue] = {}
         self._num_made = 0
         self._segments: list[int] = []
-        self._names: list[bytes] = []
+        self._files: list[bytes] = []
 
     def __len__(self) -> int:
         """Return the orders that were not taken."""
-        return len(self._orders) + bool(self._segments or self._names)
+        return len(self._orders) + bool(self._segments or self._files)
 
     @property
     def num_open(self) -> int:
@@ -39,9 +39,9 @@ class OrderBook:
         """Have a segment dropped from host memory."""
         self._segments.append(segment)
 
-    def forget_file(self, name: bytes) -> None:
+    def forget_file(self, file_id: bytes) -> None:
         """Have a file removed."""
-        self._names.append(name)
+        self._files.append(file_id)
 
     def forget_files(self) -> None:
         """Have all files removed."""
@@ -61,6 +61,6 @@ class OrderBook:
         self._continue.pop(result.number)(result)
 
     def _close_forgotten(self) -> None:
-        if self._segments or self._names:
-            self._orders.append(Forget(tuple(self._segments), tuple(self._names)))
-            self._segments, self._names = [], []
+        if self._segments or self._files:
+            self._orders.append(Forget(tuple(self._segments), tuple(self._files)))
+            self._segments, self._files = [], []

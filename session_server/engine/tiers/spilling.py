@@ -140,7 +140,7 @@ class Spilling:
             self._drop_unshared(last)
             if session_id in self._cache and not self._store.is_empty:
                 namespace = self._cache.slot(session_id).namespace
-                self._drop_path(namespace, self._cache.tokens(session_id))
+                self.drop_path(namespace, self._cache.tokens(session_id))
 
     def advance(self) -> None:
         """Order copies that are due. O(1) while none is."""
@@ -264,24 +264,26 @@ class Spilling:
             before.num_sessions -= 1
             self._drop_unshared(before)
 
-    def _drop_path(self, namespace: Namespace, tokens: Tokens) -> None:
-        """Drop what nobody else has of some tokens; what was not read of the disk is read first."""
-        store, path = self._store, self._store.find(namespace, tokens)
+    def drop_path(self, namespace: Namespace, tokens: Tokens, num_kept: int = 0) -> None:
+        """Drop what nobody else has of some tokens behind the first ones, in host memory and on
+        disk. Of sessions that are not open only what follows is known to be theirs."""
+        store, num_kept = self._store, num_kept - num_kept % self._page_size
 
         def drop() -> None:
-            parts = store.find(namespace, tokens).parts
-            self._drop_unshared(parts[-1].segment if parts else None)
+            path = store.find(namespace, tokens)
+            store.drop_unread(path, tokens, num_kept)
+            self._drop_unshared(path.parts[-1].segment if path.parts else None, num_kept)
 
-        if store.is_unread(path.next_name):
-            store.find_files(namespace, tokens, path, drop)
-        else:
-            drop()
+        if not store.is_empty:
+            store.when_listed(drop)
 
-    def _drop_unshared(self, segment: Segment | None) -> None:
-        """Drop a segment and those before it, as far as no session ends in them and none
-        follows."""
+    def _drop_unshared(self, segment: Segment | None, num_kept: int = 0) -> None:
+        """Drop a segment and those before it, as far as no session ends in them and nothing comes
+        after, and they begin behind the first tokens."""
         segment = self._living(segment)
-        while segment is not None and not (segment.num_sessions or segment.children):
+        while segment is not None and segment.content.start >= num_kept:
+            if segment.num_sessions or self._store.is_followed(segment):
+                return
             before = segment.parent
             self._store.drop(segment)
             segment = before

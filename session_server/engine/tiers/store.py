@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from cache.tiers.segment import Segment
+from cache.tiers.segment import Segment, chains_after
 from cache.tiers.segment_tree import SEGMENT_BYTES, Path, SegmentTree
 from cache.tiers.tier_account import TierAccount
 from cache.types import Namespace, Tokens
@@ -27,6 +27,7 @@ from session_server.core.tier_orders import (
 )
 from session_server.engine.tiers.costs import TierCosts
 from session_server.engine.tiers.order_book import OrderBook
+from session_server.engine.tiers.unread_files import UnreadFiles
 
 _FULL_DIVISOR: Final = 4
 """Segments are written to disk ahead of need while less than this part of host memory is free."""
@@ -71,12 +72,12 @@ class TierStore:
         self.host = TierAccount(host_bytes)
         self.disk = TierAccount(disk_bytes)
         self.counts = TierCounts()
-        self._unread: OrderedDict[bytes, int] = OrderedDict()
-        """Files that no segment stands for, with their bytes; those used longest ago first. Until
-        the disk is listed: those that were found on it, with 0."""
+        self._unread = UnreadFiles()
+        """Files that no segment stands for. Until the disk is listed: those that were found on it,
+        without bytes."""
 
-        self._unread_bytes = 0
         self.is_listed = disk_bytes == 0
+        self._on_listed: list[Callable[[], None]] = []
         self.orders = OrderBook()
         self._num_writing = 0
         self._unwritten: OrderedDict[int, Segment] = OrderedDict()
@@ -103,7 +104,7 @@ class TierStore:
 
     def report(self) -> TierReport:
         """Return what was done so far, and what is held now."""
-        disk_bytes = self.disk.num_bytes + self._unread_bytes
+        disk_bytes = self.disk.num_bytes + self._unread.num_bytes
         counted = {name: getattr(self.counts, name) for name in TierCounts.__slots__}
         return TierReport(**counted, host_bytes=self.host.num_bytes, disk_bytes=disk_bytes)
 
@@ -171,6 +172,13 @@ class TierStore:
         """Return whether the disk may have a segment of this name that the tree lacks."""
         return name is not None and (name in self._unread or not self.is_listed)
 
+    def when_listed(self, then: Callable[[], None]) -> None:
+        """Do something once the files on disk are known by name."""
+        if self.is_listed:
+            then()
+        else:
+            self._on_listed.append(then)
+
     def find_files(
         self, namespace: Namespace, tokens: Tokens, path: Path, then: Callable[[], None]
     ) -> None:
@@ -209,6 +217,29 @@ class TierStore:
         self.host.touch(used)
         self.disk.touch(used)
 
+    def is_followed(self, segment: Segment) -> bool:
+        """Return whether something follows a segment, be it in a file that was not read. O(pages of
+        the segment) while there are such files."""
+        if segment.children or not self._unread:
+            return bool(segment.children)
+        content = segment.content
+        chains = chains_after(content.chain, content.tokens, self.tree.page_size)
+        return any(map(self._unread.has_after, chains))
+
+    def drop_unread(self, path: Path, tokens: Tokens, num_kept: int) -> None:
+        """Drop the files that the disk has of `tokens` behind a path, and behind the first tokens,
+        from the last one back to where another file follows."""
+        if not self._unread:
+            return
+        page_size = self.tree.page_size
+        end = len(tokens) - len(tokens) % page_size
+        # A file is named by the chain after its first page.
+        names = [*chains_after(path.chain, tokens[path.length : end], page_size)]
+        for number, name in reversed([*enumerate(names)]):
+            if self._unread.has_after(name) or path.length + number * page_size < num_kept:
+                return
+            self._forget_unread(name)
+
     def drop(self, segment: Segment) -> None:
         """Drop a segment everywhere, and all that follow it."""
         for each in self.tree.remove(segment):
@@ -220,7 +251,7 @@ class TierStore:
             if each in self.disk:
                 self.disk.remove(each)
                 if each.on_disk:
-                    self.orders.forget_file(each.content.name)
+                    self.orders.forget_file(each.content.file_id)
             self._unwritten.pop(each.number, None)
             self._failed.pop(each.number, None)
 
@@ -235,7 +266,7 @@ class TierStore:
         for segment in self.tree.segments():
             if self.tree.get(segment.number) is segment:
                 self.drop(segment)
-        self._unread, self._unread_bytes = OrderedDict(), 0  # what is being found is gone by then
+        self._unread = UnreadFiles()  # what is being found is gone by then
         if self.has_disk:
             self.orders.forget_files()
 
@@ -250,8 +281,6 @@ class TierStore:
                 found.append(f"{name}: segments have {held} bytes, {account.num_bytes} are counted")
             if account.num_bytes > account.max_bytes:
                 found.append(f"{name}: {account.num_bytes} bytes of {account.max_bytes}")
-        if (unread := sum(self._unread.values())) != self._unread_bytes:
-            found.append(f"disk: unread files have {unread} bytes, not {self._unread_bytes}")
         return found
 
     def _shape(self, segment: Segment) -> Iterator[str]:
@@ -316,7 +345,7 @@ class TierStore:
         segment.is_writing = False
         if self.tree.get(segment.number) is not segment:
             if is_whole:
-                self.orders.forget_file(segment.content.name)
+                self.orders.forget_file(segment.content.file_id)
             return
         segment.on_disk, segment.is_refused = is_whole, not is_whole
         if is_whole:
@@ -340,10 +369,10 @@ class TierStore:
             return False
         while (
             self.disk.num_segments + len(self._unread) >= MAX_FILES
-            or self.disk.free_bytes - self._unread_bytes < num_bytes
+            or self.disk.free_bytes - self._unread.num_bytes < num_bytes
         ):
             if self._unread:
-                self._forget_unread(next(iter(self._unread)))
+                self._forget_unread(self._unread.oldest())
                 continue
             segment = self.disk.next_to_give(lambda each: each.on_disk, _NUM_TRIED)
             if segment is None:
@@ -358,26 +387,28 @@ class TierStore:
         # It is not written again: it would push out what has just pushed it out.
         segment.on_disk, segment.is_refused = False, True
         self.disk.remove(segment)
-        self.orders.forget_file(segment.content.name)
+        self.orders.forget_file(segment.content.file_id)
 
     def _forget_unread(self, name: bytes) -> None:
-        if (num_bytes := self._unread.pop(name, None)) is not None:
-            self._unread_bytes -= num_bytes
-            self.orders.forget_file(name)
+        if (file_id := self._unread.pop(name)) is not None:
+            self.orders.forget_file(file_id)
 
-    def _take_list(self, result: TierResult, unread: OrderedDict[bytes, int]) -> None:
+    def _take_list(self, result: TierResult, unread: UnreadFiles) -> None:
         self.is_listed = True
-        if unread is not self._unread:
-            return
+        if unread is self._unread:
+            self._enter_list(result)
+        on_listed, self._on_listed = self._on_listed, []
+        for then in on_listed:
+            then()
+
+    def _enter_list(self, result: TierResult) -> None:
         if result.refusal is not None:
             self.disk.max_bytes = 0  # what it has cannot be counted, so it gets no more
-        known = set(self._unread)
-        self._unread.clear()
-        for name, num_bytes in result.files:
-            if name not in known:
+        known = self._unread.take_all()
+        for file_id, num_bytes in result.files:
+            if file_id not in known:
                 # It counts as what a segment of it takes at most, so that there is room for that.
-                self._unread[name] = num_bytes + SEGMENT_BYTES
-                self._unread_bytes += num_bytes + SEGMENT_BYTES
+                self._unread.add(file_id, num_bytes + SEGMENT_BYTES)
         self._make_room_on_disk(0)
 
     def _enter_found(
@@ -390,13 +421,13 @@ class TierStore:
             if self.is_listed and each.file.name not in self._unread:
                 return  # it gave way meanwhile, and its file is gone
             segment = self.tree.add(namespace, path, each.tokens, each.spans)
-            self._unread_bytes -= self._unread.pop(segment.content.name, 0)
+            self._unread.pop(segment.content.name)
             if not self.is_listed:
                 # The list may have it although it is gone by then.
-                self._unread[segment.content.name] = 0
-            if self.disk.free_bytes - self._unread_bytes < segment.content.num_bytes:
+                self._unread.add(segment.content.file_id, 0)
+            if self.disk.free_bytes - self._unread.num_bytes < segment.content.num_bytes:
                 self.tree.remove(segment)
-                self.orders.forget_file(segment.content.name)
+                self.orders.forget_file(segment.content.file_id)
                 return
             segment.on_disk = True
             self.disk.add(segment)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from cache.components import components_of
 from cache.session_cache import SessionAwareCache
 from cache.tiers.segment_tree import SegmentTree
-from cache.types import SessionId, SlotState, Tokens
+from cache.types import Namespace, SessionId, SlotState, Tokens
 from session_server.core.tier_orders import TierOrder, TierResult
 from session_server.engine.config import TierPolicy
 from session_server.engine.in_flight import InFlight
@@ -67,6 +67,11 @@ class Tiers:
         if self._is_on:
             self._restoring.forget(session_id)
             self._spilling.forget(session_id, is_deleted=is_deleted)
+
+    def forget(self, namespace: Namespace, tokens: Tokens, num_kept: int) -> None:
+        """Drop what nobody else has of a session that is not open, behind its first tokens."""
+        if self._is_on:
+            self._spilling.drop_path(namespace, tokens, num_kept)
 
     def holds(self, session_id: SessionId) -> bool:
         """Return whether a session must not be cooled yet, because it is being copied first."""

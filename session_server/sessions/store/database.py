@@ -16,6 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, TypeVar
 
+from session_server.sessions.store.directories import (
+    make_directory,
+    sync_above,
+    sync_directory,
+)
 from session_server.sessions.store.lost_pages import check_pages, index_of, log_of, size_of
 from session_server.sessions.store.records import Parts, RecordRow, SessionRow
 from session_server.sessions.store.schema import (
@@ -37,6 +42,9 @@ _MIN_PAGE_BYTES: Final = 512
 """The least that a page of SQLite has. Of a file with less it drops the log."""
 
 _PAGE_ROWS: Final = 256
+_RENAMED: Final = "id = id || '/' || number"
+"""What frees the id of a session: no id that a client may choose has this character."""
+
 _BEHIND: Final = "number > ? ORDER BY number LIMIT ?"
 _RowT = TypeVar("_RowT", SessionRow, RecordRow)
 _BUSY_S: Final = 1.0
@@ -97,7 +105,7 @@ class Database:
             self._migrate()
             self._check_writable()
             # SQLite does so too, for its log, and goes on if that fails.
-            _sync(directory)
+            sync_directory(directory)
             # What a server that was killed had written may be in the system's memory alone, and
             # from now on it is told of as what is on disk. To sync it is not enough: that says
             # nothing of pages that an earlier sync could not write. So it is written once more.
@@ -167,7 +175,7 @@ class Database:
         if self._was_made or self._lock_fd is None:
             return
         self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        _sync(self.path.parent)
+        sync_directory(self.path.parent)
         os.write(self._lock_fd, _MADE)
         os.fsync(self._lock_fd)
 
@@ -237,9 +245,13 @@ class Database:
     def put(self, row: SessionRow, entry: bytes) -> None:
         """Write a session with one entry, in place of all that was there of it."""
         execute = self._writer.execute
-        # An earlier session of this name may still be there: to delete it may have failed.
-        names = (row.number, row.owner_id, row.session_id)
-        execute("DELETE FROM sessions WHERE number = ? OR (owner = ? AND id = ?)", names)
+        self.delete(row.number)
+        # An earlier session of this name may still be there: it has expired, or to delete it has
+        # failed. It expires by another name.
+        execute(
+            f"UPDATE sessions SET {_RENAMED}, expires = min(expires, 1) WHERE owner = ? AND id = ?",  # noqa: S608
+            (row.owner_id, row.session_id),
+        )
         values = (
             *(row.number, row.owner_id, row.session_id, row.model, row.expires_s),
             *(row.settings, row.num_tokens, row.num_turns, row.num_uses, 1),
@@ -261,6 +273,11 @@ class Database:
     def delete(self, number: int) -> None:
         """Delete a session and its entries, if it is there."""
         self._writer.execute("DELETE FROM sessions WHERE number = ?", (number,))
+
+    def retire(self, number: int) -> None:
+        """Let a session have expired long ago, and its id be free; its tokens can be read."""
+        query = f"UPDATE sessions SET {_RENAMED}, expires = 0 WHERE number = ?"  # noqa: S608
+        self._writer.execute(query, (number,))
 
     def _update(self, row: SessionRow, num_entries: int) -> None:
         values = (
@@ -327,11 +344,11 @@ class Database:
 
     def holdings(self) -> list[tuple[str, int, int]]:
         """Return how many sessions each owner has, and the bytes of their entries; expired ones
-        among them. Reads of each entry how long it is."""
+        among them, and no retired ones. Reads of each entry how long it is."""
         query = (
             "SELECT owner, count(*), coalesce(sum(num_bytes), 0) FROM sessions LEFT JOIN"
             " (SELECT session, sum(length(entry)) AS num_bytes FROM entries GROUP BY session)"
-            " ON session = number GROUP BY owner"
+            " ON session = number WHERE expires > 0 GROUP BY owner"
         )
         return [(owner_id, int(n), int(size)) for owner_id, n, size in self._reader.execute(query)]
 
@@ -355,11 +372,13 @@ class Database:
         return [entry for (entry,) in rows]
 
     def walk(self, owner_id: str | None) -> Iterator[SessionRow]:
-        """Yield all sessions of an owner, or of everybody, in order."""
+        """Yield all sessions of an owner, or of everybody, in order, without retired ones."""
         after = 0
         while True:
-            condition = "number > ? AND (? IS NULL OR owner = ?) ORDER BY number LIMIT ?"
-            rows = self._rows(condition, (after, owner_id, owner_id, _PAGE_ROWS))
+            condition = (
+                "number > ? AND owner = ifnull(?, owner) AND expires > 0 ORDER BY number LIMIT ?"
+            )
+            rows = self._rows(condition, (after, owner_id, _PAGE_ROWS))
             yield from rows
             if len(rows) < _PAGE_ROWS:
                 return
@@ -502,8 +521,8 @@ def _lock(directory: Path) -> int:
     """Make the directory and lock it for this process; return the descriptor that holds the lock.
     Raises StoreUnusable."""
     try:
-        _make(directory)
-        _sync_above(directory.resolve())
+        make_directory(directory)
+        sync_above(directory.resolve())
         fd = os.open(
             directory / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
         )
@@ -518,32 +537,3 @@ def _lock(directory: Path) -> int:
             "another directory, or stop that server"
         ) from error
     return fd
-
-
-def _sync_above(directory: Path) -> None:
-    """Have the name of a directory on disk, and those of the ones that it is in: whoever has made
-    one of them may have been killed before that."""
-    device = directory.stat().st_dev
-    for parent in directory.parents:
-        if parent.stat().st_dev != device:
-            return
-        with contextlib.suppress(
-            PermissionError
-        ):  # then the user who runs this has made nothing in it
-            _sync(parent)
-
-
-def _make(directory: Path) -> None:
-    """Make a directory, and those above it, for this user alone, unless they are there."""
-    if not directory.is_dir():
-        _make(directory.parent)
-        directory.mkdir(mode=0o700, exist_ok=True)
-
-
-def _sync(directory: Path) -> None:
-    """Have the names in a directory on disk."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

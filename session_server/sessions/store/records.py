@@ -58,6 +58,16 @@ class SessionRow(msgspec.Struct, frozen=True, gc=False):
     num_uses: int
     num_entries: int = 0
 
+    @property
+    def is_retired(self) -> bool:
+        """Return whether it was deleted, and is there for the sake of its tokens alone."""
+        return self.expires_s <= 0
+
+    @property
+    def name(self) -> str:
+        """Return the id that its client gave it, or was given: see `Database.retire`."""
+        return self.session_id.partition("/")[0]
+
 
 class RecordRow(msgspec.Struct, frozen=True, gc=False):
     """Hold a record without its parts.

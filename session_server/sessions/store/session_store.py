@@ -225,22 +225,29 @@ class SessionStore:
     def delete(self, number: int, told: Told = lambda _error: None) -> None:
         """Delete a session. From now on it is not found; `told` as in `put`. Where that fails it is
         tried again."""
-        self._dropped.add(number)
-        self._delete(number, told)
+        self._end(number, told, lambda database: database.delete(number))
+
+    def retire(self, number: int, told: Told = lambda _error: None) -> None:
+        """Delete a session whose tokens are still to be read: from now on it is not found, and once
+        that is on disk it is one that has expired; `told` as in `put`. Where that fails it is
+        deleted."""
+        self._end(number, told, lambda database: database.retire(number))
 
     def retry_deletes(self) -> None:
         """Delete what could not be deleted: one session, and more once that succeeds."""
         num_tried = 1 if self.failure is not None else _DELETED_AT_ONCE
         for number in list(islice(self._undeleted, num_tried)):
             del self._undeleted[number]
-            self._delete(number, lambda _error: None)
+            self.delete(number)
 
     @property
     def num_undeleted(self) -> int:
         """Return the sessions that are to be deleted, and could not be."""
         return len(self._undeleted)
 
-    def _delete(self, number: int, told: Told) -> None:
+    def _end(self, number: int, told: Told, write: Write) -> None:
+        self._dropped.add(number)
+
         def forget(error: Exception | None) -> None:
             if error is None:
                 self._dropped.discard(number)
@@ -248,7 +255,7 @@ class SessionStore:
                 self._undeleted[number] = None
             told(error)
 
-        self.ask(lambda database: database.delete(number), forget)
+        self.ask(write, forget)
 
     def ask(
         self, write: Write, told: Told, num_bytes: int = 0, beside: Beside | None = None

@@ -1,0 +1,35 @@
+"""Make a directory that is for its user alone, and have names on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+
+def make_directory(directory: Path) -> None:
+    """Make a directory, and those above it, for this user alone, unless they are there."""
+    if not directory.is_dir():
+        make_directory(directory.parent)
+        directory.mkdir(mode=0o700, exist_ok=True)
+
+
+def sync_directory(directory: Path) -> None:
+    """Have the names in a directory on disk."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sync_above(directory: Path) -> None:
+    """Have the name of a directory on disk, and those of the ones that it is in: whoever has made
+    one of them may have been killed before that."""
+    device = directory.stat().st_dev
+    for parent in directory.parents:
+        if parent.stat().st_dev != device:
+            return
+        # Where that is not permitted the user who runs this has made nothing.
+        with contextlib.suppress(PermissionError):
+            sync_directory(parent)

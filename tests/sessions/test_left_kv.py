@@ -1,0 +1,325 @@
+"""Of a session that is deleted while the engine does not know it, the engine hears by its tokens:
+its KV may be in host memory or on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from session_server.core.commands import ForgetKV, OpenSession
+from session_server.core.errors import SessionNotFound
+from session_server.core.owner import Owner
+from session_server.core.session_events import ChatInput, Message
+from session_server.sessions import stored_ends
+from session_server.sessions.quotas import QuotaLimits
+from session_server.sessions.session import Session
+from session_server.sessions.store.session_store import ENTRIES_AT_ONCE
+from session_server.sessions.stored_ends import MAX_TOLD_TOKENS
+from tests.sessions.recount import recount
+from tests.sessions.test_stored_sessions import Disk
+from tests.sessions.world import OWNER, World, turn
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Disk:
+    return Disk(tmp_path / "store")
+
+
+def stored(disk: Disk, *names: str, num_turns: int = 1) -> dict[str, tuple[int, ...]]:
+    """Sessions of an earlier process, and what the engine had of them."""
+    histories = {}
+    with disk.world(kv_tiers="disk") as world:
+        for name in names:
+            world.create(is_stored=True, session_id=name)
+            for number in range(num_turns):
+                world.run(name, turn(f"t{number}", f"I am {name}, {number}", max_tokens=4))
+            histories[name] = world.history(name)
+        assert not told(world)
+    return histories
+
+
+def told(world: World) -> list[tuple[int, ...]]:
+    """The tokens that the engine was told to forget."""
+    found = [each for each in world.engine.seen if isinstance(each, ForgetKV)]
+    return [tuple(np.frombuffer(each.tokens, "<i4").tolist()) for each in found]
+
+
+def tick(world: World) -> None:
+    """A second passes, and what it brings about is done."""
+    world.now_s += 1.0
+    world.manager.tick()
+    world.spin(4 * ENTRIES_AT_ONCE)
+
+
+def num_rows(disk: Disk) -> int:
+    return disk.store._database.count()[0]
+
+
+def num_counted(world: World) -> int:
+    return world.manager._quotas.owned_sessions.held_by(OWNER)
+
+
+def test_one_that_nobody_has_named_since_the_start(disk: Disk) -> None:
+    histories = stored(disk, "one", "two")
+    with disk.world(kv_tiers="disk") as world:
+        world.manager.close(OWNER, "one")
+        assert num_counted(world) == 1
+        with pytest.raises(SessionNotFound):
+            world.manager.get(OWNER, "one")
+        assert [view.session_id for view in world.manager.list(OWNER).sessions] == ["two"]
+        assert not told(world), "nobody waits for its tokens"
+        tick(world)
+        assert told(world) == [histories["one"]]
+        assert num_rows(disk) == 1
+        assert num_counted(world) == 1
+        world.run("two", turn("next"))
+        (command,) = (each for each in world.engine.seen if isinstance(each, ForgetKV))
+        opened = next(each for each in world.engine.seen if isinstance(each, OpenSession))
+        assert (command.tenant, command.tenant_salt) == (opened.tenant, opened.tenant_salt)
+        tick(world)
+        assert len(told(world)) == 1
+        recount(world.manager)
+
+
+def test_its_namespace_may_be_its_own(disk: Disk) -> None:
+    with disk.world(kv_tiers="disk", share_prefixes=False) as world:
+        world.create(is_stored=True, session_id="one")
+        world.run("one", turn("1"))
+        (salt,) = world.engine.salts.values()
+    with disk.world(kv_tiers="disk", share_prefixes=False) as world:
+        world.manager.close(OWNER, "one")
+        tick(world)
+        (command,) = (each for each in world.engine.seen if isinstance(each, ForgetKV))
+        assert command.tenant_salt == salt
+
+
+def test_one_that_was_read_and_not_used(disk: Disk) -> None:
+    histories = stored(disk, "one")
+    with disk.world(kv_tiers="disk") as world:
+        assert world.history("one") == histories["one"]
+        world.manager.close(OWNER, "one")
+        tick(world)
+        assert told(world) == [histories["one"]]
+        assert num_rows(disk) == num_counted(world) == 0
+        recount(world.manager)
+
+
+def test_those_whose_time_is_over(disk: Disk) -> None:
+    histories = stored(disk, "one", "two", "three")
+    with disk.world(kv_tiers="disk") as world:
+        world.manager.get(OWNER, "three")
+        disk.now_s += 10_000.0
+        world.now_s += 10_000.0
+        for _ in range(3):
+            tick(world)
+        assert sorted(told(world)) == sorted(histories.values())
+        assert num_rows(disk) == num_counted(world) == 0
+
+
+def test_one_that_makes_room_and_one_that_is_spared(disk: Disk) -> None:
+    with disk.world(kv_tiers="disk") as world:
+        histories = []
+        for name in ("one", "two"):
+            world.create(is_stored=True, session_id=name)
+            world.run(name, turn("1", name))
+            session = session_of(world, name)
+            session.life.num_own_uses = session.life.num_uses
+            world.manager._flow.conclusion.logs.touch(session)
+            histories.append(world.history(name))
+    with disk.world(kv_tiers="disk") as world:
+        world.manager._sessions.spare_on_disk(OWNER, "two")
+        assert world.manager._quotas.room_makers.delete(OWNER, of_others=False)
+        assert num_counted(world) == 0
+        tick(world)
+        assert sorted(told(world)) == sorted(histories)
+
+
+def test_without_tiers_it_is_deleted_at_once(disk: Disk) -> None:
+    stored(disk, "one", "two")
+    with disk.world() as world:
+        world.manager.close(OWNER, "one")
+        assert num_rows(disk) == 1
+        world.manager.get(OWNER, "two")
+        world.manager.close(OWNER, "two")
+        assert num_rows(disk) == 0
+        tick(world)
+        assert not told(world)
+
+
+def test_host_memory_has_nothing_of_an_earlier_engine(disk: Disk) -> None:
+    stored(disk, "one", "two")
+    with disk.world(kv_tiers="host", quotas=QuotaLimits(sessions=1)) as world:
+        disk.now_s += 5.0
+        world.manager.close(OWNER, "one")
+        assert num_rows(disk) == 1
+        world.run("two", turn("again"))
+        history = world.history("two")
+        world.create(session_id="three")
+        assert world.manager._sessions.find(OWNER, "two") is None, "it was unloaded"
+        assert world.engine.seen[-1].is_deleted is False  # type: ignore[union-attr]
+        world.manager.close(OWNER, "two")
+        tick(world)
+        assert told(world) == [history]
+        assert num_rows(disk) == 0
+
+
+def test_host_memory_is_gone_with_its_engine(disk: Disk) -> None:
+    with disk.world(kv_tiers="host") as world:
+        world.create(is_stored=True, session_id="one")
+        world.run("one", turn("1"))
+        world.now_s += 1.0
+        world.engine.die()
+        world.engine.come_up()
+        world.engine.deliver()
+        world.manager.close(OWNER, "one")
+        tick(world)
+        assert not told(world)
+        assert num_rows(disk) == 0
+
+
+def test_one_that_is_not_stored_is_told_from_memory() -> None:
+    with World(kv_tiers="host") as world:
+        name = world.open()
+        world.run(name, turn("1"))
+        history = world.history(name)
+        world.manager.edits.retention.pin(OWNER, name, pinned=True)  # from its next turn on
+        assert world.engine.seen[-1].is_deleted is False  # type: ignore[union-attr]
+        world.manager.close(OWNER, name)
+        assert told(world) == [history]
+
+
+def session_of(world: World, name: str) -> Session:
+    found = world.manager._sessions.find(OWNER, name)
+    assert found is not None
+    return found
+
+
+def test_it_waits_on_disk_for_an_engine_and_for_the_next_process(disk: Disk) -> None:
+    histories = stored(disk, "one", "two")
+    with disk.world(kv_tiers="disk") as world:
+        world.engine.die()
+        world.engine.deliver()
+        world.manager.close(OWNER, "one")
+        tick(world)
+        assert num_rows(disk) == 2
+        world.engine.come_up()
+        world.engine.deliver()
+        world.engine.is_full = True
+        tick(world)
+        assert num_rows(disk) == 2
+        world.engine.is_full = False
+        tick(world)
+        assert told(world) == [histories["one"]]
+        world.manager.close(OWNER, "two")
+    with disk.world(kv_tiers="disk") as world:
+        assert num_counted(world) == 0
+        with pytest.raises(SessionNotFound):
+            world.manager.get(OWNER, "two")
+        tick(world)
+        assert told(world) == [histories["two"]]
+        assert num_rows(disk) == num_counted(world) == 0
+
+
+def test_its_id_is_free_at_once(disk: Disk) -> None:
+    histories = stored(disk, "one", "two")
+    with disk.world(kv_tiers="disk") as world:
+        world.manager.close(OWNER, "one")
+        world.create(is_stored=True, session_id="one")
+        disk.now_s += 10_000.0  # and so is that of one whose time is over
+        world.create(is_stored=True, session_id="two")
+        tick(world)
+        assert sorted(told(world)) == sorted(histories.values())
+        assert num_rows(disk) == num_counted(world) == 2
+        assert world.history("one") == world.history("two") == ()
+        recount(world.manager)
+
+
+def test_one_that_cannot_be_read_goes_and_its_kv_ages_out(
+    disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored(disk, "one")
+    with disk.world(kv_tiers="disk") as world:
+        with disk.store._database.transaction():
+            disk.store._database._writer.execute("UPDATE entries SET entry = x'00'")
+        world.manager.close(OWNER, "one")
+        tick(world)
+        assert not told(world)
+        assert num_rows(disk) == 0
+    assert "session one cannot be read, so its KV ages out" in caplog.text
+
+
+def test_many_and_long_ones_are_told_in_slices(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    histories = stored(disk, "long", num_turns=3 * ENTRIES_AT_ONCE) | stored(disk, "b", "c", "d")
+    limit = len(histories["long"]) + 1
+    assert limit < MAX_TOLD_TOKENS
+    monkeypatch.setattr(stored_ends, "MAX_TOLD_TOKENS", limit)
+    with disk.world(kv_tiers="disk") as world:
+        for name in histories:
+            world.manager.close(OWNER, name)
+        world.now_s += 1.0
+        world.manager.tick()
+        num_slices = 0
+        while not told(world):
+            num_slices += 1
+            world.spin(1)
+        assert num_slices >= 2
+        world.spin(100)
+        assert len(told(world)) == 2, "one more than there is room for"
+        tick(world)
+        assert sorted(told(world)) == sorted(histories.values())
+
+
+def test_those_that_come_back_keep_theirs(disk: Disk) -> None:
+    stored(disk, "one", "two")
+    with disk.world(kv_tiers="disk", quotas=QuotaLimits(sessions=1)) as world:
+        world.manager.get(OWNER, "one")
+        world.manager.get(OWNER, "two")
+        world.do(world.manager.drain(0.0))
+        tick(world)
+        assert not told(world)
+        assert num_rows(disk) == 2
+
+
+def test_sessions_of_another_tokenizer_have_nothing_here(disk: Disk) -> None:
+    stored(disk, "one")
+    with disk.world(kv_tiers="disk", model=b"another") as world:
+        world.manager.close(OWNER, "one")
+        assert num_rows(disk) == 0
+        tick(world)
+        assert not told(world)
+
+
+def test_another_owner_has_another_namespace(disk: Disk) -> None:
+    other = Owner("other")
+    with disk.world(kv_tiers="disk") as world:
+        for owner in (OWNER, other):
+            world.create(owner=owner, is_stored=True, session_id="one")
+    with disk.world(kv_tiers="disk") as world:
+        for owner in (OWNER, other):
+            world.manager.close(owner, "one")
+        tick(world)
+        found = [each for each in world.engine.seen if isinstance(each, ForgetKV)]
+        assert len({each.tenant for each in found}) == 2
+        assert len({each.tenant_salt for each in found}) == 2
+
+
+@pytest.mark.parametrize("is_rewound", [True, False])
+def test_what_is_cut_off_a_history_is_told_too(disk: Disk, *, is_rewound: bool) -> None:
+    histories = stored(disk, "one", num_turns=9)
+    with disk.world(kv_tiers="disk") as world:
+        if is_rewound:
+            first = world.manager.snapshot(OWNER, "one").items[1]
+            world.manager.edits.rewind(OWNER, "one", first.id)
+            num_kept = len(world.history("one"))
+        else:
+            anew = ChatInput((Message("user", "Something else"),), is_whole=True)
+            world.submit("one", turn("other", anew))
+            num_kept = next(
+                len(each.tokens) for each in world.engine.seen if isinstance(each, OpenSession)
+            )
+        assert told(world) == [histories["one"]]
+        assert num_kept < len(histories["one"])
+        (command,) = (each for each in world.engine.seen if isinstance(each, ForgetKV))
+        assert command.num_kept == num_kept
