@@ -112,7 +112,7 @@ def build_engine(settings: Settings) -> EngineAssembly:
         eos_token_ids=eos_token_ids,
         vocab_size=loaded.config.vocab_size,
     )
-    ready = _ready(loaded, engine, eos_token_ids)
+    ready = _ready(loaded, engine, eos_token_ids, tiers.policy)
     compile_ = GrammarCache(grammars).compile
     return EngineAssembly(engine, loaded.runner, ready, compile_, tiers.carrier)
 
@@ -349,7 +349,9 @@ def _bounded_pools(settings: Settings) -> BoundedPools:
     return BoundedPools(ahead, num_drafts, settings.cache.window_ratio)
 
 
-def _ready(loaded: LoadedRunner, engine: Engine, eos_token_ids: tuple[int, ...]) -> EngineReady:
+def _ready(
+    loaded: LoadedRunner, engine: Engine, eos_token_ids: tuple[int, ...], tiers: TierPolicy
+) -> EngineReady:
     capacity = loaded.plan.capacity
     return EngineReady(
         epoch=1,
@@ -361,6 +363,7 @@ def _ready(loaded: LoadedRunner, engine: Engine, eos_token_ids: tuple[int, ...])
         device=loaded.device,
         dtype=loaded.dtype,
         backend=_backend(loaded),
+        kv_tiers="disk" if tiers.disk_bytes else "host" if tiers.host_bytes else "none",
     )
 
 

@@ -124,6 +124,13 @@ class CoolSession(Command, frozen=True, tag=True, kw_only=True):
     session_id: SessionId
 
 
+class WarmSession(Command, frozen=True, tag=True, kw_only=True):
+    """Bring KV of a cold session at rest back into the tree, if any is kept outside of the pools and
+    there is room. Computes nothing, is never answered, and the session stays cold."""
+
+    session_id: SessionId
+
+
 class FlushCache(Command, frozen=True, tag=True, kw_only=True):
     """Cool every session and empty the tree if no turn is live. Answered by `CacheFlushed`."""
 
@@ -161,6 +168,7 @@ EngineCommand = (
     | CancelTurn
     | CloseSession
     | CoolSession
+    | WarmSession
     | FlushCache
     | ReportMemory
     | Shutdown

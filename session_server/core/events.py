@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Iterator
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -63,6 +63,9 @@ class EngineReady(Event, frozen=True, tag=True, kw_only=True):
     device: str
     dtype: str
     backend: str
+    kv_tiers: Literal["none", "host", "disk"] = "none"
+    """Where KV is kept that the pools have no room for: what is in host memory ends with the
+    engine."""
 
 
 class EngineDied(Event, frozen=True, tag=True, kw_only=True):

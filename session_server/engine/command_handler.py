@@ -26,6 +26,7 @@ from session_server.core.commands import (
     Shutdown,
     StopTurn,
     SubmitTurn,
+    WarmSession,
 )
 from session_server.core.errors import (
     ContextTooLong,
@@ -97,6 +98,9 @@ class CommandHandler:
                 self._close(command, now_s)
             case CoolSession(session_id=session_id):
                 self._cool(session_id)
+            case WarmSession(session_id=session_id):
+                if session_id in self._cache and self._scheduler.turn_of(session_id) is None:
+                    self._tiers.warm(session_id)
             case FlushCache(request_id=request_id):
                 self._flush(request_id)
             case ReportMemory():

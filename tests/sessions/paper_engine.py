@@ -11,6 +11,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from session_server.core.commands import (
     CancelTurn,
@@ -113,6 +114,7 @@ class PaperEngine:
     is_alive: bool = False
     is_full: bool = False
     refuse_open: str | None = None
+    kv_tiers: Literal["none", "host", "disk"] = "none"
     _listener: EventListener | None = None
 
     # -- EngineClient
@@ -193,6 +195,7 @@ class PaperEngine:
                 device="paper",
                 dtype="float32",
                 backend="paper",
+                kv_tiers=self.kv_tiers,
             )
         )
 

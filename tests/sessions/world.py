@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Coroutine
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar
 
 from session_server.core.engine_client import EngineClient
 from session_server.core.owner import Owner
@@ -133,6 +133,7 @@ class World(HeldManager[PaperEngine]):
         max_turn_len: int = 4096,
         share_prefixes: bool = True,
         store: SessionStore | None = None,
+        kv_tiers: Literal["none", "host", "disk"] = "none",
     ) -> None:
         text = model_text(kind)
         alphabet = letters(text)
@@ -148,6 +149,7 @@ class World(HeldManager[PaperEngine]):
             eos_ids=ends,
             max_turn_len=max_turn_len,
             next_token=next_token,
+            kv_tiers=kv_tiers,
         )
         salts = TenantSalts(b"0123456789abcdef", share_prefixes=share_prefixes)
         super().__init__(engine, text, salts=salts, limits=limits, quotas=quotas, store=store)

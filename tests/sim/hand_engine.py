@@ -300,7 +300,7 @@ class HandEngine:
 
     def ready(self, epoch: int) -> EngineReady:
         """Return what the engine says of itself when it comes up."""
-        stores = self.cache.inspect().stores
+        stores, tiers = self.cache.inspect().stores, self.settings.tiers
         return EngineReady(
             epoch=epoch,
             max_turn_len=self.engine.max_turn_len,
@@ -311,4 +311,5 @@ class HandEngine:
             device="echo",
             dtype="none",
             backend="echo",
+            kv_tiers="disk" if tiers.disk_bytes else "host" if tiers.host_bytes else "none",
         )
