@@ -25,6 +25,7 @@ from session_server.core.commands import (
     Shutdown,
     StopTurn,
     SubmitTurn,
+    WarmSession,
 )
 from session_server.core.engine_client import EventListener
 from session_server.core.errors import EngineUnavailable
@@ -237,6 +238,8 @@ class PaperEngine:
                 slot = self.slots.pop(session_id, None)
                 assert slot is None or slot.turn is None, "closed under a live turn"
                 self.events.append(SessionGone(session_id=session_id))
+            case WarmSession():
+                pass  # the paper engine keeps nothing outside of its slots
             case FlushCache(request_id=request_id):
                 done = not self.is_busy
                 if done:
