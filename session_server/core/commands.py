@@ -125,7 +125,7 @@ class CoolSession(Command, frozen=True, tag=True, kw_only=True):
 
 
 class WarmSession(Command, frozen=True, tag=True, kw_only=True):
-    """Bring KV of a cold session at rest back into the tree, if any is kept outside of the pools and
+    """Bring what is kept of a cold session at rest outside of the pools back into the tree, if
     there is room. Computes nothing, is never answered, and the session stays cold."""
 
     session_id: SessionId

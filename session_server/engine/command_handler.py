@@ -99,15 +99,11 @@ class CommandHandler:
             case CoolSession(session_id=session_id):
                 self._cool(session_id)
             case WarmSession(session_id=session_id):
-                if session_id in self._cache and self._scheduler.turn_of(session_id) is None:
-                    self._tiers.warm(session_id)
+                self._warm(session_id)
             case FlushCache(request_id=request_id):
                 self._flush(request_id)
             case ReportMemory():
-                if command.full:
-                    self._watch.audit_all()
-                    self._guard.audit_tiers()
-                self._outbox.emit(self._guard.report(command, now_s))
+                self._report(command, now_s)
             case Shutdown():
                 self.is_shutting_down = True
                 self._tiers.drain(now_s)
@@ -253,6 +249,16 @@ class CommandHandler:
         self._cache.cool(session_id)
         self._watch.touch(session_id)
         self._outbox.emit(SessionCooled(session_id=session_id))
+
+    def _warm(self, session_id: SessionId) -> None:
+        if session_id in self._cache and self._scheduler.turn_of(session_id) is None:
+            self._tiers.warm(session_id)
+
+    def _report(self, command: ReportMemory, now_s: float) -> None:
+        if command.full:
+            self._watch.audit_all()
+            self._guard.audit_tiers()
+        self._outbox.emit(self._guard.report(command, now_s))
 
     def _flush(self, request_id: int) -> None:
         is_idle = len(self._scheduler) == 0
