@@ -154,6 +154,18 @@ def test_a_copy_back_of_what_was_found_wrong_meanwhile_is_not_used() -> None:
     bench.close_all()
 
 
+def test_what_a_session_left_that_was_found_wrong_as_it_closed_is_not_used() -> None:
+    bench = Bench(Sizes(num_pages=40, host_kv_bytes=MIB, memory_check=MemoryCheck.WARN))
+    first_turns(bench, 8)
+    (wrong, *_) = [s.session_id for s in bench.cache.slots() if s.state is SlotState.PARKED]
+    inspection = bench.engine.inspect()
+    assert len(inspection.tiers.store.tree) > 0
+    inspection.watch.note_content([Violation("a page is wrong", wrong)])
+    bench.step(CloseSession(session_id=wrong))
+    assert len(inspection.tiers.store.tree) == 0
+    bench.close_all()
+
+
 def test_a_file_that_is_written_makes_room_at_once_while_the_next_is_written() -> None:
     """Else nothing would be copied before all of host memory is on disk."""
     sizes = Sizes(num_pages=40, host_kv_bytes=6 * 4200, disk_kv_bytes=MIB, segment_pages=2)
