@@ -362,7 +362,9 @@ def test_a_session_that_closes_while_others_are_copied_waits_no_longer() -> None
     carrier.at_once = True
     carrier.carry_all()
     bench.run()
-    assert_nothing_counts_as_unused(bench)
+    assert not restoring._waiting
+    assert not restoring._unused
+    assert not any(restoring._num_unused.values())
 
 
 def test_sessions_that_are_longer_than_host_memory_come_to_rest() -> None:
