@@ -54,6 +54,22 @@ def second_turns(bench: Bench, histories: dict[SessionId, tuple[int, ...]]) -> i
     return num_cached
 
 
+def leave(bench: Bench, histories: dict[SessionId, tuple[int, ...]], num_others: int = 4) -> None:
+    """Cool sessions, and have others take what they left in the pools."""
+    bench.run(*(CoolSession(session_id=session_id) for session_id in histories))
+    for index in range(num_others):
+        other = bench.open(f"other {index}")
+        bench.run(bench.submit_command(other, f"big {index}", distinct(50 + index, 240)))
+        bench.run(CloseSession(session_id=other))
+
+
+def assert_nothing_counts_as_unused(bench: Bench) -> None:
+    restoring = bench.engine.inspect().tiers._restoring
+    assert not restoring._waiting
+    assert not restoring._unused
+    assert not any(restoring._num_unused.values())
+
+
 @pytest.mark.parametrize("mixture", Mixture)
 @pytest.mark.parametrize("segment_pages", [2, 64])
 def test_what_is_cooled_comes_back_from_host_memory(mixture: Mixture, segment_pages: int) -> None:
@@ -186,22 +202,6 @@ def test_a_file_that_is_written_makes_room_at_once_while_the_next_is_written() -
         bench.run()
     assert counts(bench).spilled_tokens >= (3 * PROMPT_LEN - sizes.num_pages * sizes.page_size // 4)
     assert counts(bench).dropped_segments == 0
-
-
-def leave(bench: Bench, histories: dict[SessionId, tuple[int, ...]], num_others: int = 4) -> None:
-    """Cool sessions, and have others take what they left in the pools."""
-    bench.run(*(CoolSession(session_id=session_id) for session_id in histories))
-    for index in range(num_others):
-        other = bench.open(f"other {index}")
-        bench.run(bench.submit_command(other, f"big {index}", distinct(50 + index, 240)))
-        bench.run(CloseSession(session_id=other))
-
-
-def assert_nothing_counts_as_unused(bench: Bench) -> None:
-    restoring = bench.engine.inspect().tiers._restoring
-    assert not restoring._waiting
-    assert not restoring._unused
-    assert not any(restoring._num_unused.values())
 
 
 @pytest.mark.parametrize("is_dropped", [False, True])

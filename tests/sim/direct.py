@@ -25,6 +25,7 @@ from session_server.core.commands import (
     ReportMemory,
     StopTurn,
     SubmitTurn,
+    WarmSession,
 )
 from session_server.core.events import EngineEvent, SessionRefused, TurnFailed, TurnFinished
 from session_server.core.sampling import SamplingParams
@@ -88,6 +89,7 @@ class DirectWorld:
             "stop": self._stop,
             "close": self._close,
             "cool": self._cool,
+            "warm": self._warm,
             "late": self._late,
             "duplicate": self._duplicate,
             "refused": self._refused,
@@ -251,6 +253,9 @@ class DirectWorld:
     def _cool(self, op: Op) -> None:
         if SessionId(op["s"]) in self.sessions:
             self._inbox.append(CoolSession(session_id=SessionId(op["s"])))
+
+    def _warm(self, op: Op) -> None:
+        self._inbox.append(WarmSession(session_id=SessionId(op["s"])))
 
     def _late(self, op: Op) -> None:
         turn_id = TurnId(op["t"])
