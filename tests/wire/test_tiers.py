@@ -94,36 +94,6 @@ def test_sessions_that_memory_does_not_hold_go_on_from_host_memory(
     assert num_cached > 50 * NUM_SESSIONS
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.timeout(240)
-def test_sessions_go_on_from_files_after_a_restart(
-    tmp_path: Path, reference: list[list[str]], number: signal.Signals
-) -> None:
-    store = ("--store", str(tmp_path / "store"), "--disk-kv-bytes", str(256 * MIB))
-    with served(*POOL, *store) as server:
-        session_ids, first = asyncio.run(begin(server.url))
-        second, _ = asyncio.run(go_on(server.url, session_ids, "t2"))
-        os.kill(server.pid, number)
-        server.wait(timeout_s=60)
-    # The engine of a server that was killed ends by itself, and writes before it does.
-    wait_until(lambda: any((tmp_path / "store" / "kv").glob("*.safetensors")))
-    files = list((tmp_path / "store" / "kv").glob("*.safetensors"))
-    assert files
-    assert all(file.stat().st_mode & 0o777 == 0o600 for file in files)
-    with served(*POOL, *store) as server:
-        third, _ = asyncio.run(go_on(server.url, session_ids, "t3"))
-        told = asyncio.run(figures(server.url))
-        asyncio.run(close(server.url, session_ids))
-        server.stop()
-    assert [first, second, third] == reference
-    assert told["session_server_kv_refused_files_total"] == 0
-    # What was not written before a kill is computed.
-    wanted = 50 * NUM_SESSIONS if number is signal.SIGTERM else 50
-    assert told["session_server_kv_restored_tokens_total"] > wanted
-    # Nothing is left of sessions that were closed.
-    assert not list((tmp_path / "store" / "kv").glob("*.safetensors"))
-
-
 @pytest.mark.parametrize("is_asked", [False, True])
 @pytest.mark.timeout(240)
 def test_a_session_that_is_opened_again_has_its_kv_before_its_turn_comes(
@@ -164,6 +134,36 @@ async def open_again(
         content = [{"role": "user", "content": "What is my name?"}]
         end = await wire.turn("t2", input=content, sampling=GREEDY)
     return end, before, await figures(url)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.timeout(240)
+def test_sessions_go_on_from_files_after_a_restart(
+    tmp_path: Path, reference: list[list[str]], number: signal.Signals
+) -> None:
+    store = ("--store", str(tmp_path / "store"), "--disk-kv-bytes", str(256 * MIB))
+    with served(*POOL, *store) as server:
+        session_ids, first = asyncio.run(begin(server.url))
+        second, _ = asyncio.run(go_on(server.url, session_ids, "t2"))
+        os.kill(server.pid, number)
+        server.wait(timeout_s=60)
+    # The engine of a server that was killed ends by itself, and writes before it does.
+    wait_until(lambda: any((tmp_path / "store" / "kv").glob("*.safetensors")))
+    files = list((tmp_path / "store" / "kv").glob("*.safetensors"))
+    assert files
+    assert all(file.stat().st_mode & 0o777 == 0o600 for file in files)
+    with served(*POOL, *store) as server:
+        third, _ = asyncio.run(go_on(server.url, session_ids, "t3"))
+        told = asyncio.run(figures(server.url))
+        asyncio.run(close(server.url, session_ids))
+        server.stop()
+    assert [first, second, third] == reference
+    assert told["session_server_kv_refused_files_total"] == 0
+    # What was not written before a kill is computed.
+    wanted = 50 * NUM_SESSIONS if number is signal.SIGTERM else 50
+    assert told["session_server_kv_restored_tokens_total"] > wanted
+    # Nothing is left of sessions that were closed.
+    assert not list((tmp_path / "store" / "kv").glob("*.safetensors"))
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
