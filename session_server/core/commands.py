@@ -117,16 +117,16 @@ class CloseSession(Command, frozen=True, tag=True, kw_only=True):
     is_deleted: bool = True
 
 
-class CoolSession(Command, frozen=True, tag=True, kw_only=True):
-    """Leave the KV of a session at rest to the tree, where pressure takes it first, with a copy in
-    host memory where that is kept. Answered by `SessionCooled`, unless a turn has come."""
+class WarmSession(Command, frozen=True, tag=True, kw_only=True):
+    """Bring what is kept of a cold session at rest outside of the pools back into the tree, if
+    there is room. Computes nothing, is never answered, and the session stays cold."""
 
     session_id: SessionId
 
 
-class WarmSession(Command, frozen=True, tag=True, kw_only=True):
-    """Bring what is kept of a cold session at rest outside of the pools back into the tree, if
-    there is room. Computes nothing, is never answered, and the session stays cold."""
+class CoolSession(Command, frozen=True, tag=True, kw_only=True):
+    """Leave the KV of a session at rest to the tree, where pressure takes it first, with a copy in
+    host memory where that is kept. Answered by `SessionCooled`, unless a turn has come."""
 
     session_id: SessionId
 
@@ -167,8 +167,8 @@ EngineCommand = (
     | StopTurn
     | CancelTurn
     | CloseSession
-    | CoolSession
     | WarmSession
+    | CoolSession
     | FlushCache
     | ReportMemory
     | Shutdown

@@ -96,10 +96,10 @@ class CommandHandler:
                 self._end(turn_id, FinishReason.CANCELLED, num_outputs, now_s)
             case CloseSession():
                 self._close(command, now_s)
-            case CoolSession(session_id=session_id):
-                self._cool(session_id)
             case WarmSession(session_id=session_id):
                 self._warm(session_id)
+            case CoolSession(session_id=session_id):
+                self._cool(session_id)
             case FlushCache(request_id=request_id):
                 self._flush(request_id)
             case ReportMemory():

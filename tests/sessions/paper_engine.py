@@ -234,12 +234,12 @@ class PaperEngine:
                 self._cut(turn_id, num_outputs, FinishReason.STOP)
             case CancelTurn(turn_id=turn_id, num_outputs=num_outputs):
                 self._cut(turn_id, num_outputs, FinishReason.CANCELLED)
+            case WarmSession():
+                pass  # the paper engine keeps nothing outside of its slots
             case CloseSession(session_id=session_id):
                 slot = self.slots.pop(session_id, None)
                 assert slot is None or slot.turn is None, "closed under a live turn"
                 self.events.append(SessionGone(session_id=session_id))
-            case WarmSession():
-                pass  # the paper engine keeps nothing outside of its slots
             case FlushCache(request_id=request_id):
                 done = not self.is_busy
                 if done:
