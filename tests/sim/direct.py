@@ -250,12 +250,12 @@ class DirectWorld:
         self._closing.add(session.session_id)
         self._inbox.extend([close] * op["times"])
 
-    def _warm(self, op: Op) -> None:
-        self._inbox.append(WarmSession(session_id=SessionId(op["s"])))
-
     def _cool(self, op: Op) -> None:
         if SessionId(op["s"]) in self.sessions:
             self._inbox.append(CoolSession(session_id=SessionId(op["s"])))
+
+    def _warm(self, op: Op) -> None:
+        self._inbox.append(WarmSession(session_id=SessionId(op["s"])))
 
     def _late(self, op: Op) -> None:
         turn_id = TurnId(op["t"])
