@@ -112,7 +112,7 @@ def tiers_line(tiers: Mapping[str, Any]) -> str:
         f"KV outside of the pools: {tiers['host_bytes'] / mib:.0f} MiB in host memory, "
         f"{tiers['disk_bytes'] / mib:.0f} MiB on disk\n"
         f"{tiers['spilled_tokens']} tokens copied out, {tiers['restored_tokens']} back, for "
-        f"{tiers['hits']} of {tiers['lookups']} turns of cold sessions; "
+        f"{tiers['hits']} of {tiers['lookups']} searches for cold sessions; "
         f"{tiers['refused_files']} files refused, {tiers['failed_copies']} copies failed"
     )
 

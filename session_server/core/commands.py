@@ -117,6 +117,13 @@ class CloseSession(Command, frozen=True, tag=True, kw_only=True):
     is_deleted: bool = True
 
 
+class WarmSession(Command, frozen=True, tag=True, kw_only=True):
+    """Bring what is kept of a cold session at rest outside of the pools back into the tree, if
+    there is room. Computes nothing, is never answered, and the session stays cold."""
+
+    session_id: SessionId
+
+
 class CoolSession(Command, frozen=True, tag=True, kw_only=True):
     """Leave the KV of a session at rest to the tree, where pressure takes it first, with a copy in
     host memory where that is kept. Answered by `SessionCooled`, unless a turn has come."""
@@ -173,6 +180,7 @@ EngineCommand = (
     | StopTurn
     | CancelTurn
     | CloseSession
+    | WarmSession
     | CoolSession
     | ForgetKV
     | FlushCache

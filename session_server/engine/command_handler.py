@@ -27,6 +27,7 @@ from session_server.core.commands import (
     Shutdown,
     StopTurn,
     SubmitTurn,
+    WarmSession,
 )
 from session_server.core.errors import (
     ContextTooLong,
@@ -96,6 +97,8 @@ class CommandHandler:
                 self._end(turn_id, FinishReason.CANCELLED, num_outputs, now_s)
             case CloseSession():
                 self._close(command, now_s)
+            case WarmSession(session_id=session_id):
+                self._warm(session_id)
             case CoolSession(session_id=session_id):
                 self._cool(session_id)
             case ForgetKV(tenant_salt=salt, tenant=tenant, num_kept=num_kept):
@@ -105,10 +108,7 @@ class CommandHandler:
             case FlushCache(request_id=request_id):
                 self._flush(request_id)
             case ReportMemory():
-                if command.full:
-                    self._watch.audit_all()
-                    self._guard.audit_tiers()
-                self._outbox.emit(self._guard.report(command, now_s))
+                self._report(command, now_s)
             case Shutdown():
                 self.is_shutting_down = True
                 self._tiers.drain(now_s)
@@ -254,6 +254,16 @@ class CommandHandler:
         self._cache.cool(session_id)
         self._watch.touch(session_id)
         self._outbox.emit(SessionCooled(session_id=session_id))
+
+    def _warm(self, session_id: SessionId) -> None:
+        if session_id in self._cache and self._scheduler.turn_of(session_id) is None:
+            self._tiers.warm(session_id)
+
+    def _report(self, command: ReportMemory, now_s: float) -> None:
+        if command.full:
+            self._watch.audit_all()
+            self._guard.audit_tiers()
+        self._outbox.emit(self._guard.report(command, now_s))
 
     def _flush(self, request_id: int) -> None:
         is_idle = len(self._scheduler) == 0

@@ -145,13 +145,13 @@ class MemoryGuard:
         self._rebuild(are_turns_whole=True)
 
     def _quarantine(self, session_id: SessionId) -> None:
+        self._tiers.clear()  # what is wrong may have been copied, also of a session that has closed
         if session_id not in self._cache:
             return
         turn = self._scheduler.turn_of(session_id)
         was_running = turn is not None and turn.state is TurnState.RUNNING
         self.num_dropped_tokens += self._cache.slot(session_id).committed_len
         self.quarantined.append(session_id)
-        self._tiers.clear()  # what is wrong may have been copied
         self._cache.quarantine(session_id)
         self._outbox.emit(SessionCooled(session_id=session_id))
         if turn is not None and was_running:

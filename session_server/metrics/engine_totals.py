@@ -64,7 +64,7 @@ _OF_TIERS: Final[Mapping[str, _Total]] = {
     ),
     "restored_bytes": _Total("kv_restored_bytes", "Bytes of KV copied back into the pools."),
     "restore_ms": _Total("kv_restore_seconds", "Seconds that copies back took.", 1e-3),
-    "lookups": _Total("kv_lookups", "Turns of sessions without KV in the pools."),
+    "lookups": _Total("kv_lookups", "Cold sessions that were looked for outside of the pools."),
     "hits": _Total("kv_hits", "Those of them for which KV was copied back."),
     "written_bytes": _Total("kv_written_bytes", "Bytes of KV written to files."),
     "refused_files": _Total("kv_refused_files", "Files of KV that were not what they should be."),

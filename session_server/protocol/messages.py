@@ -345,6 +345,10 @@ class SessionCool(ClientFrame, frozen=True, kw_only=True, tag="session.cool"):
     """Leave the session's KV to the radix tree; answered by `session.state` if it had any."""
 
 
+class SessionWarm(ClientFrame, frozen=True, kw_only=True, tag="session.warm"):
+    """Bring back what is kept of the session's KV outside of the pools; never answered."""
+
+
 class ItemEdit(EditBody, frozen=True, kw_only=True, tag_field="type", tag="item.edit"):
     """Give an item another text; answered by `item.edited`."""
 
@@ -376,6 +380,7 @@ ClientMessage = (
     | SessionRewind
     | SessionFork
     | SessionCool
+    | SessionWarm
     | ItemEdit
     | SessionClose
     | Ping

@@ -53,6 +53,7 @@ from session_server.protocol.messages import (
     SessionFork,
     SessionRewind,
     SessionUpdate,
+    SessionWarm,
     TurnCancel,
     TurnCreate,
     TurnDraft,
@@ -115,6 +116,7 @@ ClientRequest = (
     | SessionRewind
     | SessionFork
     | SessionCool
+    | SessionWarm
     | ItemEdit
     | SessionClose
 )
@@ -253,6 +255,7 @@ class SessionProtocol(FrameQueue):
                 | SessionRewind()
                 | SessionFork()
                 | SessionCool()
+                | SessionWarm()
                 | ItemEdit()
                 | SessionClose()
             ):

@@ -1,10 +1,13 @@
-"""Say what becomes of the KV of a session at rest: it goes to the radix tree, or it is pinned."""
+"""Say what becomes of the KV of a session at rest: it goes to the radix tree or comes back to it,
+or it is pinned."""
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
-from session_server.core.commands import CloseSession, CoolSession
+from session_server.core.commands import CloseSession, CoolSession, WarmSession
+from session_server.core.errors import EngineUnavailable
 from session_server.core.owner import Owner
 from session_server.sessions.drafts import SessionDrafts
 from session_server.sessions.opening import check_can_pin
@@ -16,7 +19,7 @@ from session_server.sessions.views import SessionView
 
 @dataclass(frozen=True, slots=True)
 class SessionRetention:
-    """Cool and pin the sessions of a manager."""
+    """Cool, warm and pin the sessions of a manager."""
 
     parts: SessionParts
     limits: SessionLimits
@@ -38,6 +41,26 @@ class SessionRetention:
         self.parts.mark_cold(session)
         return session.view()
 
+    def warm(self, owner: Owner, session_id: str) -> SessionView:
+        """Have what is kept of a session at rest outside of the pools brought back into them, ahead
+        of its next turn; nothing is computed.
+
+        Nothing is promised: where nothing is kept, there is no room or no engine, or a turn has not
+        ended, nothing happens. The session's state stays what it is.
+
+        Raises:
+            SessionNotFound, SessionClosing
+        """
+        session = self.parts.sessions.use(owner, session_id)
+        session.check_not_closing()
+        self._warm(session)
+        return session.view()
+
+    def attach(self, owner: Owner, session_id: str) -> None:
+        """Warm a session because a client begins to follow it, which may say something next. This
+        is no use of the session. Raises SessionNotFound."""
+        self._warm(self.parts.sessions.get(owner, session_id))
+
     def pin(self, owner: Owner, session_id: str, *, pinned: bool) -> SessionView:
         """Pin a session, or no longer, from its next turn on: until then its KV is the tree's.
 
@@ -52,6 +75,17 @@ class SessionRetention:
             self._cool(session)
             self.parts.logs.touch(session)
         return session.view()
+
+    def _warm(self, session: Session) -> None:
+        link, copy, num_tokens = self.parts.link, session.copy, len(session.transcript)
+        is_known = copy.known_len(link.generation) is not None
+        is_at_rest = session.is_idle and session.closing is None
+        keeps_kv = link.ready is not None and link.ready.kv_tiers != "none"
+        if not (keeps_kv and is_at_rest and num_tokens) or (is_known and copy.state == "resident"):
+            return
+        with contextlib.suppress(EngineUnavailable):
+            self.drafts.copies.open(session, num_tokens)
+            link.send(WarmSession(session_id=copy.session_id))
 
     def _cool(self, session: Session) -> None:
         """Have the engine forget the session; its next turn opens it again, with its tokens. A

@@ -37,7 +37,7 @@ MAX_MATCH_CHARS: Final = 64
 REPORT_TIMEOUT_S: Final = 1.0
 """A page of sessions does not wait longer than this for what the engine says of them."""
 
-Action = Literal["close", "cool", "pin", "unpin", "fork"]
+Action = Literal["close", "cool", "warm", "pin", "unpin", "fork"]
 
 
 @router.get(
@@ -90,9 +90,10 @@ async def list_all_sessions(
 async def act_on_session(
     session_id: str, action: Action, request: Request, caller: AdminCaller
 ) -> Response:
-    """Close, cool, pin, unpin or fork a session of any owner, as its owner could.
+    """Close, cool, warm, pin, unpin or fork a session of any owner, as its owner could.
 
-    A fork belongs to the session's owner. A session in which a turn runs can only be closed.
+    A fork belongs to the session's owner. A session in which a turn runs can only be closed;
+    to warm it changes nothing.
     """
     overview, sessions = overview_of(request), caller.sessions
     shown = overview.show(session_id)
@@ -105,6 +106,8 @@ async def act_on_session(
     match action:
         case "cool":
             sessions.edits.retention.cool(owner, name)
+        case "warm":
+            sessions.edits.retention.warm(owner, name)
         case "pin" | "unpin":
             sessions.edits.retention.pin(owner, name, pinned=action == "pin")
         case "fork":

@@ -188,6 +188,7 @@ class RealtimeSocket:
     def _named(self, name: str) -> SessionView:
         """Return the session of this id, which opens unless it should be there already."""
         try:
+            self._call.sessions.edits.retention.attach(self._call.owner, name)
             return self._call.sessions.get(self._call.owner, name)
         except SessionNotFound:
             if self._last_event_id is not None:

@@ -200,6 +200,13 @@ async def cool_session(session_id: str, caller: Caller) -> Response:
     return JsonResponse(session_body(view, caller.services.model))
 
 
+@router.post("/{session_id}/warm", responses=answers(SessionBody, "The session as it is."))
+async def warm_session(session_id: str, caller: Caller) -> Response:
+    """Bring back what is kept of a session's KV outside of the pools, if there is room for it."""
+    view = caller.sessions.edits.retention.warm(caller.owner, session_id)
+    return JsonResponse(session_body(view, caller.services.model))
+
+
 @router.post(
     "/{session_id}/fork",
     status_code=201,
@@ -315,6 +322,7 @@ async def read_events(
 ) -> Response:
     """Follow a session. `Last-Event-ID` wins over `after`; without both it starts now."""
     caller.connect(ReaderKind.SSE)
+    caller.sessions.edits.retention.attach(caller.owner, session_id)
     journal = caller.sessions.journal(caller.owner, session_id)
     caller.resources.enter_context(caller.readers.reading(caller.owner, session_id))
     start = _last_event_id(request)

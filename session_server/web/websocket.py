@@ -35,6 +35,7 @@ from session_server.protocol.messages import (
     SessionFork,
     SessionRewind,
     SessionUpdate,
+    SessionWarm,
     TurnCancel,
 )
 from session_server.protocol.scores import EncodedScores
@@ -176,6 +177,7 @@ class SessionSocket:
             await call.sessions.stored()
         else:
             await call.sessions.load(call.owner, session_id)
+            call.sessions.edits.retention.attach(call.owner, session_id)
         view = call.sessions.get(call.owner, session_id)
         # The journal stays readable to its end even if the session closes now.
         self._journal = call.sessions.journal(call.owner, view.session_id)
@@ -282,6 +284,8 @@ class SessionSocket:
                     sessions.edits.edit_item(owner, session_id, item_id, content)
                 case SessionCool():
                     sessions.edits.retention.cool(owner, session_id)
+                case SessionWarm():
+                    sessions.edits.retention.warm(owner, session_id)
                 case SessionClose():
                     sessions.close(owner, session_id)
                 case SessionAuth():

@@ -13,6 +13,7 @@ from session_server.core.commands import (
     DropDraft,
     ReportMemory,
     Shutdown,
+    WarmSession,
 )
 from session_server.core.tier_orders import CopyIn, FindFiles
 from session_server.engine.config import MemoryCheck
@@ -51,6 +52,22 @@ def second_turns(bench: Bench, histories: dict[SessionId, tuple[int, ...]]) -> i
         bench.expect(turn, history + new)
         num_cached += bench.finished(turn).cached_tokens
     return num_cached
+
+
+def leave(bench: Bench, histories: dict[SessionId, tuple[int, ...]], num_others: int = 4) -> None:
+    """Cool sessions, and have others take what they left in the pools."""
+    bench.run(*(CoolSession(session_id=session_id) for session_id in histories))
+    for index in range(num_others):
+        other = bench.open(f"other {index}")
+        bench.run(bench.submit_command(other, f"big {index}", distinct(50 + index, 240)))
+        bench.run(CloseSession(session_id=other))
+
+
+def assert_nothing_counts_as_unused(bench: Bench) -> None:
+    restoring = bench.engine.inspect().tiers._restoring
+    assert not restoring._waiting
+    assert not restoring._unused
+    assert not any(restoring._num_unused.values())
 
 
 @pytest.mark.parametrize("mixture", Mixture)
@@ -153,6 +170,18 @@ def test_a_copy_back_of_what_was_found_wrong_meanwhile_is_not_used() -> None:
     bench.close_all()
 
 
+def test_what_a_session_left_that_was_found_wrong_as_it_closed_is_not_used() -> None:
+    bench = Bench(Sizes(num_pages=40, host_kv_bytes=MIB, memory_check=MemoryCheck.WARN))
+    first_turns(bench, 8)
+    (wrong, *_) = [s.session_id for s in bench.cache.slots() if s.state is SlotState.PARKED]
+    inspection = bench.engine.inspect()
+    assert len(inspection.tiers.store.tree) > 0
+    inspection.watch.note_content([Violation("a page is wrong", wrong)])
+    bench.step(CloseSession(session_id=wrong))
+    assert len(inspection.tiers.store.tree) == 0
+    bench.close_all()
+
+
 def test_a_file_that_is_written_makes_room_at_once_while_the_next_is_written() -> None:
     """Else nothing would be copied before all of host memory is on disk."""
     sizes = Sizes(num_pages=40, host_kv_bytes=6 * 4200, disk_kv_bytes=MIB, segment_pages=2)
@@ -193,11 +222,7 @@ def test_a_session_that_is_longer_than_all_tiers_is_not_copied_for_ever(num_file
 def test_drafts_that_nobody_sends_do_not_end_copying_ahead(is_dropped: bool) -> None:
     bench = Bench(Sizes(num_pages=160, num_rows=4, host_kv_bytes=MIB))
     histories = first_turns(bench, 12)
-    bench.run(*(CoolSession(session_id=session_id) for session_id in histories))
-    for index in range(4):  # nothing of them is left in the pools
-        other = bench.open(f"other {index}")
-        bench.run(bench.submit_command(other, f"big {index}", distinct(50 + index, 240)))
-        bench.run(CloseSession(session_id=other))
+    leave(bench, histories)
     for index, (session_id, history) in enumerate(histories.items()):
         draft_id, base_len = TurnId(f"draft {index}"), len(history)
         draft = DraftInput(
@@ -207,6 +232,99 @@ def test_drafts_that_nobody_sends_do_not_end_copying_ahead(is_dropped: bool) -> 
         if is_dropped:
             bench.run(DropDraft(session_id=session_id))
     assert counts(bench).hits == len(histories)
+
+
+@pytest.mark.parametrize("mixture", Mixture)
+def test_the_turn_of_a_session_that_was_warmed_begins_without_a_copy(mixture: Mixture) -> None:
+    # Of windows alone little is kept, so that it takes many others to push one out.
+    num_pages, num_others = (44, 30) if mixture is Mixture.WINDOW else (160, 4)
+    layers = Layers(mixture)
+    bench = Bench(Sizes(layers=layers, num_pages=num_pages, num_rows=4, host_kv_bytes=MIB))
+    histories = first_turns(bench, 1)
+    leave(bench, histories, num_others)
+    ((session_id, history),) = histories.items()
+    num_events, num_batches = len(bench.events), len(bench.batches)
+    bench.run(WarmSession(session_id=session_id))
+    assert bench.cache.slot(session_id).state is SlotState.COLD
+    assert (len(bench.events), len(bench.batches)) == (num_events, num_batches)
+    num_restored = counts(bench).restored_tokens
+    assert num_restored > 0
+    assert_nothing_counts_as_unused(bench)
+    bench.run(WarmSession(session_id=session_id))  # it is there already
+    new = distinct(100, 3)
+    command = bench.submit_command(session_id, "second", new, base_len=len(history))
+    assert bench.step(command).batch is not None  # in the step in which it came
+    bench.run()
+    bench.expect("second", history + new)
+    assert bench.finished("second").cached_tokens >= PROMPT_LEN - 2 * bench.sizes.page_size
+    assert (counts(bench).restored_tokens, counts(bench).failed_copies) == (num_restored, 0)
+    bench.run(WarmSession(session_id=session_id))  # it is resident
+    assert_nothing_counts_as_unused(bench)
+    bench.close_all()
+
+
+def test_sessions_are_warmed_a_part_of_the_pools_at_a_time() -> None:
+    bench = Bench(Sizes(num_pages=160, num_rows=4, host_kv_bytes=MIB))
+    carrier = bench.hand.carrier
+    assert carrier is not None
+    histories = first_turns(bench, 12)
+    leave(bench, histories)
+    carrier.at_once = False
+    for _ in range(3):  # asked for again, they are copied once
+        bench.run(*(WarmSession(session_id=session_id) for session_id in histories))
+    num_under_way = bench.cache.copies.num_under_way
+    assert 0 < num_under_way <= 160 // 4 // (PROMPT_LEN // 4)
+    (first, history), *_ = histories.items()
+    new = distinct(100, 3)
+    bench.run(bench.submit_command(first, "second", new, base_len=len(history)))
+    assert bench.cache.copies.num_under_way == num_under_way  # it waits for the same copy
+    restoring = bench.engine.inspect().tiers._restoring
+    assert sum(map(len, restoring._waiting.values())) == 1
+    carrier.at_once = True
+    carrier.carry_all()
+    bench.run()
+    bench.expect("second", history + new)
+    assert bench.finished("second").cached_tokens >= PROMPT_LEN - 8
+    assert_nothing_counts_as_unused(bench)
+    for session_id in histories:
+        bench.run(WarmSession(session_id=session_id))
+    assert counts(bench).hits == len(histories)
+    assert_nothing_counts_as_unused(bench)
+    bench.close_all()
+
+
+def test_a_session_that_is_closed_while_it_is_warmed_leaves_nothing() -> None:
+    bench = Bench(Sizes(num_pages=160, num_rows=4, host_kv_bytes=MIB))
+    carrier = bench.hand.carrier
+    assert carrier is not None
+    histories = first_turns(bench, 1)
+    leave(bench, histories)
+    (session_id,) = histories
+    carrier.at_once = False
+    bench.run(WarmSession(session_id=session_id))
+    assert bench.cache.copies.num_under_way == 1
+    bench.run(CloseSession(session_id=session_id))
+    carrier.at_once = True
+    carrier.carry_all()
+    bench.run()
+    assert_nothing_counts_as_unused(bench)
+    bench.close_all()
+
+
+@pytest.mark.parametrize("host_kv_bytes", [0, MIB])
+def test_a_session_that_is_unknown_or_new_or_has_a_turn_is_not_warmed(host_kv_bytes: int) -> None:
+    prompt, num_lookups = distinct(1, PROMPT_LEN), []
+    for is_warmed in (False, True):
+        bench = Bench(Sizes(host_kv_bytes=host_kv_bytes))
+        session_id = bench.open("new")
+        names = [SessionId("unknown"), session_id] if is_warmed else []
+        warm = [WarmSession(session_id=name) for name in names]
+        bench.run(*warm)
+        bench.run(bench.submit_command(session_id, "first", prompt), *warm)
+        bench.expect("first", prompt)
+        num_lookups.append(counts(bench).lookups)
+        bench.close_all()
+    assert num_lookups[0] == num_lookups[1]
 
 
 def test_turns_whose_kv_is_copied_back_take_no_place_of_others() -> None:

@@ -455,7 +455,7 @@ TURN_IS_NEVER_RESUMED = _mutant(
 
 SECOND_WAITER_IS_FORGOTTEN = _mutant(
     "Of those that wait for one copy only the first is told.",
-    (f"{_RESTORING}.begin", "self._waiting[session_id].append(then)", "pass"),
+    (f"{_RESTORING}.begin", "self._waiting[session_id] += waiting", "pass"),
 )
 
 FAILED_COPY_LETS_WAIT = _mutant(

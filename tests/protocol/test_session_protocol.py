@@ -116,6 +116,7 @@ TYPES = st.sampled_from(
         "session.rewind",
         "session.fork",
         "session.cool",
+        "session.warm",
         "item.edit",
         "session.close",
         "ping",

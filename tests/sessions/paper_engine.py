@@ -26,6 +26,7 @@ from session_server.core.commands import (
     Shutdown,
     StopTurn,
     SubmitTurn,
+    WarmSession,
 )
 from session_server.core.engine_client import EventListener
 from session_server.core.errors import EngineUnavailable
@@ -234,6 +235,8 @@ class PaperEngine:
                 self._cut(turn_id, num_outputs, FinishReason.STOP)
             case CancelTurn(turn_id=turn_id, num_outputs=num_outputs):
                 self._cut(turn_id, num_outputs, FinishReason.CANCELLED)
+            case WarmSession():
+                pass  # the paper engine keeps nothing outside of its slots
             case CloseSession(session_id=session_id):
                 slot = self.slots.pop(session_id, None)
                 assert slot is None or slot.turn is None, "closed under a live turn"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
@@ -17,6 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from session_server.core.commands import WarmSession
 from session_server.core.errors import (
     ContextTooLong,
     EngineUnavailable,
@@ -74,6 +76,7 @@ WANTED = (
     "no generation",
     "generation after none",
     "cooled",
+    "warmed",
     "waited",
     "rewind assistant",
     "rewind user",
@@ -139,7 +142,8 @@ class SessionMachine(RuleBasedStateMachine):
         self.restarted = False
 
     def make_world(self) -> World:
-        return World(max_turn_len=MAX_LEN, limits=SessionLimits(max_queued_turns=2))
+        limits = SessionLimits(max_queued_turns=2)
+        return World(max_turn_len=MAX_LEN, limits=limits, kv_tiers="host")
 
     def teardown(self) -> None:
         if hasattr(self, "world"):
@@ -412,6 +416,22 @@ class SessionMachine(RuleBasedStateMachine):
             assert self.shadows[name].is_over or self.shadows[name].journal.is_closed
             return
         self.reached["close while running"] += running is not None
+
+    @precondition(lambda self: self.names)
+    @rule(index=INDEX, is_quiet=st.booleans())
+    def warm(self, index: int, is_quiet: bool) -> None:
+        """A session is warmed; first it comes to rest and is cooled if all is quiet."""
+        name, retention = self.name(index), self.world.manager.edits.retention
+        if is_quiet and self.world.engine.is_alive:
+            self.world.engine.run()
+        with contextlib.suppress(SessionNotFound, SessionClosing):
+            if is_quiet:
+                with contextlib.suppress(SessionBusy):
+                    retention.cool(OWNER, name)
+            retention.warm(OWNER, name)
+        self.reached["warmed"] += any(
+            isinstance(c, WarmSession) for c in self.world.engine.commands
+        )
 
     # -- what the engine and time do
 

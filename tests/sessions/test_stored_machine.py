@@ -77,7 +77,7 @@ class StoredMachine(SessionMachine):
 
         self.store = PaperStore(self.directory, lambda: self.behind_s + self.world.now_s)
         limits = SessionLimits(max_queued_turns=2)
-        return World(max_turn_len=MAX_LEN, limits=limits, store=self.store)
+        return World(max_turn_len=MAX_LEN, limits=limits, store=self.store, kv_tiers="disk")
 
     def teardown(self) -> None:
         try:

@@ -29,6 +29,7 @@ from session_server.core.commands import (
     Shutdown,
     StopTurn,
     SubmitTurn,
+    WarmSession,
 )
 from session_server.core.events import EngineEvent, SessionRefused, TurnFailed, TurnFinished
 from session_server.core.sampling import SamplingParams
@@ -92,6 +93,7 @@ class DirectWorld:
             "cancel": self._cancel,
             "stop": self._stop,
             "close": self._close,
+            "warm": self._warm,
             "cool": self._cool,
             "forget": self._forget,
             "late": self._late,
@@ -284,6 +286,9 @@ class DirectWorld:
     def _cool(self, op: Op) -> None:
         if SessionId(op["s"]) in self.sessions:
             self._inbox.append(CoolSession(session_id=SessionId(op["s"])))
+
+    def _warm(self, op: Op) -> None:
+        self._inbox.append(WarmSession(session_id=SessionId(op["s"])))
 
     def _late(self, op: Op) -> None:
         turn_id = TurnId(op["t"])

@@ -220,7 +220,8 @@ class DirectOps:
 
     def _cool(self) -> Op | None:
         session = self._pick(is_live=False)
-        return None if session is None else {"op": "cool", "s": session.session_id}
+        verb = "warm" if self._draws.happens("warms", 300) else "cool"
+        return None if session is None else {"op": verb, "s": session.session_id}
 
     def _misbehave(self) -> Op | None:
         draws = self._draws

@@ -302,7 +302,7 @@ class HandEngine:
 
     def ready(self, epoch: int) -> EngineReady:
         """Return what the engine says of itself when it comes up."""
-        stores = self.cache.inspect().stores
+        stores, tiers = self.cache.inspect().stores, self.settings.tiers
         return EngineReady(
             epoch=epoch,
             max_turn_len=self.engine.max_turn_len,
@@ -313,4 +313,5 @@ class HandEngine:
             device="echo",
             dtype="none",
             backend="echo",
+            kv_tiers="disk" if tiers.disk_bytes else "host" if tiers.host_bytes else "none",
         )

@@ -24,6 +24,7 @@ INTERESTING: Final = (
     "fault rebuild",
     "fault tier_copy",
     "fault tier_file",
+    "tier: copied back though nobody waits",
     "tier: copied in",
     "tier: copied out",
     "tier: copy in failed",

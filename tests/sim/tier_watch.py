@@ -358,6 +358,9 @@ class TierWatch:
         if lost := self._engine._input_drafts._restoring.keys() - self._restoring._waiting.keys():
             raise Broken(Layer.LIVENESS, f"drafts of {lost} wait for no copy")
         self.reached["tier: waits for copies of others"] += bool(self._restoring._deferred)
+        self.reached["tier: copied back though nobody waits"] += not all(
+            self._restoring._waiting.values()
+        )
         self.reached["tier: draft waits for its copy"] += bool(
             self._engine._input_drafts._restoring
         )

@@ -216,7 +216,8 @@ class WireOps:
         if not quiet:
             return None
         index = self._draws.pick("who cools", quiet)
-        return {"op": "send", "c": index, "frame": {"type": "session.cool"}}
+        verb = "warm" if self._draws.happens("warms", 300) else "cool"
+        return {"op": "send", "c": index, "frame": {"type": f"session.{verb}"}}
 
     def _close(self) -> Op:
         index = self._draws.below("close", len(self._world.clients))

@@ -117,7 +117,7 @@ def test_operators_act_on_the_sessions_of_every_owner_and_others_on_none(tmp_pat
             async def act(session_id: str, action: str, key: str = "operators") -> Any:
                 return await this.http.post(f"{URL}/{session_id}/{action}", headers=KEYS[key])
 
-            for action in ("close", "cool", "pin", "unpin", "fork"):
+            for action in ("close", "cool", "warm", "pin", "unpin", "fork"):
                 assert (await act(bobs["id"], action, "bobs")).status_code == 403
                 for unknown in ("same", "s_" + "0" * 32):
                     refused = await act(unknown, action)
@@ -128,6 +128,8 @@ def test_operators_act_on_the_sessions_of_every_owner_and_others_on_none(tmp_pat
 
             cooled = await act(bobs["id"], "cool")
             assert (cooled.json()["id"], cooled.json()["state"]) == (bobs["id"], "cold")
+            warmed = await act(bobs["id"], "warm")
+            assert (warmed.json()["id"], warmed.json()["state"]) == (bobs["id"], "cold")
             for action, is_pinned in (("pin", True), ("unpin", False)):
                 assert (await act(bobs["id"], action)).json()["pinned"] is is_pinned
 
@@ -154,10 +156,13 @@ async def test_a_session_in_which_a_turn_runs_is_closed_and_nothing_else(this: S
         this.http.post(f"/v1/sessions/{session_id}/turns", json=turn(max_tokens=50))
     )
     await this.until(lambda: this.sessions.get(owner_of(this), "busy").running_turn is not None)
+    turn_id = this.sessions.get(owner_of(this), "busy").running_turn
     internal = this.app.state.overview.show_of(owner_of(this), "busy").id
     for action in ("cool", "fork", "unpin"):
         answer = await this.http.post(f"{URL}/{internal}/{action}")
         assert (answer.status_code, answer.json()["error"]["code"]) == (409, "session_busy")
+    warmed = await this.http.post(f"{URL}/{internal}/warm")
+    assert (warmed.status_code, warmed.json()["running_turn"]) == (200, turn_id)
     closed = await this.http.post(f"{URL}/{internal}/close")
     assert closed.json()["state"] == "closing"
     this.is_held = False

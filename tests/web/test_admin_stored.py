@@ -129,7 +129,7 @@ def test_pages_are_whole_while_sessions_leave_the_memory(tmp_path: Path) -> None
     run(check)
 
 
-@pytest.mark.parametrize("action", ["close", "cool", "pin", "unpin", "fork"])
+@pytest.mark.parametrize("action", ["close", "cool", "warm", "pin", "unpin", "fork"])
 def test_operators_act_on_what_is_on_disk_with_what_its_owner_is_granted(
     tmp_path: Path, action: str
 ) -> None:

@@ -16,12 +16,14 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.frames import Frame, Opcode
 from websockets.streams import StreamReader
 
+from session_server.core.commands import WarmSession
 from session_server.core.owner import ANONYMOUS
 from session_server.protocol import frame_queue
 from session_server.protocol.session_protocol import SessionProtocol
 from session_server.web.keys import KeyRing
 from session_server.web.socket_peer import SocketPeer
 from session_server.web.websocket_guard import GuardedWebSocket, _head
+from tests.web.realtime_client import realtime
 from tests.web.serving import SUBPROTOCOL, Served, served, serving, small_journal, turn
 from tests.web.wire_client import Wire, narrow_socket
 
@@ -196,6 +198,41 @@ async def test_a_session_gives_its_kv_back_and_is_pinned(this: Served) -> None:
             await wire.send(kind, **fields)
             assert (await wire.until("error"))["error"]["code"] == "session_busy"
         this.is_held = False
+
+
+@served()
+async def test_a_session_at_rest_is_warmed_when_asked_and_by_whoever_attaches(this: Served) -> None:
+    def num_warmed() -> int:
+        return len([c for c in this.engine.seen if isinstance(c, WarmSession)])
+
+    session_id = await this.open()
+    path = f"/v1/sessions/{session_id}"
+    body = {"input": "Hello", "sampling": {"max_tokens": 2}}
+    assert (await this.http.post(f"{path}/turns", json=body)).is_success
+    this.engine.kv_tiers = "host"
+    this.engine.die()
+    this.engine.come_up()
+    await this.until(lambda: this.engine.is_up)
+    async with this.socket(session_id) as wire:
+        assert (wire.hello["state"], num_warmed()) == ("cold", 1)
+        await wire.send("session.warm")
+        await this.until(lambda: num_warmed() == 2)
+    assert (await this.http.post(f"{path}/warm")).json()["state"] == "cold"
+    async with this.http.stream("GET", f"{path}/events"):
+        assert num_warmed() == 4
+    async with realtime(this.url, f"?session_id={session_id}"):
+        assert num_warmed() == 5
+    warmed = [c.session_id for c in this.engine.seen if isinstance(c, WarmSession)]
+    assert warmed == [next(iter(this.engine.slots))] * 5
+    async with this.socket(session_id) as wire:
+        assert (await wire.turn("t2", input="And?"))["type"] == "turn.completed"
+        await wire.send("session.warm")  # it is resident
+        await wire.send("ping")
+        await wire.until("pong")
+        assert not [frame for frame in wire.frames if frame["type"] == "error"]
+    assert num_warmed() == 6
+    unknown = await this.http.post("/v1/sessions/none/warm")
+    assert unknown.json()["error"]["code"] == "session_not_found"
 
 
 @served()

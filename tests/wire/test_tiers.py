@@ -98,6 +98,48 @@ def test_sessions_that_memory_does_not_hold_go_on_from_host_memory(
     assert num_cached > 50 * NUM_SESSIONS
 
 
+@pytest.mark.parametrize("is_asked", [False, True])
+@pytest.mark.timeout(240)
+def test_a_session_that_is_opened_again_has_its_kv_before_its_turn_comes(
+    tmp_path: Path, reference: list[list[str]], *, is_asked: bool
+) -> None:
+    store = ("--store", str(tmp_path / "store"), "--disk-kv-bytes", str(256 * MIB))
+    with served(*PLENTY, *store) as server:
+        session_ids, first = asyncio.run(begin(server.url))
+        server.stop()
+    with served(*PLENTY, *store) as server:
+        end, before, after = asyncio.run(open_again(server.url, session_ids[0], is_asked=is_asked))
+        server.stop()
+    assert [first[0], end["item"]["content"]] == [said[0] for said in reference[:2]]
+    num_restored = before["session_server_kv_restored_tokens_total"]
+    assert num_restored > 100
+    assert after["session_server_kv_restored_tokens_total"] == num_restored
+    assert end["usage"]["cached_tokens"] >= num_restored
+
+
+async def open_again(
+    url: str, session_id: str, *, is_asked: bool
+) -> tuple[dict[str, Any], dict[str, float], dict[str, float]]:
+    """How a turn of a session ended that was warmed, by request or because it was attached to; the
+    figures before the turn and after it."""
+
+    async def restored() -> dict[str, float]:
+        while not (told := await figures(url))["session_server_kv_restored_tokens_total"]:
+            await asyncio.sleep(0.05)
+        return told
+
+    if is_asked:
+        async with http_client(url) as http:
+            answer = await http.post(f"/v1/sessions/{session_id}/warm")
+            assert answer.json()["state"] == "cold"
+        await restored()  # before anybody attaches
+    async with greeted(url, session_id) as wire:
+        before = await restored()
+        content = [{"role": "user", "content": "What is my name?"}]
+        end = await wire.turn("t2", input=content, sampling=GREEDY)
+    return end, before, await figures(url)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.timeout(240)
 def test_sessions_go_on_from_files_after_a_restart(

@@ -97,21 +97,24 @@ class Restoring:
         """Copies that wait for forwards: the number of the last forward that may write their pages,
         and what orders the copy."""
 
-    def begin(self, session_id: SessionId, tokens: Tokens, then: Then, *, is_ahead: bool) -> bool:
+    def begin(
+        self, session_id: SessionId, tokens: Tokens, then: Then | None, *, is_ahead: bool
+    ) -> bool:
         """Begin to copy back what the pools lack of `tokens`, int32 [n], the context that a turn of
         a cold session may reuse.
 
         Args:
             session_id: the session.
             tokens: see above.
-            then: called once, see `CopyEnd`.
+            then: called once, see `CopyEnd`; None: nobody waits, so it counts as used at its end.
             is_ahead: nobody has found pages for it yet.
 
         Returns:
             Whether the session is copied, now or later, so that `then` will be called.
         """
+        waiting = [] if then is None else [then]
         if session_id in self._waiting:
-            self._waiting[session_id].append(then)
+            self._waiting[session_id] += waiting
             return True
         slot = self._cache.slot(session_id)
         if slot.state is not SlotState.COLD or len(tokens) < self._page_size:
@@ -127,7 +130,7 @@ class Restoring:
             self._deferred[session_id] = wish
         elif not self._begin(wish, path):
             return False
-        self._waiting[session_id] = [then]
+        self._waiting[session_id] = waiting
         return True
 
     def begin_deferred(self) -> None:
@@ -190,7 +193,10 @@ class Restoring:
             self._finish(wish.session_id)
 
     def _finish(self, session_id: SessionId, end: CopyEnd = "over") -> None:
-        for then in self._waiting.pop(session_id):
+        waiting = self._waiting.pop(session_id)
+        if not waiting:
+            self.note_used(session_id)
+        for then in waiting:
             then(end)
 
     def _copy(self, wish: _Wish, path: Path) -> bool:

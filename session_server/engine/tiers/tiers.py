@@ -85,6 +85,12 @@ class Tiers:
         """Bring back what the pools lack of `tokens`, see `Restoring.begin`."""
         return self._is_on and self._restoring.begin(session_id, tokens, then, is_ahead=is_ahead)
 
+    def warm(self, session_id: SessionId) -> None:
+        """Bring back what the pools lack of a session, if there is room ahead of all turns."""
+        if self.may_restore(session_id):
+            tokens = self._cache.tokens(session_id)
+            self._restoring.begin(session_id, tokens, None, is_ahead=True)
+
     def begin_deferred(self) -> None:
         """Copy back sessions that had to wait for others. O(1) while none can be."""
         self._restoring.begin_deferred()

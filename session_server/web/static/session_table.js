@@ -27,6 +27,7 @@ const ACTIONS = [
   ['pin', 'Pin', 'Pressure spares its KV, from its next turn on.', ({ pinned }) => !pinned, null],
   ['unpin', 'Unpin', 'Its KV goes when memory is short, as any other.', ({ pinned }) => pinned, null],
   ['cool', 'Cool', 'Leave its KV to the shared tree. The next turn computes what is gone by then.', ({ state }) => state === 'resident', null],
+  ['warm', 'Warm', 'Bring back what is kept of its KV, ahead of its next turn, if there is room.', ({ state }) => state === 'cold', null],
   ['fork', 'Fork', 'Open another session of the same owner with this conversation.', () => true, null],
   ['close', 'Close', 'End the session.', ({ state }) => state !== 'closing', 'Its conversation ends for its owner, and a turn that runs is canceled. This cannot be undone.'],
 ];
