@@ -45,8 +45,8 @@ class SessionRetention:
         """Have what is kept of a session at rest outside of the pools brought back into them, ahead
         of its next turn; nothing is computed.
 
-        Nothing is promised: where nothing is kept, there is no room or no engine, or a turn has not
-        ended, nothing happens. The session's state stays what it is.
+        Nothing is promised: where nothing can be kept, there is no room or no engine, or a turn has
+        not ended, nothing happens. The session's state stays what it is.
 
         Raises:
             SessionNotFound, SessionClosing
@@ -80,11 +80,12 @@ class SessionRetention:
         link, copy, num_tokens = self.parts.link, session.copy, len(session.transcript)
         is_known = copy.known_len(link.generation) is not None
         is_at_rest = session.is_idle and session.closing is None
-        keeps_kv = link.ready is not None and link.ready.kv_tiers != "none"
-        if not (keeps_kv and is_at_rest and num_tokens) or (is_known and copy.state == "resident"):
+        copies = self.drafts.copies
+        may_be_kept = num_tokens > 0 and copies.may_leave_kv(session.life.last_active_s)
+        if not (may_be_kept and is_at_rest) or (is_known and copy.state == "resident"):
             return
         with contextlib.suppress(EngineUnavailable):
-            self.drafts.copies.open(session, num_tokens)
+            copies.open(session, num_tokens)
             link.send(WarmSession(session_id=copy.session_id))
 
     def _cool(self, session: Session) -> None:

@@ -86,7 +86,7 @@ KILLED: Final = {
     "what was left is believed": Mutant(
         "what a killed process had not synced is told of by the next one as it is",
         "systematic",
-        Edit(f"{_DATABASE}:Database.__init__", '"PRAGMA wal_checkpoint"', '"SELECT 1"'),
+        Edit(f"{_DATABASE}:Database.__init__", "write_again(log_of(self.path))", "pass"),
         Edit(f"{_DATABASE}:Database._note_made", '"PRAGMA wal_checkpoint(TRUNCATE)"', '"SELECT 1"'),
     ),
     "only a new directory is synced": Mutant(

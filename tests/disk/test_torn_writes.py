@@ -6,6 +6,7 @@ import errno
 import sqlite3
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -31,6 +32,8 @@ from tests.disk.store_runs import (
 from tests.rig.decisions import Decisions
 
 SEED = 1
+OF_THE_SECOND = 1000
+"""What is asked of the process after one that was killed has greater numbers."""
 
 
 @cache
@@ -49,6 +52,26 @@ def test_nothing_that_was_told_to_be_on_disk_is_lost_by_a_crash() -> None:
 def test_what_a_process_that_was_killed_had_not_synced_is_not_believed(killed_at: int) -> None:
     record = recorded(seed=SEED, killed_at=killed_at)
     report = crashed(record, Decisions(SEED, killed_at), share=0.002, least=1)
+    assert not report.problems, report.problems[0]
+
+
+@pytest.mark.parametrize("killed_at", range(90, 250, 9))
+def test_what_the_system_could_not_write_is_not_built_on(killed_at: int) -> None:
+    """The next process sees it, a sync says that all is well, and a crash takes it away."""
+    record = recorded(seed=SEED, killed_at=killed_at)
+    opened = 0
+    for at, each in enumerate(record.done):
+        if each.kind is Kind.NOTE and each.note.get("phase") not in (None, "writing"):
+            opened = at
+        if each.kind is Kind.NOTE and each.note.get("asked", (0,))[0] > OF_THE_SECOND:
+            break
+    failed_syncs = [
+        replace(record.done[opened], kind=Kind.SYNC, inode=inode, error=errno.EIO)
+        for inode in {each.inode for each in record.done[:opened] if each.kind is Kind.WRITE}
+    ]
+    done = [*record.done[:opened], *failed_syncs, *record.done[opened : opened + 150]]
+    record = Recorded(record.root, done)
+    report = crashed(record, Decisions(SEED, killed_at), share=0.2, least=1, may_fail=True)
     assert not report.problems, report.problems[0]
 
 

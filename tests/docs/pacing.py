@@ -116,6 +116,12 @@ SLICES = (
         "the rest a second later",
     ),
     _constant(
+        "sessions.store.directories:_PIECE_BYTES",
+        "bytes of a store's log that are written again at a time when it is opened",
+        "bytes",
+        _NEXT,
+    ),
+    _constant(
         "sessions.store.database:_PAGE_ROWS",
         "sessions read by `sessions list` and `doctor`",
         "sessions",

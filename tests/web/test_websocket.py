@@ -209,7 +209,7 @@ async def test_a_session_at_rest_is_warmed_when_asked_and_by_whoever_attaches(th
     path = f"/v1/sessions/{session_id}"
     body = {"input": "Hello", "sampling": {"max_tokens": 2}}
     assert (await this.http.post(f"{path}/turns", json=body)).is_success
-    this.engine.kv_tiers = "host"
+    this.engine.kv_tiers = "disk"  # host memory would have ended with the engine
     this.engine.die()
     this.engine.come_up()
     await this.until(lambda: this.engine.is_up)

@@ -20,6 +20,7 @@ from session_server.sessions.store.directories import (
     make_directory,
     sync_above,
     sync_directory,
+    write_again,
 )
 from session_server.sessions.store.lost_pages import check_pages, index_of, log_of, size_of
 from session_server.sessions.store.records import Parts, RecordRow, SessionRow
@@ -87,6 +88,9 @@ class Database:
             if is_read_only:
                 self._open_beside()
                 return
+            # From now on it is told of as what is on disk. What a checkpoint has copied of it is
+            # copied once more, because nothing says how far that came.
+            write_again(log_of(self.path))
             self._probe()
             # SQLite would make its files with the permissions that the umask leaves.
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
@@ -106,10 +110,6 @@ class Database:
             self._check_writable()
             # SQLite does so too, for its log, and goes on if that fails.
             sync_directory(directory)
-            # What a server that was killed had written may be in the system's memory alone, and
-            # from now on it is told of as what is on disk. To sync it is not enough: that says
-            # nothing of pages that an earlier sync could not write. So it is written once more.
-            self._writer.execute("PRAGMA wal_checkpoint")
             self._reader = self._connect(self.path)
             self._reader.execute("PRAGMA query_only = ON")
             self.secret = self._find_secret()

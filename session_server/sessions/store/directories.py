@@ -1,10 +1,13 @@
-"""Make a directory that is for its user alone, and have names on disk."""
+"""Make a directory that is for its user alone, and have names and files on disk."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from pathlib import Path
+from typing import Final
+
+_PIECE_BYTES: Final = 1 << 20
 
 
 def make_directory(directory: Path) -> None:
@@ -33,3 +36,20 @@ def sync_above(directory: Path) -> None:
         # Where that is not permitted the user who runs this has made nothing.
         with contextlib.suppress(PermissionError):
             sync_directory(parent)
+
+
+def write_again(path: Path) -> None:
+    """Have a file on disk as it is, if it is there. What a process that was killed had written may
+    be in the system's memory alone, and to sync it is not enough: that says nothing of what an
+    earlier sync could not write. Raises OSError."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return
+    try:
+        offset = 0
+        while piece := os.pread(fd, _PIECE_BYTES, offset):
+            offset += os.pwrite(fd, piece, offset)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
