@@ -15,7 +15,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,6 +31,7 @@ from session_server.runner.segment_format import (
     Header,
     Layout,
     SegmentFile,
+    TensorPlace,
     checks_of,
     part_name,
 )
@@ -51,7 +52,8 @@ Payload = Mapping[PoolName, Sequence[NDArray[np.uint8]]]
 
 
 class SegmentFiles:
-    """Write, find and read the files of one directory. One thread at a time."""
+    """Write, find and read the files of one directory. One thread at a time. Memory for one
+    segment is kept."""
 
     def __init__(self, directory: Path, layout: Layout) -> None:
         """Open the directory, which is made if there is none.
@@ -69,6 +71,7 @@ class SegmentFiles:
             os.close(self._directory)
             raise
         self._layout = layout
+        self._memory = np.empty(0, np.uint8)
 
     def write(self, segment: FoundFile, payload: Payload) -> None:
         """Write a segment. Returns once it is on disk.
@@ -135,7 +138,7 @@ class SegmentFiles:
         return found, False
 
     def read(self, expected: FoundFile) -> Payload:
-        """Read the pages of a segment.
+        """Read the pages of a segment. They are there until the next call.
 
         Raises:
             FileRefused: the file is not the one that was written or found, cannot be read, or is
@@ -148,12 +151,14 @@ class SegmentFiles:
                     raise FileRefused("it has other pages than when it was found")
                 if not np.array_equal(self._layout.tokens(file, key, header), expected.tokens):
                     raise FileRefused("it has other tokens than when it was found")
-                return {
-                    pool: [
-                        file.part(header.parts[part_name(pool, index)])
-                        for index in range(len(layout.shapes))
-                    ]
+                places = {
+                    pool: [header.parts[part_name(pool, n)] for n in range(len(layout.shapes))]
                     for pool, layout in self._layout.pools.items()
+                }
+                memory = self._memory_for(each for of_pool in places.values() for each in of_pool)
+                return {
+                    pool: [file.part(each, next(memory)) for each in of_pool]
+                    for pool, of_pool in places.items()
                 }
         except FileNotFoundError as error:
             raise FileRefused("it is gone") from error
@@ -237,6 +242,17 @@ class SegmentFiles:
             for _, old in sorted(ages)[: max(0, len(ages) - num_kept)]:
                 with contextlib.suppress(OSError):
                     os.unlink(old, dir_fd=self._refused)
+
+    def _memory_for(self, places: Iterable[TensorPlace]) -> Iterator[NDArray[np.uint8]]:
+        """Yield memory for each of these. It is that of the last read: to touch fresh memory for
+        the first time takes longer than to read what goes there."""
+        sizes = [place.num_bytes for place in places]
+        if sum(sizes) > len(self._memory):
+            self._memory = np.empty(sum(sizes), np.uint8)
+        at = 0
+        for size in sizes:
+            yield self._memory[at : at + size]
+            at += size
 
     @contextlib.contextmanager
     def _opened(self, key: FileKey) -> Iterator[tuple[SegmentFile, Header]]:

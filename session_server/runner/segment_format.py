@@ -215,13 +215,13 @@ class SegmentFile:
         self.header_text = self._read(0, 8 + length)
         self.header = self.header_text[8:]
 
-    def part(self, part: TensorPlace) -> NDArray[np.uint8]:
-        """Return the bytes of a tensor, in its shape.
+    def part(self, part: TensorPlace, memory: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
+        """Return the bytes of a tensor, in its shape; in `memory`, as many bytes, if given.
 
         Raises:
             FileRefused: they are not those that were written.
         """
-        data = np.empty(part.num_bytes, np.uint8)
+        data = np.empty(part.num_bytes, np.uint8) if memory is None else memory
         at = len(self.header_text) + part.start
         num_read = 0
         while num_read < part.num_bytes:
