@@ -84,6 +84,8 @@ class SessionLogs:
         """Wait until all that has changed so far is on disk, or could not be written."""
         if self.store is not None:
             await self.store.flush()
+            # What changed during a write was asked for when that ended.
+            await self.store.flush()
 
     def open(self, session: Session) -> None:
         """Begin the log of a session that was registered."""

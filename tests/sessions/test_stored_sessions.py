@@ -738,3 +738,15 @@ def test_a_drain_writes_what_was_changed_during_a_write(disk: Disk) -> None:
     with disk.world() as world:
         assert world.manager.get(OWNER, name).metadata == {"a": "b"}
         assert world.history(name) == ()
+
+
+def test_what_changes_during_a_write_is_on_disk_before_its_client_is_told(disk: Disk) -> None:
+    with disk.world() as world:
+        name = world.create(is_stored=True)
+        world.run(name, turn("1"))
+        disk.store.is_slow = True
+        world.manager.update(OWNER, name, metadata={"a": "b"})
+        world.manager.edits.rewind(OWNER, name, None)
+        world.do(world.manager.stored())
+    with disk.world() as world:
+        assert world.history(name) == ()
