@@ -156,10 +156,12 @@ class HistoryEdits:
     def _cut(self, session: Session, num_items: int) -> None:
         """Keep the first items of a session at rest."""
         if num_items < session.transcript.num_items:
-            before, generation = session.transcript.tokens(), self.parts.link.generation
+            copies, generation = self.drafts.copies, self.parts.link.generation
+            before = session.transcript.tokens() if copies.must_drop_end(session) else None
             session.transcript.cut(num_items)
             num_kept, known = len(session.transcript), session.copy.known_len(generation)
-            self.drafts.copies.drop_end(session, before, num_kept)
+            if before is not None:
+                copies.drop_end(session, before, num_kept)
             if known is not None:
                 session.copy.set_known_len(min(known, num_kept), generation)
         session.life.last_active_s = self.clock()

@@ -44,7 +44,8 @@ class EngineCopies:
         if copy.known_len(self._link.generation) is not None:
             return
         ready = self._link.ready
-        if ready is not None and base_len + ready.page_size <= len(session.transcript):
+        is_shorter = ready is not None and base_len + ready.page_size <= len(session.transcript)
+        if is_shorter and self.must_drop_end(session):
             self.drop_end(session, session.transcript.tokens(), base_len)
         self._link.send(
             OpenSession(
@@ -72,7 +73,7 @@ class EngineCopies:
                 CloseSession(session_id=copy.session_id, is_deleted=not comes_back)
             )
             return False
-        if comes_back or not self.may_leave_kv(session.life.last_active_s):
+        if comes_back or not self.must_drop_end(session):
             return False
         if log is None:
             self.drop_end(session, session.transcript.tokens(), 0)
@@ -86,13 +87,17 @@ class EngineCopies:
             return False
         return ready.kv_tiers == "disk" or used_s >= self._link.ready_s
 
+    def must_drop_end(self, session: Session) -> bool:
+        """Return whether the engine has to be told of what is cut off a history, whose KV may be
+        outside of the pools. Of a session that it knows it finds that itself."""
+        is_known = session.copy.known_len(self._link.generation) is not None
+        return not is_known and self.may_leave_kv(session.life.last_active_s)
+
     def drop_end(self, session: Session, tokens: Sequence[int], num_kept: int) -> None:
         """Have the engine drop the KV of a history behind its first tokens, which are what is left
-        of it. Of a session that it knows it finds that itself."""
-        is_known = session.copy.known_len(self._link.generation) is not None
-        if not is_known and self.may_leave_kv(session.life.last_active_s):
-            with contextlib.suppress(EngineUnavailable):  # then it ages out
-                self.forget(session.owner, session.session_id, tokens, num_kept=num_kept)
+        of it. Only where `must_drop_end` says so."""
+        with contextlib.suppress(EngineUnavailable):  # then it ages out
+            self.forget(session.owner, session.session_id, tokens, num_kept=num_kept)
 
     def forget(
         self, owner: Owner, session_id: str, tokens: Sequence[int], *, num_kept: int = 0

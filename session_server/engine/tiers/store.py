@@ -159,7 +159,9 @@ class TierStore:
         if is_draining:
             segment = next(iter(self._unwritten.values()), None)
         elif self.host.free_bytes <= self.host.max_bytes // _FULL_DIVISOR:
-            segment = self.host.next_to_give(_may_be_written, _NUM_AHEAD)
+            segment = self.host.next_to_give(
+                lambda each: each.number in self._unwritten, _NUM_AHEAD
+            )
         else:
             return False
         if segment is not None:
@@ -431,8 +433,3 @@ class TierStore:
                 return
             segment.on_disk = True
             self.disk.add(segment)
-
-
-def _may_be_written(segment: Segment) -> bool:
-    is_there = segment.on_disk or segment.is_writing or segment.is_refused
-    return segment.in_host and not is_there
