@@ -16,6 +16,7 @@ from cache.components import components_of
 from cache.pool.page_copy import PagedTensor
 from cache.tiers.segment import Segment
 from cache.tiers.segment_tree import SEGMENT_BYTES, SegmentTree
+from cache.tiers.segment_tree import Path as TreePath
 from cache.types import Namespace, Tokens
 from session_server.core.tier_orders import (
     CopyIn,
@@ -356,12 +357,17 @@ def test_a_file_that_is_deleted_while_the_disk_is_listed_is_counted_no_more(befo
     stock.assert_bounded()
 
 
-def test_a_file_whose_path_goes_while_it_is_looked_for_hangs_nowhere(before: Path) -> None:
+def half_read(before: Path) -> tuple[Stock, Tokens, TreePath]:
+    """A path of two files, of which the first was read."""
     stock = Stock(before, host=4 * SEGMENT, disk=20 * SEGMENT)
     stock.carry()
     tokens = path(5, 2)
     stock.look(tokens[: len(tokens) // 2])
-    found = stock.store.find(ALICE, tokens)
+    return stock, tokens, stock.store.find(ALICE, tokens)
+
+
+def test_a_file_whose_path_goes_while_it_is_looked_for_hangs_nowhere(before: Path) -> None:
+    stock, tokens, found = half_read(before)
     assert 0 < found.length < len(tokens)
     stock.store.find_files(ALICE, tokens, found, lambda: None)
     stock.store.drop(found.parts[0].segment)
@@ -438,11 +444,7 @@ def test_a_file_that_is_refused_when_it_is_found_is_counted_and_asked_for_no_mor
 
 
 def test_a_file_that_is_refused_half_way_gives_what_lies_before(before: Path) -> None:
-    stock = Stock(before, host=4 * SEGMENT, disk=20 * SEGMENT)
-    stock.carry()
-    tokens = path(5, 2)
-    stock.look(tokens[: len(tokens) // 2])
-    found = stock.store.find(ALICE, tokens)
+    _, tokens, found = half_read(before)
     assert found.next_name is not None
     spoil(before / file_name(found.next_name + found.chain), at=20)
     again = Stock(before, host=4 * SEGMENT, disk=20 * SEGMENT)

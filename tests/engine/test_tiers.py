@@ -31,6 +31,15 @@ def counts(bench: Bench) -> TierCounts:
     return bench.hand.engine.inspect().tiers.store.counts
 
 
+def carry_on(bench: Bench) -> None:
+    """Carry out all copies that were held back, and every later one at once."""
+    carrier = bench.hand.carrier
+    assert carrier is not None
+    carrier.at_once = True
+    carrier.carry_all()
+    bench.run()
+
+
 def first_turns(bench: Bench, num_sessions: int) -> dict[SessionId, tuple[int, ...]]:
     """A turn of each session; together they need more than the pools have."""
     histories = {}
@@ -139,9 +148,7 @@ def test_a_copy_found_on_disk_waits_for_forwards_launched_meanwhile() -> None:
     assert len(bench.runner) == 2
     outcome = bench.settle()
     assert [type(order) for order in outcome.orders] == [CopyIn]
-    carrier.at_once = True
-    carrier.carry_all()
-    bench.run()
+    carry_on(bench)
     bench.expect("back", history + distinct(8, 3))
     assert bench.finished("back").cached_tokens >= len(history) - sizes.page_size
 
@@ -280,9 +287,7 @@ def test_sessions_are_warmed_a_part_of_the_pools_at_a_time() -> None:
     assert bench.cache.copies.num_under_way == num_under_way  # it waits for the same copy
     restoring = bench.engine.inspect().tiers._restoring
     assert sum(map(len, restoring._waiting.values())) == 1
-    carrier.at_once = True
-    carrier.carry_all()
-    bench.run()
+    carry_on(bench)
     bench.expect("second", history + new)
     assert bench.finished("second").cached_tokens >= PROMPT_LEN - 8
     assert_nothing_counts_as_unused(bench)
@@ -304,9 +309,7 @@ def test_a_session_that_is_closed_while_it_is_warmed_leaves_nothing() -> None:
     bench.run(WarmSession(session_id=session_id))
     assert bench.cache.copies.num_under_way == 1
     bench.run(CloseSession(session_id=session_id))
-    carrier.at_once = True
-    carrier.carry_all()
-    bench.run()
+    carry_on(bench)
     assert_nothing_counts_as_unused(bench)
     bench.close_all()
 
@@ -347,9 +350,7 @@ def test_turns_whose_kv_is_copied_back_take_no_place_of_others() -> None:
     assert bench.finished("warm")
     # The fourth comes later: more of them would push each other out.
     assert bench.cache.copies.num_under_way == 3
-    carrier.at_once = True
-    carrier.carry_all()
-    bench.run()
+    carry_on(bench)
     for index, history in enumerate(histories.values()):
         bench.expect(f"second {index}", history + new)
         assert bench.finished(f"second {index}").cached_tokens >= PROMPT_LEN - 8
@@ -373,9 +374,7 @@ def test_a_session_that_closes_while_others_are_copied_waits_no_longer() -> None
     assert restoring._deferred
     bench.run(*(CloseSession(session_id=session_id) for session_id in restoring._deferred))
     assert not restoring._deferred
-    carrier.at_once = True
-    carrier.carry_all()
-    bench.run()
+    carry_on(bench)
     assert not restoring._waiting
     assert not restoring._unused
     assert not any(restoring._num_unused.values())

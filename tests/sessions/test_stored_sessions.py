@@ -726,13 +726,19 @@ def test_sessions_on_disk_count_for_their_owner(disk: Disk) -> None:
         world.manager.open(owner, request)
 
 
+def changed_during_a_write(disk: Disk, world: World) -> str:
+    """A session that is rewound while its metadata are being written."""
+    name = world.create(is_stored=True)
+    world.run(name, turn("1"))
+    disk.store.is_slow = True
+    world.manager.update(OWNER, name, metadata={"a": "b"})
+    world.manager.edits.rewind(OWNER, name, None)
+    return name
+
+
 def test_a_drain_writes_what_was_changed_during_a_write(disk: Disk) -> None:
     with disk.world() as world:
-        name = world.create(is_stored=True)
-        world.run(name, turn("1"))
-        disk.store.is_slow = True
-        world.manager.update(OWNER, name, metadata={"a": "b"})
-        world.manager.edits.rewind(OWNER, name, None)
+        name = changed_during_a_write(disk, world)
         world.do(world.manager.drain(0.0))
         disk.store.tell()
     with disk.world() as world:
@@ -742,11 +748,7 @@ def test_a_drain_writes_what_was_changed_during_a_write(disk: Disk) -> None:
 
 def test_what_changes_during_a_write_is_on_disk_before_its_client_is_told(disk: Disk) -> None:
     with disk.world() as world:
-        name = world.create(is_stored=True)
-        world.run(name, turn("1"))
-        disk.store.is_slow = True
-        world.manager.update(OWNER, name, metadata={"a": "b"})
-        world.manager.edits.rewind(OWNER, name, None)
+        name = changed_during_a_write(disk, world)
         world.do(world.manager.stored())
     with disk.world() as world:
         assert world.history(name) == ()
