@@ -130,6 +130,8 @@ class Client:
         self.ended: list[Remembered] = []
         self.unknown: dict[str, Any] | None = None
         self.rewound_to: int | None = None
+        self.metadata: dict[str, str] = {}
+        self.next_metadata: dict[str, str] | None = None
 
     async def run(self) -> None:
         """Live until the last server has run for a while."""
@@ -138,7 +140,7 @@ class Client:
             try:
                 async with asyncio.timeout(30):
                     await self._visit(url)
-            except LOST:
+            except* LOST:
                 self.report.saw["connection lost"] += 1
                 await asyncio.sleep(0.02)
 
@@ -156,13 +158,30 @@ class Client:
             async with greeted(url, self.session_id or "new") as wire:
                 self.session_id = wire.hello["session_id"]
                 while not (self.town.is_over and self.unknown is None):
-                    if not await self._talk(wire):
+                    if not await self._talk_and_update(wire, http):
                         return
                     if self.chance.happens(0.15) and len(self.kept) > 1:
                         await self._rewind(http)
                     if len(self.ended) > MAX_TURNS:
                         await self._close(http)
                         return
+
+    async def _talk_and_update(self, wire: Wire, http: httpx.AsyncClient) -> bool:
+        """Run a turn; perhaps give the session other metadata at the same time."""
+        async with asyncio.TaskGroup() as both:
+            if self.chance.happens(0.2):
+                both.create_task(self._update(http))
+            return await self._talk(wire)
+
+    async def _update(self, http: httpx.AsyncClient) -> None:
+        """Give it other metadata; until the answer comes, both may be true."""
+        self.next_metadata = {"at": str(self.chance.below(1 << 30))}
+        path = f"/v1/sessions/{self.session_id}"
+        answer = await http.patch(path, json={"metadata": self.next_metadata})
+        if answer.status_code == 200:
+            self.metadata = self.next_metadata
+            self.report.saw["updated"] += 1
+            self.next_metadata = None
 
     async def _talk(self, wire: Wire) -> bool:
         """Run a turn, or the one whose end is not known; return whether to go on."""
@@ -257,7 +276,20 @@ class Client:
             self._complain(f"{self.session_id}: told {told}, found {found}")
         if self.ended:
             await self._is_ended_once(http, self.chance.pick(self.ended))
+        await self._has_its_metadata(http)
         return True
+
+    async def _has_its_metadata(self, http: httpx.AsyncClient) -> None:
+        answer = await http.get(f"/v1/sessions/{self.session_id}")
+        if answer.status_code != 200:
+            return
+        found = answer.json()["metadata"]
+        if found == self.next_metadata:
+            self.metadata = found
+            self.report.saw["updated unheard"] += 1
+        elif found != self.metadata:
+            self._complain(f"{self.session_id}: told {self.metadata}, found {found}")
+        self.next_metadata = None
 
     async def _is_ended_once(self, http: httpx.AsyncClient, turn: Remembered) -> None:
         """A turn asked for again gives the end that it had."""

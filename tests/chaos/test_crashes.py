@@ -23,6 +23,7 @@ WANTED = (
     "asked for twice",
     "connection lost",
     "rewound",
+    "updated",
     "server SIGKILL",
     "engine killed",
     "exit 0",
