@@ -36,7 +36,11 @@ from session_server.config import Settings
 from session_server.core.errors import InvalidRequest
 from session_server.core.owner import ANONYMOUS
 from session_server.sessions.store.database import Database, StoreUnusable
-from session_server.sessions.store.places import default_directory, found_directories
+from session_server.sessions.store.places import (
+    KV_DIRECTORY,
+    default_directory,
+    found_directories,
+)
 from session_server.sessions.store.records import (
     Damaged,
     LogEntry,
@@ -195,11 +199,17 @@ def _import(database: Database, args: argparse.Namespace) -> None:
 
 def _delete(database: Database, args: argparse.Namespace) -> None:
     rows = [_find(database, name, args.owner) for name in args.words]
+    files = database.path.parent / KV_DIRECTORY
+    has_files = files.is_dir() and any(files.iterdir())
+    # The KV of a session is found by its tokens, which only a server of its model can do.
+    end = database.retire if has_files else database.delete
     with database.transaction():
         for row in rows:
-            database.delete(row.number)
+            end(row.number)
     for row in rows:
         print(f"deleted {row.session_id}")
+    if has_files:
+        print(f"Their tokens and KV go when a server of this store starts. Before: rm -r {files}")
 
 
 def _vacuum(database: Database, _args: argparse.Namespace) -> None:
