@@ -178,10 +178,15 @@ class Client:
         self.next_metadata = {"at": str(self.chance.below(1 << 30))}
         path = f"/v1/sessions/{self.session_id}"
         answer = await http.patch(path, json={"metadata": self.next_metadata})
-        if answer.status_code == 200:
+        if self._is_changed(answer):
             self.metadata = self.next_metadata
             self.report.saw["updated"] += 1
             self.next_metadata = None
+
+    def _is_changed(self, answer: httpx.Response) -> bool:
+        if answer.status_code == 200 and not answer.json()["durable"]:
+            self._complain(f"{self.session_id} was changed and is not on disk: {answer.text}")
+        return answer.status_code == 200
 
     async def _talk(self, wire: Wire) -> bool:
         """Run a turn, or the one whose end is not known; return whether to go on."""
@@ -232,7 +237,7 @@ class Client:
         item_id = self.kept[self.rewound_to - 1].end["item"]["id"]
         path = f"/v1/sessions/{self.session_id}/rewind"
         answer = await http.post(path, json={"to_item": item_id})
-        if answer.status_code == 200:
+        if self._is_changed(answer):
             del self.kept[self.rewound_to :]
             self.report.saw["rewound"] += 1
         self.rewound_to = None
@@ -314,7 +319,8 @@ class Client:
         return int(usage["input_tokens"] + usage["output_tokens"])
 
     def _complain(self, problem: str) -> None:
-        self.report.problems.append(f"client {self.number}: {problem}")
+        number = len(self.report.ready_s)
+        self.report.problems.append(f"server {number}, client {self.number}: {problem}")
         print(self.report.problems[-1][:600], flush=True)
 
 

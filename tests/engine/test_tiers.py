@@ -387,3 +387,18 @@ def test_sessions_that_are_longer_than_host_memory_come_to_rest() -> None:
     assert counts(bench).spilled_tokens >= PROMPT_LEN // 2
     assert store.host.free_bytes < store.host.max_bytes // 2
     second_turns(bench, histories)
+
+
+def test_an_end_writes_what_is_worth_it_behind_what_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(Sizes(num_pages=160, host_kv_bytes=MIB, disk_kv_bytes=MIB))
+    for name, num_tokens in (("long", PROMPT_LEN), ("short", 9)):
+        session_id, prompt = bench.open(name), distinct(num_tokens, num_tokens)
+        bench.run(bench.submit_command(session_id, name, prompt))
+    assert counts(bench).spilled_bytes == 0
+    costs = bench.hand.engine.inspect().tiers.store.costs
+    monkeypatch.setattr(
+        costs, "is_worth", lambda num_tokens, *_, **__: num_tokens > PROMPT_LEN // 2
+    )
+    bench.run(Shutdown())
+    assert bench.engine.has_shut_down
+    assert counts(bench).written_bytes == counts(bench).spilled_bytes > 0

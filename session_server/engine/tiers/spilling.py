@@ -149,7 +149,11 @@ class Spilling:
             if not is_due or self._is_waiting_for_room:
                 return
             session_id = next(reversed(self._dirty) if self.is_draining else iter(self._dirty))
-            if session_id in self._copying or not self._begin(session_id):
+            if session_id in self._copying:
+                return
+            is_begun = self._begin(session_id)
+            # One that is refused for good is the only one in a step, unless no other may come.
+            if session_id in self._dirty or not (is_begun or self.is_draining):
                 return
 
     def holds(self, session_id: SessionId) -> bool:
@@ -171,7 +175,8 @@ class Spilling:
         self._forget_dirty(session_id)
 
     def _begin(self, session_id: SessionId) -> bool:
-        """Copy what no segment has of a session; return False if it has to be tried again."""
+        """Copy what no segment has of a session; return False if not all of it could be: it is to
+        be tried again then where it is still dirty."""
         store, cache = self._store, self._cache
         if not store.is_listed:
             return False
