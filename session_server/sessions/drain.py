@@ -54,6 +54,7 @@ class Drain:
             self.link.mark_gone()
             self.flow.on_engine_lost(will_restart=False)
             self.flow.backlog.finish()
+        self.sessions.is_ending = True
         async for session in self.sessions.in_slices():
             self.close(session)
         with contextlib.suppress(TimeoutError):

@@ -66,11 +66,13 @@ class OnDisk(Protocol):
 class SessionRegistry:
     """Hold open sessions by (owner, id) and by the id that the engine uses.
 
-    `on_disk`: those that are stored, which come into memory when they are asked for.
+    `on_disk`: those that are stored, which come into memory when they are asked for, until this
+    process `is_ending`.
     """
 
     def __init__(self) -> None:
         self.on_disk: OnDisk | None = None
+        self.is_ending = False
         self._by_owner: dict[Owner, dict[str, Session]] = {}
         self._by_engine_id: dict[SessionId, Session] = {}
         self._in_order: dict[Owner, list[Session]] = {}

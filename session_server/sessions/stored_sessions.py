@@ -14,6 +14,7 @@ from typing import Final
 from session_server.core.errors import (
     InternalInconsistency,
     ServerBusy,
+    ServerDraining,
     UnknownModel,
 )
 from session_server.core.owner import Owner
@@ -56,6 +57,7 @@ class StoredSessions:
             UnsupportedOperation: it asked for a `history` that this model's template cannot write.
             InternalInconsistency: what is stored of it is damaged.
             QuotaExceeded, ServerBusy: there is no room for it in memory, or no disk to read.
+            ServerDraining: this process is about to end.
         """
         with reading():
             row = self.store.find(owner.owner_id, session_id)
@@ -204,7 +206,10 @@ class StoredSessions:
         session.life.log.num_uses = row.num_uses
 
     def _register(self, session: Session) -> None:
-        """Count and register a session. Raises QuotaExceeded, ServerBusy."""
+        """Count and register a session. Raises QuotaExceeded, ServerBusy, ServerDraining."""
+        if self.sessions.is_ending:
+            # Its last write may be under way, and one log has one writer.
+            raise ServerDraining("the server is shutting down")
         self.sessions.by_use.in_hand = None
         self.quotas.load_session(session)
         self.sessions.restored(session)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from session_server.core.errors import (
     InternalInconsistency,
     QuotaExceeded,
     ServerBusy,
+    ServerDraining,
     SessionBusy,
     SessionExists,
     SessionNotFound,
@@ -744,6 +746,21 @@ def test_a_drain_writes_what_was_changed_during_a_write(disk: Disk) -> None:
     with disk.world() as world:
         assert world.manager.get(OWNER, name).metadata == {"a": "b"}
         assert world.history(name) == ()
+
+
+def test_a_session_whose_last_write_is_under_way_is_not_read_again(disk: Disk) -> None:
+    with disk.world() as world:
+        name = world.create(is_stored=True)
+        world.run(name, turn("1"))
+        disk.store.is_slow = True
+        world.manager.update(OWNER, name, metadata={"a": "b"})
+        world.do(world.manager.drain(0.0))
+        for ask in (world.manager.get, partial(world.manager.update, metadata={"c": "d"})):
+            with pytest.raises(ServerDraining):
+                ask(OWNER, name)
+        disk.store.tell()
+    with disk.world() as world:
+        assert world.manager.get(OWNER, name).metadata == {"a": "b"}
 
 
 def test_what_changes_during_a_write_is_on_disk_before_its_client_is_told(disk: Disk) -> None:
