@@ -500,6 +500,8 @@ class EngineHistory:
             raise Broken(layer, f"{event}, allowed were {sorted(refusals | faults)}")
         if event.code in refusals or turn.session is None:
             return
+        # One that might have been refused was not, so nothing is said of the draft before it.
+        self.drafts.replace(event.session_id)
         if event.history_len != turn.command.base_len:
             raise Broken(Layer.SHADOW, f"{event} changed the history")
         turn.session.held = turn.session.held[: event.history_len]
