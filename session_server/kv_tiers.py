@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -18,6 +19,7 @@ from session_server.models.config import DTypeName, ModelConfig
 from session_server.models.layers.block_weight import BLOCK
 from session_server.runner.capacity import free_host_bytes
 from session_server.runner.kv_carrier import KvCarrier
+from session_server.runner.kv_directory import remove_left
 from session_server.runner.loader import LoadedRunner
 from session_server.runner.native import WeightFormat
 from session_server.runner.segment_files import SegmentFiles
@@ -83,6 +85,9 @@ def make_tiers(settings: Settings, loaded: LoadedRunner, fingerprint: str) -> Kv
     disk_bytes = cache.disk_kv_bytes if keeps_files(settings) else 0
     if cache.disk_kv_bytes and not disk_bytes:
         _LOG.warning("--disk-kv-bytes has no effect: its files lie in a --store, and there is none")
+    if isinstance(store, Path) and not disk_bytes:
+        left = store / KV_DIRECTORY
+        threading.Thread(target=_remove_left, args=(left,), name="kv-removal", daemon=True).start()
     host_bytes = max(cache.host_kv_bytes, min(disk_bytes, _STAGING_BYTES))
     host_bytes = min(host_bytes, free_host_bytes() // _FREE_DIVISOR)
     if host_bytes == 0:
@@ -98,6 +103,17 @@ def make_tiers(settings: Settings, loaded: LoadedRunner, fingerprint: str) -> Kv
         host_bytes, disk_bytes, page_bytes=carrier.page_bytes, drain_s=settings.http.drain_s
     )
     return KvTiers(policy, carrier)
+
+
+def _remove_left(directory: Path) -> None:
+    """Remove the files that servers with a disk for KV have left: this one does not know of them
+    when it forgets the sessions that they are of."""
+    try:
+        if num_removed := remove_left(directory):
+            line = "removed %d files of KV from %s: there is no --disk-kv-bytes"
+            _LOG.info(line, num_removed, directory)
+    except OSError as error:
+        _LOG.warning("files of KV cannot be removed from %s: %s", directory, error)
 
 
 def _open_files(directory: Path, layout: Layout) -> SegmentFiles:
