@@ -133,6 +133,18 @@ class PageCopies:
         stores.tree.unlock(transit.receipt)
         return is_whole
 
+    def abandon_in(self, transit: Transit) -> None:
+        """Give up a copy that may still be written: nobody gets its pages before `end_in`."""
+        stores = self._stores
+        if stores.transits.pop(transit.number, None) is None:
+            return  # a rebuild has fenced them already
+        self._note(transit)
+        for pool, each in transit.pages.items():
+            stores.ledgers[pool].transfer(len(each.pages), Holder.SPILL, Holder.FENCED)
+        fenced = {pool: each.pages.tolist() for pool, each in transit.pages.items()}
+        stores.fenced[transit.number] = fenced
+        stores.tree.unlock(transit.receipt)
+
     def void_out(self) -> None:
         """Unlock the pages of every copy on its way out, because their content is in doubt: none of
         the copies may be used."""
@@ -155,7 +167,7 @@ class PageCopies:
             stores.allocators[pool].release(filter(None, twice), Holder.ACTIVE)
 
     def _free_fenced(self, transit: Transit) -> None:
-        """Free the pages that a rebuild has fenced because this copy still wrote them."""
+        """Free the pages that were fenced because this copy still wrote them."""
         if transit.is_incoming and transit.number in self._stores.fenced:
             for pool, ids in self._stores.fenced.pop(transit.number).items():
                 self._stores.allocators[pool].release(ids, Holder.FENCED)

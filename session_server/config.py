@@ -142,7 +142,7 @@ class CacheOptions(_Section):
     ] = _setting(
         1 << 30,
         "host memory for copies of KV that has to leave the pools, an eighth of what is free at"
-        " most; 0: it is computed again",
+        " most; 0: none, unless there is a disk",
         ge=0,
         le=1 << 44,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -35,10 +35,11 @@ from session_server.engine.config import (
 from session_server.engine.engine import Engine
 from session_server.engine_host.child import CannotStart, serve_engine
 from session_server.engine_host.loop import EngineAssembly
-from session_server.kv_tiers import make_tiers
+from session_server.kv_tiers import keeps_files, make_tiers
 from session_server.metrics.logging import configure_logging
+from session_server.models.checkpoint_files import CheckpointFiles
 from session_server.models.errors import DraftMismatch, ModelError
-from session_server.models.hub import model_fingerprint, resolve_model
+from session_server.models.hub import resolve_model
 from session_server.runner import native
 from session_server.runner.capacity import MemoryLimits
 from session_server.runner.grammar_cache import GrammarCache
@@ -71,16 +72,15 @@ def build_engine(settings: Settings) -> EngineAssembly:
     directory = model_directory(settings.model)
     tokens = load_model_tokens(directory)
     eos_token_ids = tuple(sorted(tokens.eos_token_ids))
-    options = replace(
-        runner_options(settings),
-        eos_token_ids=eos_token_ids,
-        draft=_draft_directory(settings, tokens),
-    )
+    draft = _draft_directory(settings, tokens)
+    options = replace(runner_options(settings), eos_token_ids=eos_token_ids, draft=draft)
+    paths = filter(None, (directory, draft)) if keeps_files(settings) else ()
+    checkpoints = [CheckpointFiles(path) for path in paths]
     started_s = time.monotonic()
     loaded = load_runner(directory, options, progress=_progress_logger())
     _log_model(loaded, time.monotonic() - started_s)
     _log_pools(loaded)
-    fingerprint = model_fingerprint(directory)
+    fingerprint = _fingerprint(checkpoints)
     chunk_tokens = settings.engine.chunked_prefill_size or chunk_for(
         loaded.runner, loaded.plan.capacity.max_context_len
     )
@@ -193,6 +193,19 @@ def _log_model(loaded: LoadedRunner, elapsed_s: float) -> None:
         _LOG.info("weights are quantized: %s", loaded.quantization)
     if loaded.device == "cpu" and loaded.runner.backend_name != "native":
         _LOG.warning("torch computes: %s", native.WHY_MISSING or "--attention-backend asks for it")
+
+
+def _fingerprint(checkpoints: Sequence[CheckpointFiles]) -> str:
+    """Return what tells KV of one model from that of any other: "" where no other will meet it."""
+    if not checkpoints:
+        return ""
+    started_s = time.monotonic()
+    fingerprint = " ".join(checkpoint.digest() for checkpoint in checkpoints)
+    elapsed_s = max(time.monotonic() - started_s, 1e-3)
+    num_gb = sum(checkpoint.num_bytes for checkpoint in checkpoints) / 1e9
+    line = "hashed the model for KV on disk gb=%.2f seconds=%.1f gb_per_s=%.2f"
+    _LOG.info(line, num_gb, elapsed_s, num_gb / elapsed_s)
+    return fingerprint
 
 
 def _log_pools(loaded: LoadedRunner) -> None:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from cache.spec import CacheSpec, LayerKind
 from session_server.config import Settings
 from session_server.core.tier_orders import TierCarrier
 from session_server.engine.config import TierPolicy
 from session_server.engine_host.tier_threads import NoTiers
+from session_server.models.config import DTypeName, ModelConfig
+from session_server.models.layers.block_weight import BLOCK
 from session_server.runner.capacity import free_host_bytes
 from session_server.runner.kv_carrier import KvCarrier
+from session_server.runner.kv_directory import remove_left
 from session_server.runner.loader import LoadedRunner
+from session_server.runner.native import WeightFormat
 from session_server.runner.segment_files import SegmentFiles
 from session_server.runner.segment_format import Layout, PoolLayout
 from session_server.sessions.store.places import KV_DIRECTORY
@@ -36,6 +43,38 @@ class KvTiers:
     carrier: TierCarrier
 
 
+@dataclass(frozen=True, slots=True)
+class KvIdentity:
+    """Say what decides the bytes of a page beside its shape. KV of another identity is never used.
+
+    Everything here says what is computed, and nothing where: not the machine, nor its free memory,
+    nor which kernels or how many threads.
+
+    Attributes:
+        fingerprint: `CheckpointFiles.digest` of the model, and of a draft model.
+        models: what was read from their configurations: rotary embeddings and their scaling,
+            windows, kinds of layers, groups of inputs that share a scale.
+        spec: what is stored of a position, and in which pages.
+        weights: how linears are computed with.
+        dtype: that of the computation.
+        kv_dtype: that of K and V.
+        codes_per_scale: of weights that are codes.
+    """
+
+    fingerprint: str
+    models: tuple[ModelConfig, ...]
+    spec: CacheSpec
+    weights: WeightFormat
+    dtype: DTypeName
+    kv_dtype: DTypeName
+    codes_per_scale: int = BLOCK
+
+
+def keeps_files(settings: Settings) -> bool:
+    """Return whether KV goes to disk, so that it meets whatever the next server has loaded."""
+    return settings.cache.disk_kv_bytes > 0 and isinstance(settings.sessions.store, Path)
+
+
 def make_tiers(settings: Settings, loaded: LoadedRunner, fingerprint: str) -> KvTiers:
     """Return the tiers that the settings ask for: files only in the store that they name.
 
@@ -43,9 +82,12 @@ def make_tiers(settings: Settings, loaded: LoadedRunner, fingerprint: str) -> Kv
         ValueError: the directory of files cannot be used.
     """
     cache, store = settings.cache, settings.sessions.store
-    disk_bytes = cache.disk_kv_bytes if isinstance(store, Path) else 0
+    disk_bytes = cache.disk_kv_bytes if keeps_files(settings) else 0
     if cache.disk_kv_bytes and not disk_bytes:
         _LOG.warning("--disk-kv-bytes has no effect: its files lie in a --store, and there is none")
+    if isinstance(store, Path) and not disk_bytes:
+        left = store / KV_DIRECTORY
+        threading.Thread(target=_remove_left, args=(left,), name="kv-removal", daemon=True).start()
     host_bytes = max(cache.host_kv_bytes, min(disk_bytes, _STAGING_BYTES))
     host_bytes = min(host_bytes, free_host_bytes() // _FREE_DIVISOR)
     if host_bytes == 0:
@@ -63,6 +105,17 @@ def make_tiers(settings: Settings, loaded: LoadedRunner, fingerprint: str) -> Kv
     return KvTiers(policy, carrier)
 
 
+def _remove_left(directory: Path) -> None:
+    """Remove the files that servers with a disk for KV have left: this one does not know of them
+    when it forgets the sessions that they are of."""
+    try:
+        if num_removed := remove_left(directory):
+            line = "removed %d files of KV from %s: there is no --disk-kv-bytes"
+            _LOG.info(line, num_removed, directory)
+    except OSError as error:
+        _LOG.warning("files of KV cannot be removed from %s: %s", directory, error)
+
+
 def _open_files(directory: Path, layout: Layout) -> SegmentFiles:
     try:
         return SegmentFiles(directory, layout)
@@ -71,7 +124,7 @@ def _open_files(directory: Path, layout: Layout) -> SegmentFiles:
 
 
 def layout_of(loaded: LoadedRunner, fingerprint: str) -> Layout:
-    """Return what the files of a runner's KV must agree on. `fingerprint`: of its checkpoint."""
+    """Return what the files of a runner's KV must agree on. `fingerprint`: see `KvIdentity`."""
     kinds = {group.pool: group.kind for group in loaded.spec.groups}
     pools = {}
     for pool, tensors in loaded.runner.paged_tensors().items():
@@ -80,11 +133,12 @@ def layout_of(loaded: LoadedRunner, fingerprint: str) -> Layout:
         shapes = tuple(tensor.shape_of(0) for tensor in tensors)
         is_whole = kinds[pool] in (LayerKind.FULL, LayerKind.LATENT)
         pools[pool] = PoolLayout(shapes, axis, is_whole)
-    return Layout(loaded.spec.page_size, pools, _identity(loaded, loaded.spec, fingerprint))
-
-
-def _identity(loaded: LoadedRunner, spec: CacheSpec, fingerprint: str) -> str:
-    """Return what decides the bytes of a page beside its shape."""
-    windows = [(group.pool, group.window, group.layers) for group in spec.groups]
-    weights = "" if loaded.quantization is None else str(loaded.quantization)
-    return f"{fingerprint} {loaded.dtype} {loaded.kv_dtype} {weights} {windows}"
+    identity = KvIdentity(
+        fingerprint=fingerprint,
+        models=tuple(filter(None, (loaded.config, loaded.draft_config))),
+        spec=loaded.spec,
+        weights=loaded.weights,
+        dtype=loaded.dtype,
+        kv_dtype=loaded.kv_dtype,
+    )
+    return Layout(loaded.spec.page_size, pools, msgspec.json.encode(identity).decode())

@@ -47,10 +47,10 @@ class Path:
         part = PathPart(segment, content.end)
         return Path((*self.parts, part), content.end, content.end_chain, None)
 
-    def readable(self) -> Path:
-        """Return the same up to the first segment that cannot be read yet."""
+    def readable(self, *, from_disk: bool) -> Path:
+        """Return the same up to the first segment that cannot be read yet, or not `from_disk`."""
         for index, part in enumerate(self.parts):
-            if not part.segment.is_readable:
+            if not (part.segment.is_readable if from_disk else part.segment.in_host):
                 length = part.segment.content.start
                 return Path(self.parts[:index], length, part.segment.content.chain, None)
         return self

@@ -104,6 +104,19 @@ class Forget(msgspec.Struct, frozen=True, gc=False):
 TierOrder = CopyOut | CopyIn | WriteFile | FindFiles | ListFiles | Forget
 
 
+def uses_disk(order: TierOrder) -> bool:
+    """Return whether carrying out an order may wait for the disk."""
+    match order:
+        case CopyOut():
+            return False
+        case CopyIn():
+            return any(part.found is not None for part in order.parts)
+        case WriteFile() | FindFiles() | ListFiles():
+            return True
+        case Forget():
+            return bool(order.files or order.is_everything)
+
+
 class Refusal(enum.Enum):
     """Say why a copy failed."""
 

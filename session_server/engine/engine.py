@@ -144,6 +144,12 @@ class Engine:
         return not (self._scheduler or self._in_flight or self._input_drafts)
 
     @property
+    def due_s(self) -> float | None:
+        """Return the time from which on a step does something though nothing has come; None for
+        never."""
+        return self._context.tiers.due_s
+
+    @property
     def is_audit_due(self) -> bool:
         """Return whether a full audit should begin or is under way; see `MemoryWatch`."""
         return self._context.watch.is_audit_due
@@ -168,7 +174,7 @@ class Engine:
         self._context.watch.trace.begin_step(now_s, commands, results)
         for result in results:
             self._settle(result, now_s)
-        self._take_copied(copied)
+        self._take_copied(copied, now_s)
         for command in commands:
             self._handle(command, now_s)
         for grammar in compiled:
@@ -223,9 +229,9 @@ class Engine:
         except AuditFailed as error:
             self._guard.recover(error)
 
-    def _take_copied(self, copied: Sequence[TierResult]) -> None:
+    def _take_copied(self, copied: Sequence[TierResult], now_s: float) -> None:
         try:
-            self._context.tiers.take(copied)
+            self._context.tiers.take(copied, now_s)
         except AuditFailed as error:
             self._guard.recover(error)
 

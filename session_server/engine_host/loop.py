@@ -82,6 +82,7 @@ class EngineLoop:
         self._progress = Progress()
         self._stepping = threading.Lock()
         self._is_blocked = True
+        self._sleeps_until_s: float | None = None
         self._crash: BaseException | None = None
 
     def pulse(self) -> EnginePulse:
@@ -122,10 +123,11 @@ class EngineLoop:
                 wait_s = self._audit_wait_s()
                 if wait_s == 0.0 and not self._is_over:
                     self._audit()
+                self._sleeps_until_s = self._engine.due_s
             if self._is_over:
                 break
             if wait_s != 0.0:
-                self._sleep(wait_s)
+                self._sleep(self._shorter_wait_s(wait_s))
         if self._crash is not None:
             raise self._crash
         self._device.stop()
@@ -133,6 +135,13 @@ class EngineLoop:
     @property
     def _is_over(self) -> bool:
         return self._crash is not None or self._engine.has_shut_down
+
+    def _shorter_wait_s(self, wait_s: float | None) -> float | None:
+        """Return how long to wait, at most until the engine has something to do by itself."""
+        if self._sleeps_until_s is None:
+            return wait_s
+        due_wait_s = max(0.0, self._sleeps_until_s - self._clock())
+        return due_wait_s if wait_s is None else min(wait_s, due_wait_s)
 
     def _sleep(self, wait_s: float | None) -> None:
         """Sleep until another thread needs this one, or for so long."""
@@ -169,7 +178,9 @@ class EngineLoop:
         self._advance(is_computing=is_computing)
         wait_s = self._audit_wait_s()
         may_audit = wait_s is not None and (wait_s == 0.0 or self._engine.is_at_rest)
-        if may_audit or self._is_over or not self._inbox.is_empty:
+        due_s, sleeps_until_s = self._engine.due_s, self._sleeps_until_s
+        is_sooner = due_s is not None and (sleeps_until_s is None or due_s < sleeps_until_s)
+        if may_audit or is_sooner or self._is_over or not self._inbox.is_empty:
             self._wake.set()
 
     def _advance(self, *, is_computing: bool = False) -> None:
@@ -178,13 +189,18 @@ class EngineLoop:
         try:
             while not self._is_over:
                 taken = self._inbox.take(max_items=MAX_ITEMS_PER_STEP, max_bytes=MAX_BYTES_PER_STEP)
-                if self._is_blocked and not any(taken):
+                if self._is_blocked and not any(taken) and not self._is_due:
                     break
                 has_launched = self._step(taken)
                 if is_computing and has_launched and not self._inbox.is_empty:
                     break
         except BaseException as error:  # noqa: BLE001 - raised again on the loop's thread
             self._fail(error)
+
+    @property
+    def _is_due(self) -> bool:
+        due_s = self._engine.due_s
+        return due_s is not None and due_s <= self._clock()
 
     def _step(self, taken: Taken) -> bool:
         """Take a step, and return whether it launched a batch."""

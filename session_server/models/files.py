@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, BinaryIO, Final, NoReturn
 
 from session_server.models.errors import CheckpointError
 
@@ -66,18 +68,28 @@ def read_bytes(directory: Path, name: str, max_bytes: int) -> bytes | None:
     path = find_file(directory, name)
     if path is None:
         return None
+    with opened(path) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise CheckpointError(f"{path} is larger than {max_bytes:,} bytes")
+    return content
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a regular file, without waiting for the other end of a pipe put in its place.
+
+    Raises:
+        CheckpointError: it is none, or cannot be read, be it in the block.
+    """
     try:
-        # Checked again after opening without blocking: a pipe put in its place would block.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise CheckpointError(f"{path} is not a regular file")
-            content = file.read(max_bytes + 1)
+            yield file
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from None
-    if len(content) > max_bytes:
-        raise CheckpointError(f"{path} is larger than {max_bytes:,} bytes")
-    return content
 
 
 def read_text(directory: Path, name: str, max_bytes: int) -> str | None:

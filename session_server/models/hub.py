@@ -1,15 +1,12 @@
-"""Find a model's files, and compute a hash that identifies the model."""
+"""Find the files of a model."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from session_server.models.errors import ModelNotFound
-from session_server.models.files import MAX_TOKENIZER_BYTES, find_files, read_bytes
-from session_server.models.gguf.reader import GgufFile, is_gguf, read_gguf, read_range
+from session_server.models.gguf.reader import is_gguf
 
 DOWNLOADED_FILES: Final = ("*.safetensors", "*.json", "*.jinja")
 """The files that the loader reads; never pickles or code."""
@@ -48,35 +45,6 @@ def resolve_model(path_or_id: str) -> Path:
         ) from error
 
 
-def model_fingerprint(directory: Path) -> str:
-    """Return 16 hex digits that identify this model and tokenizer.
-
-    They hash the configuration and tokenizer files and the names, sizes and headers of the weight
-    files, or the header of a GGUF file. Servers share KV and token ids only if their fingerprints
-    are equal.
-
-    Raises:
-        CheckpointError: a file is not a regular file of the directory, or is too large.
-    """
-    digest = hashlib.sha256()
-    if directory.is_file():
-        header = read_gguf(directory)
-        for start, length in _sampled_ranges(header):
-            digest.update(read_range(directory, start, length))
-        digest.update(str(header.num_bytes).encode())
-        return digest.hexdigest()[:16]
-    for path in find_files(directory, "*.json") + find_files(directory, "*.jinja"):
-        digest.update(path.name.encode())
-        digest.update(read_bytes(directory, path.name, MAX_TOKENIZER_BYTES) or b"")
-    for path in find_files(directory, "*.safetensors"):
-        digest.update(f"{path.name}:{path.stat().st_size}".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(_HEADER_SAMPLE_BYTES))
-            file.seek(max(0, path.stat().st_size - _HEADER_SAMPLE_BYTES))
-            digest.update(file.read(_HEADER_SAMPLE_BYTES))
-    return digest.hexdigest()[:16]
-
-
 def _reject_unpacked(directory: Path) -> None:
     """Say what to give instead of a directory that holds GGUF files alone."""
     files = sorted(path.name for path in directory.glob("*.gguf"))
@@ -87,14 +55,4 @@ def _reject_unpacked(directory: Path) -> None:
         )
 
 
-def _sampled_ranges(file: GgufFile) -> Iterator[tuple[int, int]]:
-    """Yield start and length of a file's header, and of a sample of its weights."""
-    yield 0, min(file.num_header_bytes, file.num_bytes)
-    length = min(_HEADER_SAMPLE_BYTES, file.num_bytes)
-    yield file.num_bytes - length, length
-
-
 _MAX_LISTED: Final = 8
-
-_HEADER_SAMPLE_BYTES: Final = 1 << 20
-"""Read from both ends of each weight file: retrained weights of the same shape must differ."""

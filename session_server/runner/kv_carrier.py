@@ -21,6 +21,7 @@ from session_server.core.tier_orders import (
     TierResult,
     TierWork,
     WriteFile,
+    uses_disk,
 )
 from session_server.runner.segment_files import Payload, SegmentFiles
 from session_server.runner.segment_format import FileRefused
@@ -59,23 +60,21 @@ class KvCarrier:
         """Return the work of an order; implements `TierCarrier.prepare`."""
         match order:
             case CopyOut():
-                return _work(order.number, partial(self._copy_out, order), uses_disk=False)
+                return _work(order, partial(self._copy_out, order))
             case CopyIn():
                 held = {part.segment: self._segments.get(part.segment) for part in order.parts}
-                uses_disk = any(part.found is not None for part in order.parts)
-                return _work(order.number, partial(self._copy_in, order, held), uses_disk=uses_disk)
+                return _work(order, partial(self._copy_in, order, held))
             case WriteFile():
                 segment = self._segments.get(order.segment)
-                return _work(order.number, partial(self._write, order, segment), uses_disk=True)
+                return _work(order, partial(self._write, order, segment))
             case FindFiles():
-                return _work(order.number, partial(self._find, order), uses_disk=True)
+                return _work(order, partial(self._find, order))
             case ListFiles():
-                return _work(order.number, partial(self._list, order), uses_disk=True)
+                return _work(order, partial(self._list, order))
             case Forget():
                 for number in order.segments:
                     self._segments.pop(number, None)
-                uses_disk = bool(order.files or order.is_everything)
-                return TierWork(uses_disk=uses_disk, run=partial(self._forget, order))
+                return TierWork(uses_disk=uses_disk(order), run=partial(self._forget, order))
 
     def _copy_out(self, order: CopyOut) -> TierResult:
         shapes = [
@@ -139,7 +138,9 @@ class KvCarrier:
         return self._files
 
 
-def _work(number: int, run: Callable[[], TierResult], *, uses_disk: bool) -> TierWork:
+def _work(
+    order: CopyOut | CopyIn | WriteFile | FindFiles | ListFiles, run: Callable[[], TierResult]
+) -> TierWork:
     """Return work that says how long it took, and fails where memory or the disk does."""
 
     def timed() -> TierResult:
@@ -148,7 +149,7 @@ def _work(number: int, run: Callable[[], TierResult], *, uses_disk: bool) -> Tie
             result = run()
         except (OSError, MemoryError, RuntimeError) as error:
             _LOG.warning("a copy of KV failed: %s", error)
-            result = TierResult(number, 0.0, Refusal.FAILED)
+            result = TierResult(order.number, 0.0, Refusal.FAILED)
         return TierResult(
             number=result.number,
             seconds=time.perf_counter() - started_s,
@@ -158,4 +159,4 @@ def _work(number: int, run: Callable[[], TierResult], *, uses_disk: bool) -> Tie
             files=result.files,
         )
 
-    return TierWork(uses_disk=uses_disk, run=timed)
+    return TierWork(uses_disk=uses_disk(order), run=timed)

@@ -62,7 +62,8 @@ class LoadedRunner:
     """Hold a runner and what bookkeeping must know of it.
 
     `config`, `spec`: of the model; a draft model's KV uses the same pages. `plan` counts the bytes
-    of both. `quantization`: what it cost; None without, or if the memory to compare is not there.
+    of both. `weights`: how linears are computed with, where the checkpoint has no codes of its own.
+    `quantization`: what it cost; None without, or if the memory to compare is not there.
     """
 
     runner: ModelRunner
@@ -72,6 +73,8 @@ class LoadedRunner:
     device: str
     dtype: DTypeName
     kv_dtype: DTypeName
+    weights: native.WeightFormat
+    draft_config: ModelConfig | None = None
     quantization: QuantizationEffect | None = None
 
 
@@ -83,6 +86,7 @@ class ResolvedOptions:
     device: torch.device
     dtype: DTypeName
     kv_dtype: DTypeName
+    weights: native.WeightFormat
     max_context_len: int
     num_rows: int
     backend: ComputeBackend
@@ -119,6 +123,7 @@ def resolve_options(config: ModelConfig, options: RunnerOptions) -> ResolvedOpti
         device=device,
         dtype=dtype,
         kv_dtype=dtype if options.kv_dtype == "auto" else options.kv_dtype,
+        weights=dtype if options.quantize == "none" else options.quantize,
         max_context_len=min(
             config.max_position_embeddings,
             options.max_context_len or config.max_position_embeddings,
@@ -143,12 +148,10 @@ def load_runner(
     _set_num_threads(options.num_threads, resolved.backend)
     checkpoints = [(directory, config)]
     if options.draft is not None:
-        draft_config = load_config(options.draft)
-        _check_draft((options.draft, draft_config), (directory, config), resolved.max_context_len)
-        checkpoints.append((options.draft, draft_config))
+        checkpoints.append(_draft_of((directory, config), options.draft, resolved.max_context_len))
 
-    def load(source: Path, of: ModelConfig, quantize: Quantization) -> Decoder:
-        linears = linear_factory(resolved.backend, dtype if quantize == "none" else quantize)
+    def load(source: Path, of: ModelConfig, stored_as: native.WeightFormat) -> Decoder:
+        linears = linear_factory(resolved.backend, stored_as)
         return load_decoder(
             source,
             of,
@@ -160,8 +163,8 @@ def load_runner(
 
     before = None
     if options.quantize != "none" and _fits_besides(config, device, TORCH_DTYPES[dtype]):
-        before = sequence_logits(load(directory, config, "none"))
-    decoder, *drafts = (load(source, of, options.quantize) for source, of in checkpoints)
+        before = sequence_logits(load(directory, config, dtype))
+    decoder, *drafts = (load(source, of, resolved.weights) for source, of in checkpoints)
     effect = before if before is None else QuantizationEffect.of(before, sequence_logits(decoder))
     specs = [of.cache_spec(options.page_size, dtype, resolved.kv_dtype) for _, of in checkpoints]
     stored = CacheSpec(tuple(g for spec in specs for g in spec.groups), options.page_size)
@@ -175,7 +178,16 @@ def load_runner(
         draft=drafts[0] if drafts else None,
     )
     return LoadedRunner(
-        runner, config, specs[0], plan, str(device), dtype, resolved.kv_dtype, effect
+        runner,
+        config,
+        specs[0],
+        plan,
+        str(device),
+        dtype,
+        resolved.kv_dtype,
+        resolved.weights,
+        draft_config=checkpoints[1][1] if drafts else None,
+        quantization=effect,
     )
 
 
@@ -203,8 +215,9 @@ def _set_num_threads(num_threads: int | None, backend: ComputeBackend) -> None:
     torch.set_num_threads(num_threads)
 
 
-def _check_draft(draft: _Checkpoint, model: _Checkpoint, max_context_len: int) -> None:
-    (draft_path, of_draft), (path, of_model) = draft, model
+def _draft_of(model: _Checkpoint, draft_path: Path, max_context_len: int) -> _Checkpoint:
+    """Return a draft model's checkpoint, which can draft for the model."""
+    (path, of_model), of_draft = model, load_config(draft_path)
     cannot = f"the model in {draft_path} cannot draft for the one in {path}"
     if of_draft.vocab_size != of_model.vocab_size:
         raise DraftMismatch(
@@ -224,6 +237,7 @@ def _check_draft(draft: _Checkpoint, model: _Checkpoint, max_context_len: int) -
         own, other = (of.mixer_of(pool).group((), of.dtype).window for of in (of_draft, of_model))
         if own > other:
             raise DraftMismatch(f"{cannot}: its window is {own} positions, more than {other}")
+    return draft_path, of_draft
 
 
 def choose_device(name: str) -> torch.device:

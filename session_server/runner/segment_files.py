@@ -11,7 +11,6 @@ import contextlib
 import errno
 import logging
 import os
-import re
 import secrets
 import stat
 import time
@@ -22,9 +21,20 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.tiers.segment import NAME_BYTES, chain_after
+from cache.tiers.segment import chain_after
 from cache.types import PoolName, Tokens
 from session_server.core.tier_orders import FileKey, FoundFile
+from session_server.runner.kv_directory import (
+    NEW,
+    OWNER,
+    REFUSED,
+    SEGMENT,
+    SUFFIX,
+    UNFINISHED,
+    claim,
+    open_directory,
+    remove_files,
+)
 from session_server.runner.segment_format import (
     MAX_FILE_BYTES,
     FileRefused,
@@ -41,12 +51,6 @@ _MAX_REFUSED: Final = 4
 
 _LOG: Final = logging.getLogger("session_server.engine")
 
-_SUFFIX: Final = ".safetensors"
-_REFUSED: Final = "refused"
-_NEW: Final = "new-"
-_FILE: Final = re.compile(f"([0-9a-f]{{{4 * NAME_BYTES}}}){re.escape(_SUFFIX)}", re.ASCII)
-_UNFINISHED: Final = re.compile(f"{_NEW}[0-9a-f]{{16}}", re.ASCII)
-
 Payload = Mapping[PoolName, Sequence[NDArray[np.uint8]]]
 """Per pool, the pages of each of its tensors as bytes."""
 
@@ -62,15 +66,16 @@ class SegmentFiles:
             OSError: it cannot be used.
         """
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._directory = _open_directory(directory)
+        self._directory = open_directory(directory)
         try:
             with contextlib.suppress(FileExistsError):
-                os.mkdir(_REFUSED, 0o700, dir_fd=self._directory)
-            self._refused = _open_directory(_REFUSED, self._directory)
+                os.mkdir(REFUSED, 0o700, dir_fd=self._directory)
+            self._refused = open_directory(REFUSED, self._directory)
         except OSError:
             os.close(self._directory)
             raise
         self._layout = layout
+        self._is_claimed = False
         self._memory = np.empty(0, np.uint8)
 
     def write(self, segment: FoundFile, payload: Payload) -> None:
@@ -88,7 +93,8 @@ class SegmentFiles:
         num_bytes = len(header.text) + sum(array.nbytes for array in data.values())
         if num_bytes > MAX_FILE_BYTES:
             raise OSError(errno.EFBIG, f"a segment of {num_bytes} bytes")
-        temporary, name = _NEW + secrets.token_hex(8), file_name(segment.file.file_id)
+        self._claim()
+        temporary, name = NEW + secrets.token_hex(8), file_name(segment.file.file_id)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         descriptor = os.open(temporary, flags, 0o600, dir_fd=self._directory)
         try:
@@ -188,10 +194,8 @@ class SegmentFiles:
         Raises:
             OSError: the disk does not answer.
         """
-        for entry in self._entries():
-            if _FILE.fullmatch(entry.name):
-                self._unlink(entry.name)
-        self._keep_refused(0)
+        self._is_claimed = False
+        remove_files(self._directory)
 
     def listing(self) -> list[tuple[bytes, int]]:
         """Return the id and size of every file, those used longest ago first, and remove what a
@@ -200,15 +204,16 @@ class SegmentFiles:
         Raises:
             OSError: the disk does not answer.
         """
+        self._claim()
         files, foreign = [], []
         for entry in self._entries():
-            match = _FILE.fullmatch(entry.name)
+            match = SEGMENT.fullmatch(entry.name)
             with contextlib.suppress(FileNotFoundError):
                 status = entry.stat(follow_symlinks=False)
                 if match is not None and stat.S_ISREG(status.st_mode):
                     file_id = bytes.fromhex(match[1])
                     files.append((status.st_mtime_ns, file_id, status.st_size))
-                elif _UNFINISHED.fullmatch(entry.name):
+                elif UNFINISHED.fullmatch(entry.name):
                     self._unlink(entry.name)
                 else:
                     foreign.append(entry.name)
@@ -216,9 +221,17 @@ class SegmentFiles:
             _LOG.warning("the files of KV have %d others beside them: %r", len(foreign), foreign[0])
         return [(file_id, size) for _, file_id, size in sorted(files)]
 
+    def _claim(self) -> None:
+        """Remove what was written of another model or otherwise, before anything is added."""
+        if not self._is_claimed and (
+            num_removed := claim(self._directory, self._layout.fingerprint)
+        ):
+            _LOG.info("removed %d files of KV that are of another model or setting", num_removed)
+        self._is_claimed = True
+
     def _entries(self) -> list[os.DirEntry[str]]:
         with os.scandir(self._directory) as entries:
-            return [entry for entry in entries if entry.name != _REFUSED]
+            return [entry for entry in entries if entry.name not in (REFUSED, OWNER)]
 
     def _unlink(self, name: str) -> None:
         with contextlib.suppress(OSError):
@@ -267,19 +280,7 @@ class SegmentFiles:
 
 def file_name(file_id: bytes) -> str:
     """Return the name of a segment's file; see `SegmentContent.file_id`."""
-    return file_id.hex() + _SUFFIX
-
-
-def _open_directory(path: Path | str, directory: int | None = None) -> int:
-    """Open a directory, which only its owner may look into from now on."""
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-    descriptor = os.open(path, flags, dir_fd=directory)
-    try:
-        os.fchmod(descriptor, 0o700)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
+    return file_id.hex() + SUFFIX
 
 
 def _write_all(descriptor: int, data: memoryview) -> None:

@@ -170,11 +170,11 @@ def test_a_path_is_readable_up_to_what_is_only_on_its_way() -> None:
     for index, length in ((None, 6), (2, 4), (1, 2), (0, 0)):
         for at, part in enumerate(path.parts):
             part.segment.in_host = at != index
-        found = path.readable()
+        found = path.readable(from_disk=True)
         assert found.length == length
         assert found.chain == chain_after(first_chain(ALICE), tokens[:length], PAGE_SIZE)
     path.parts[0].segment.on_disk = True
-    assert path.readable().length == 6
+    assert path.readable(from_disk=True).length == 6
 
 
 def test_a_segment_counts_what_it_takes() -> None:

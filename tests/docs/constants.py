@@ -672,6 +672,12 @@ CHECKPOINTS = (
         _UNUSABLE,
     ),
     _constant(
+        "models.checkpoint_files:MAX_THREADS",
+        "threads that hash a model whose KV goes to disk, one for each processor",
+        "threads",
+        "the rest of its files waits for them",
+    ),
+    _constant(
         "models.hub:_MAX_LISTED", "GGUF files that an error names", "files", "the rest is left out"
     ),
     _constant(

@@ -30,6 +30,7 @@ from session_server.engine.tiers import store as store_module
 from session_server.engine.tiers.store import TierStore
 from session_server.runner import segment_files
 from session_server.runner.kv_carrier import KvCarrier
+from session_server.runner.kv_directory import OWNER, REFUSED
 from session_server.runner.segment_files import SegmentFiles, file_name
 from session_server.runner.segment_format import Layout, PoolLayout
 from tests.cache.kv_world import POOL, make_spec
@@ -101,7 +102,7 @@ class Stock:
         if self.store.is_unread(path.next_name):
             self.store.find_files(namespace, tokens, path, lambda: None)
             self.carry()
-        return self.store.find(namespace, tokens).readable().length
+        return self.store.find_readable(namespace, tokens).length
 
     def read(self, tokens: Tokens, namespace: Namespace = ALICE) -> TierResult:
         """Copy a path back, to page 40."""
@@ -119,7 +120,7 @@ class Stock:
     @property
     def names(self) -> set[str]:
         """Files that are there."""
-        return {name for name in os.listdir(self.directory) if name != "refused"}
+        return {name for name in os.listdir(self.directory) if name not in (REFUSED, OWNER)}
 
     def assert_bounded(self) -> None:
         """Neither tier has more than it may, and everything there is counted."""

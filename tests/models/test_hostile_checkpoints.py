@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given, settings
 
 from session_server.models import bounds
+from session_server.models.checkpoint_files import CheckpointFiles
 from session_server.models.config import ModelConfig
 from session_server.models.errors import CheckpointError, ModelError
 from session_server.models.files import find_file, find_files, read_bytes, read_object
-from session_server.models.hub import model_fingerprint
 from session_server.models.registry import FAMILIES, load_config, parse_config
 from session_server.text.model_files import read_model_files
 from tests.models.raw_configs import RAW_CONFIGS
@@ -205,8 +205,8 @@ class TestFiles:
         "tokenizer_config.json": read_model_files,
         "generation_config.json": read_model_files,
         "chat_template.jinja": read_model_files,
-        "model.safetensors": model_fingerprint,
-        "other.json": model_fingerprint,
+        "model.safetensors": CheckpointFiles,
+        "other.json": CheckpointFiles,
     }
 
     @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from gguf import GGUFWriter
 
 from session_server.models.errors import ModelNotFound
-from session_server.models.hub import model_fingerprint, resolve_model
+from session_server.models.hub import resolve_model
 
 
 def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
@@ -43,43 +43,6 @@ def test_without_a_hub_the_error_says_what_to_do(
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "tokenizer.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(bytes(5000))
-    return tmp_path
-
-
-def test_a_fingerprint_is_stable_and_short(model: Path) -> None:
-    assert model_fingerprint(model) == model_fingerprint(model)
-    assert len(model_fingerprint(model)) == 16
-
-
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja"])
-def test_a_changed_file_changes_the_fingerprint(model: Path, name: str) -> None:
-    before = model_fingerprint(model)
-    (model / name).write_text("{ }")
-    assert model_fingerprint(model) != before
-
-
-def test_retrained_weights_of_the_same_shape_change_the_fingerprint(model: Path) -> None:
-    before = model_fingerprint(model)
-    weights = bytearray(5000)
-    weights[4321] = 1
-    (model / "model.safetensors").write_bytes(weights)
-    assert model_fingerprint(model) != before
-
-
-def test_the_directory_has_no_part_in_the_fingerprint(model: Path, tmp_path: Path) -> None:
-    before = model_fingerprint(model)
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    for path in list(model.glob("*.*")):
-        (copy / path.name).write_bytes(path.read_bytes())
-    assert model_fingerprint(copy) == before
-
-
-@pytest.fixture
 def gguf_file(tmp_path: Path) -> Path:
     path = tmp_path / "model.gguf"
     writer = GGUFWriter(path, "llama")
@@ -101,14 +64,3 @@ def test_a_directory_of_gguf_files_says_which_to_give(gguf_file: Path, tmp_path:
         resolve_model(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     assert resolve_model(str(tmp_path)) == tmp_path
-
-
-def test_every_byte_of_a_small_gguf_file_is_in_its_fingerprint(gguf_file: Path) -> None:
-    content = gguf_file.read_bytes()
-    before = model_fingerprint(gguf_file)
-    at_name, at_weights = content.index(b"small"), len(content) - 1
-    for at in (at_name, at_weights):
-        gguf_file.write_bytes(content[:at] + b"x" + content[at + 1 :])
-        assert model_fingerprint(gguf_file) != before
-    gguf_file.write_bytes(content)
-    assert model_fingerprint(gguf_file.rename(gguf_file.with_name("other.gguf"))) == before

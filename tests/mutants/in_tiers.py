@@ -154,15 +154,15 @@ WINDOW_COMES_IN_A_PAGE_LATE = _mutant(
 
 FENCE_IS_FORGOTTEN = _mutant(
     "A copy into pages is ordered while forwards launched before may still write them.",
-    (f"{_RESTORING}.release", "self._held[0][0] <= num_settled", "True"),
+    (f"{_RESTORING}.release", "self._held[0].num_forwards <= num_settled", "True"),
 )
 
 FENCE_IS_ONE_SHORT = _mutant(
     "A copy into pages does not wait for the last forward launched before it.",
     (
         f"{_RESTORING}.release",
-        "self._held[0][0] <= num_settled",
-        "self._held[0][0] <= num_settled + 1",
+        "self._held[0].num_forwards <= num_settled",
+        "self._held[0].num_forwards <= num_settled + 1",
     ),
 )
 
@@ -462,8 +462,8 @@ FAILED_COPY_LETS_WAIT = _mutant(
     "A turn waits for ever for a copy that failed.",
     (
         f"{_RESTORING}._end",
-        "        self._finish(session_id)",
-        "        if is_whole:\n            self._finish(session_id)",
+        "        self._finish(copy.session_id)",
+        "        if is_whole:\n            self._finish(copy.session_id)",
     ),
 )
 
@@ -562,7 +562,7 @@ PAGES_AHEAD_ARE_NEVER_USED = _mutant(
 
 DOUBT_LETS_COPIES_COME_IN = _mutant(
     "A copy back of what was found wrong meanwhile is used.",
-    (f"{_RESTORING}._copy", " and self._num_clears == num_clears", ""),
+    (f"{_RESTORING}._end", " and self._num_clears == copy.num_clears", ""),
 )
 
 DEFERRED_COPIES_ARE_FORGOTTEN = _mutant(

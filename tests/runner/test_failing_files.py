@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from session_server.runner import segment_format
+from session_server.runner.kv_directory import OWNER
 from session_server.runner.segment_files import SegmentFiles, file_name
 from session_server.runner.segment_format import FileRefused
 from tests.depth import at_depth
@@ -223,7 +224,7 @@ def test_what_a_dead_disk_keeps_of_a_write_is_removed_when_files_are_listed(
             break
         disk.begin(-1)
         listed = {name for name, _ in shelf.files.listing()}
-        left = {name for name in os.listdir(shelf.directory) if name != REFUSED}
+        left = {name for name in os.listdir(shelf.directory) if name not in (REFUSED, OWNER)}
         assert left == {file_name(name) for name in listed}, f"call {at}"
 
 
@@ -324,7 +325,7 @@ def test_a_process_that_is_killed_while_it_writes_leaves_whole_files(tmp_path: P
             told |= {int(line) for line in process.stdout if line.endswith("\n")}
         files = SegmentFiles(tmp_path, LAYOUT)
         listed = {name for name, _ in files.listing()}
-        assert set(os.listdir(tmp_path)) == {file_name(name) for name in listed} | {REFUSED}
+        assert set(os.listdir(tmp_path)) == {file_name(name) for name in listed} | {REFUSED, OWNER}
         # One may be whole of which nothing was told.
         seeds = {seed: found_of(path_of(200, seed)) for seed in told | {s + 1 for s in told}}
         names = {found.file.file_id: seed for seed, found in seeds.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from cache.tiers.segment_tree import SEGMENT_BYTES
 from cache.types import Namespace
 from session_server.core.tier_orders import FileKey, FoundFile
 from session_server.engine.config import TierPolicy
+from session_server.runner.kv_directory import remove_left
 from session_server.runner.segment_files import SegmentFiles
 from tests.runner.kv_files import (
     LAYOUT,
@@ -181,6 +183,46 @@ def test_what_is_not_ours_is_left_alone_and_reported(
     left = set(os.listdir(shelf.directory))
     assert left == {*kept, REFUSED, f"{'2' * 64}.safetensors"}
     assert outside.read_text() == "precious"
+
+
+def test_files_of_another_layout_are_gone_before_any_is_added(
+    shelf: Shelf, caplog: pytest.LogCaptureFixture
+) -> None:
+    (shelf.directory / REFUSED / shelf.path.name).write_text("put aside")
+    ids = [file_id for file_id, _ in SegmentFiles(shelf.directory, LAYOUT).listing()]
+    assert ids == [shelf.segment.found.file.file_id]
+    assert not caplog.text
+    caplog.set_level("INFO")
+    others = SegmentFiles(shelf.directory, replace(LAYOUT, identity="another"))
+    assert shelf.path.exists()  # a start does not wait for it
+    assert others.listing() == []
+    assert "removed 2 files of KV" in caplog.text
+    assert not list(shelf.directory.rglob("*.safetensors"))
+
+
+def test_a_removal_that_a_crash_interrupts_is_done_by_the_next_server(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", crash)
+        with pytest.raises(KeyboardInterrupt):
+            remove_left(shelf.directory)
+    assert shelf.path.exists()
+    assert SegmentFiles(shelf.directory, LAYOUT).listing() == []
+    assert not shelf.path.exists()
+
+
+def test_what_servers_have_left_is_removed_and_nothing_else(shelf: Shelf, tmp_path: Path) -> None:
+    assert remove_left(tmp_path / "never") == 0
+    assert not (tmp_path / "never").exists()
+    for name in (f"{REFUSED}/{shelf.path.name}", "new-0123456789abcdef", "notes.txt"):
+        (shelf.directory / name).write_text(name)
+    assert remove_left(shelf.directory) == 3
+    assert sorted(os.listdir(shelf.directory)) == ["notes.txt", REFUSED]
+    assert remove_left(shelf.directory) == 0
 
 
 def test_a_file_that_goes_while_files_are_listed_is_not_listed(

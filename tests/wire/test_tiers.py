@@ -202,6 +202,28 @@ def test_files_of_sessions_that_are_deleted_untouched_go_and_those_of_others_sta
     assert num_cached > 100
 
 
+@pytest.mark.timeout(180)
+def test_a_server_that_keeps_no_kv_on_disk_removes_what_another_one_left(
+    tmp_path: Path, reference: list[list[str]]
+) -> None:
+    """It forgets sessions for good, and would leave what was said in them."""
+    kv, store = tmp_path / "store" / "kv", ("--store", str(tmp_path / "store"))
+    disk = ("--disk-kv-bytes", str(256 * MIB))
+    with served(*PLENTY, *store, *disk) as server:
+        session_ids, first = asyncio.run(begin(server.url))
+        server.stop()
+    (kv / "refused" / files_in(kv)[0].name).write_bytes(files_in(kv)[0].read_bytes())
+    with served(*PLENTY, *store) as server:
+        wait_until(lambda: not list(kv.rglob("*.safetensors")))
+        asyncio.run(close(server.url, session_ids[1:]))
+        server.stop()
+    with served(*PLENTY, *store, *disk) as server:
+        (second,), _ = asyncio.run(go_on(server.url, session_ids[:1], "t2"))
+        server.stop()
+    assert [first, second] == [reference[0], reference[1][0]]
+    assert len(files_in(kv)) == 1
+
+
 def files_in(directory: Path) -> list[Path]:
     return list(directory.glob("*.safetensors"))
 

@@ -8,6 +8,9 @@ from session_server.core.tier_orders import Forget, TierOrder, TierResult
 
 Continue = Callable[[TierResult], None]
 
+GiveUp = Callable[[], Continue]
+"""Go on without the result of an order; returns what handles it if it comes after all."""
+
 
 class OrderBook:
     """Hold orders in order. What is to be forgotten between two others is one order."""
@@ -15,6 +18,7 @@ class OrderBook:
     def __init__(self) -> None:
         self._orders: list[TierOrder] = []
         self._continue: dict[int, Continue] = {}
+        self._give_up: dict[int, GiveUp] = {}
         self._num_made = 0
         self._segments: list[int] = []
         self._files: list[bytes] = []
@@ -28,11 +32,16 @@ class OrderBook:
         """Return the orders whose result is awaited."""
         return len(self._continue)
 
-    def add(self, make: Callable[[int], TierOrder], then: Continue) -> None:
-        """Order something, by its number, and have its result handled."""
+    def add(
+        self, make: Callable[[int], TierOrder], then: Continue, *, give_up: GiveUp | None = None
+    ) -> None:
+        """Order something, by its number, and have its result handled. Where the disk does not
+        answer, `give_up` is called; None: nobody waits."""
         self._close_forgotten()
         self._num_made += 1
         self._continue[self._num_made] = then
+        if give_up is not None:
+            self._give_up[self._num_made] = give_up
         self._orders.append(make(self._num_made))
 
     def forget_in_host(self, segment: int) -> None:
@@ -58,7 +67,14 @@ class OrderBook:
 
     def handle(self, result: TierResult) -> None:
         """Handle the result of an order."""
+        self._give_up.pop(result.number, None)
         self._continue.pop(result.number)(result)
+
+    def give_up(self) -> None:
+        """Go on without the disk, which is silent."""
+        waiting, self._give_up = self._give_up, {}
+        for number, give_up in waiting.items():
+            self._continue[number] = give_up()
 
     def _close_forgotten(self) -> None:
         if self._segments or self._files:

@@ -20,6 +20,7 @@ from cache.transit import Transit
 from cache.types import Namespace, SessionId, SlotState, Tokens
 from session_server.core.tier_orders import CopyIn, ReadPart, Refusal, TierResult
 from session_server.engine.in_flight import InFlight
+from session_server.engine.tiers.order_book import Continue
 from session_server.engine.tiers.spilling import Spilling
 from session_server.engine.tiers.store import TierStore
 
@@ -67,6 +68,28 @@ class _Wish:
     is_ahead: bool
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Copy:
+    """Describe a copy that was begun.
+
+    `num_forwards`: the last forward that may write its pages for whoever had them before.
+    `num_clears`: how often all was dropped before. `num_bytes`: of its pages.
+    """
+
+    session_id: SessionId
+    path: Path
+    transit: Transit
+    parts: tuple[ReadPart, ...]
+    num_bytes: int
+    num_forwards: int
+    num_clears: int
+
+    @property
+    def reads_disk(self) -> bool:
+        """Return whether it waits for the disk."""
+        return any(part.found is not None for part in self.parts)
+
+
 class Restoring:
     """Copy sessions back. At most one copy per session is under way."""
 
@@ -93,9 +116,8 @@ class Restoring:
 
         self._num_clears = 0
         self._num_pages = max(each.pages for each in cache.accounts().values())
-        self._held: deque[tuple[int, Callable[[], None]]] = deque()
-        """Copies that wait for forwards: the number of the last forward that may write their pages,
-        and what orders the copy."""
+        self._held: deque[_Copy] = deque()
+        """Copies that wait for forwards."""
 
     def begin(
         self, session_id: SessionId, tokens: Tokens, then: Then | None, *, is_ahead: bool
@@ -162,8 +184,17 @@ class Restoring:
     def release(self) -> None:
         """Order the copies whose pages no forward can write any more."""
         num_settled = self._in_flight.num_forwards - len(self._in_flight)
-        while self._held and self._held[0][0] <= num_settled:
-            self._held.popleft()[1]()
+        while self._held and self._held[0].num_forwards <= num_settled:
+            self._order(self._held.popleft())
+
+    def give_up_held(self) -> None:
+        """Go on without what would be read from a disk that does not answer, and is not ordered."""
+        given_up = [copy for copy in self._held if copy.reads_disk]
+        self._held = deque(copy for copy in self._held if not copy.reads_disk)
+        for copy in given_up:
+            self._cache.copies.end_in(copy.transit, is_whole=False)
+            self._store.counts.failed_copies += 1
+            self._finish(copy.session_id)
 
     def _has_room(self, wish: _Wish) -> bool:
         num_unused = self._num_unused[wish.is_ahead]
@@ -173,7 +204,7 @@ class Restoring:
         return num_unused + len(wish.tokens) // self._page_size <= most
 
     def _path_of(self, wish: _Wish) -> Path:
-        return self._store.find(wish.namespace, wish.tokens).readable()
+        return self._store.find_readable(wish.namespace, wish.tokens)
 
     def _begin(self, wish: _Wish, path: Path) -> bool:
         """Copy a session, or read first what the disk has of it; return False if it is not."""
@@ -209,20 +240,26 @@ class Restoring:
             return False
         if transit is None:
             return False
-        parts = self._parts(path, transit)
         store.touch(part.segment for part in path.parts)
-        num_clears = self._num_clears
-
-        def end(result: TierResult) -> None:
-            is_whole = result.refusal is None and self._num_clears == num_clears
-            self._end(wish.session_id, path, transit, result, is_whole=is_whole)
-
-        def order() -> None:
-            store.orders.add(lambda number: CopyIn(number, parts), end)
-
-        # Those in flight now may write the pages for whoever had them before.
-        self._held.append((self._in_flight.num_forwards, order))
+        page_bytes = store.tree.page_bytes
+        copy = _Copy(
+            session_id=wish.session_id,
+            path=path,
+            transit=transit,
+            parts=self._parts(path, transit),
+            num_bytes=sum(len(each.pages) * page_bytes[p] for p, each in transit.pages.items()),
+            num_forwards=self._in_flight.num_forwards,
+            num_clears=self._num_clears,
+        )
+        self._held.append(copy)
         return True
+
+    def _order(self, copy: _Copy) -> None:
+        self._store.orders.add(
+            lambda number: CopyIn(number, copy.parts),
+            lambda result: self._end(copy, result),
+            give_up=(lambda: self._give_up(copy)) if copy.reads_disk else None,
+        )
 
     def _parts(self, path: Path, transit: Transit) -> tuple[ReadPart, ...]:
         """Return what to read for the pages of a copy: each of them once."""
@@ -245,36 +282,44 @@ class Restoring:
         assert num_read == num_wanted, "every page that comes in is read once"
         return tuple(parts)
 
-    def _count(self, transit: Transit, path: Path, seconds: float) -> None:
-        counts, page_bytes = self._store.counts, self._store.tree.page_bytes
-        num_bytes = sum(len(each.pages) * page_bytes[p] for p, each in transit.pages.items())
+    def _count(self, copy: _Copy, seconds: float) -> None:
+        counts, transit = self._store.counts, copy.transit
         counts.restored_tokens += transit.end - transit.start
-        counts.restored_bytes += num_bytes
+        counts.restored_bytes += copy.num_bytes
         counts.restore_ms += seconds * 1e3
         counts.hits += 1
-        from_disk = not all(part.segment.in_host for part in path.parts)
-        self._store.costs.note_copy(num_bytes, seconds, from_disk=from_disk)
+        from_disk = not all(part.segment.in_host for part in copy.path.parts)
+        self._store.costs.note_copy(copy.num_bytes, seconds, from_disk=from_disk)
 
-    def _end(
-        self,
-        session_id: SessionId,
-        path: Path,
-        transit: Transit,
-        result: TierResult,
-        *,
-        is_whole: bool,
-    ) -> None:
-        store = self._store
+    def _end(self, copy: _Copy, result: TierResult) -> None:
+        store, transit = self._store, copy.transit
+        is_whole = result.refusal is None and self._num_clears == copy.num_clears
         if self._cache.copies.end_in(transit, is_whole=is_whole):
-            self._count(transit, path, result.seconds)
-            segments = [part.segment for part in path.parts]
+            self._count(copy, result.seconds)
+            segments = [part.segment for part in copy.path.parts]
             last = [each for each in segments if each.content.start < transit.end][-1]
-            if session_id in self._cache and store.tree.get(last.number) is last:
-                self._spilling.note_restored(session_id, last)
+            if copy.session_id in self._cache and store.tree.get(last.number) is last:
+                self._spilling.note_restored(copy.session_id, last)
         elif not is_whole:
             store.counts.failed_copies += 1
+        self._refuse(result)
+        self._finish(copy.session_id)
+
+    def _give_up(self, copy: _Copy) -> Continue:
+        """Go on without a copy that may still be made, into pages that nobody gets meanwhile."""
+        self._cache.copies.abandon_in(copy.transit)
+        self._store.counts.failed_copies += 1
+        self._finish(copy.session_id)
+        return lambda result: self._end_late(copy, result)
+
+    def _end_late(self, copy: _Copy, result: TierResult) -> None:
+        self._cache.copies.end_in(copy.transit, is_whole=False)
+        self._store.costs.note_copy(copy.num_bytes, result.seconds, from_disk=True)
+        self._refuse(result)
+
+    def _refuse(self, result: TierResult) -> None:
+        """Drop a segment whose file was not what it should be."""
         if result.refusal is Refusal.WRONG and result.wrong_segment is not None:
-            segment = store.tree.get(result.wrong_segment)
+            segment = self._store.tree.get(result.wrong_segment)
             if segment is not None:
-                store.refuse_file(segment)
-        self._finish(session_id)
+                self._store.refuse_file(segment)

@@ -26,7 +26,8 @@ from session_server.core.tier_orders import (
     WriteFile,
 )
 from session_server.engine.tiers.costs import TierCosts
-from session_server.engine.tiers.order_book import OrderBook
+from session_server.engine.tiers.disk_watch import DiskWatch
+from session_server.engine.tiers.order_book import Continue, OrderBook
 from session_server.engine.tiers.unread_files import UnreadFiles
 
 _FULL_DIVISOR: Final = 4
@@ -79,6 +80,7 @@ class TierStore:
         self.is_listed = disk_bytes == 0
         self._on_listed: list[Callable[[], None]] = []
         self.orders = OrderBook()
+        self.disk_watch = DiskWatch(tree.page_bytes)
         self._num_writing = 0
         self._unwritten: OrderedDict[int, Segment] = OrderedDict()
         """Segments in host memory that may be written to disk, those copied first in front: what
@@ -171,8 +173,11 @@ class TierStore:
     # Disk
 
     def is_unread(self, name: bytes | None) -> bool:
-        """Return whether the disk may have a segment of this name that the tree lacks."""
-        return name is not None and (name in self._unread or not self.is_listed)
+        """Return whether the disk may have a segment of this name that the tree lacks, and that can
+        be read."""
+        if name is None or self.disk_watch.is_silent:
+            return False
+        return name in self._unread or not self.is_listed
 
     def when_listed(self, then: Callable[[], None]) -> None:
         """Do something once the files on disk are known by name."""
@@ -184,12 +189,13 @@ class TierStore:
     def find_files(
         self, namespace: Namespace, tokens: Tokens, path: Path, then: Callable[[], None]
     ) -> None:
-        """Read the headers of what the disk has of `tokens` behind a path, then go on."""
+        """Read the headers of what the disk has of `tokens` behind a path, then go on; also if the
+        disk does not answer."""
         assert path.next_name is not None, "a path that goes on has a name"
         key = FileKey(path.next_name, namespace, path.chain, path.length)
         unread = self._unread
 
-        def take(result: TierResult) -> None:
+        def enter(result: TierResult) -> None:
             if unread is self._unread:
                 self._enter_found(namespace, tokens, result.found)
             if result.refusal is Refusal.WRONG:
@@ -197,9 +203,16 @@ class TierStore:
             if not result.found:
                 # One that cannot be read is not asked for again, which might go on for ever.
                 self._forget_unread(key.name)
+
+        def take(result: TierResult) -> None:
+            enter(result)
             then()
 
-        self.orders.add(lambda number: FindFiles(number, key, tokens), take)
+        def give_up() -> Continue:
+            then()
+            return enter
+
+        self.orders.add(lambda number: FindFiles(number, key, tokens), take, give_up=give_up)
 
     def file_of(self, segment: Segment) -> FoundFile:
         """Return what the file of a segment must be."""
@@ -212,6 +225,10 @@ class TierStore:
     def find(self, namespace: Namespace, tokens: Tokens) -> Path:
         """Return what the segments hold of some tokens."""
         return self.tree.find(namespace, tokens)
+
+    def find_readable(self, namespace: Namespace, tokens: Tokens) -> Path:
+        """Return the same as far as it can be read now."""
+        return self.find(namespace, tokens).readable(from_disk=not self.disk_watch.is_silent)
 
     def touch(self, segments: Iterable[Segment]) -> None:
         """Count segments of a path as used now."""

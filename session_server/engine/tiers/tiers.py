@@ -115,10 +115,23 @@ class Tiers:
         self._spilling.is_draining = self._is_on and self.store.has_disk
         self._drain_until_s = now_s + self._drain_s
 
-    def take(self, results: Sequence[TierResult]) -> None:
-        """Handle results of orders."""
+    @property
+    def due_s(self) -> float | None:
+        """Return when there is something to do though nothing comes; None: never."""
+        due_s = self.store.disk_watch.due_s
+        if not self.is_draining:
+            return due_s
+        return self._drain_until_s if due_s is None else min(due_s, self._drain_until_s)
+
+    def take(self, results: Sequence[TierResult], now_s: float) -> None:
+        """Handle results of orders, and go on without those of a disk that does not answer."""
+        store = self.store
         for result in results:
-            self.store.orders.handle(result)
+            store.disk_watch.answer(result.number, now_s)
+            store.orders.handle(result)
+        if store.disk_watch.falls_silent(now_s):
+            self._restoring.give_up_held()
+            store.orders.give_up()
 
     def take_orders(self, now_s: float) -> Sequence[TierOrder]:
         """Return what is to be done now. O(1) while nothing is."""
@@ -129,4 +142,7 @@ class Tiers:
             self.store.write_ahead(is_draining=True)
         self._spilling.advance()
         self._restoring.release()
-        return self.store.orders.take()
+        orders = self.store.orders.take()
+        for order in orders:
+            self.store.disk_watch.ask(order, now_s)
+        return orders
