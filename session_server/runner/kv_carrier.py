@@ -19,6 +19,7 @@ from session_server.core.tier_orders import (
     Refusal,
     TierOrder,
     TierResult,
+    TierThread,
     TierWork,
     WriteFile,
 )
@@ -59,23 +60,32 @@ class KvCarrier:
         """Return the work of an order; implements `TierCarrier.prepare`."""
         match order:
             case CopyOut():
-                return _work(order.number, partial(self._copy_out, order), uses_disk=False)
+                return _work(order.number, TierThread.COPY, partial(self._copy_out, order))
             case CopyIn():
                 held = {part.segment: self._segments.get(part.segment) for part in order.parts}
-                uses_disk = any(part.found is not None for part in order.parts)
-                return _work(order.number, partial(self._copy_in, order, held), uses_disk=uses_disk)
+                is_read = any(part.found is not None for part in order.parts)
+                thread = TierThread.DISK if is_read else TierThread.COPY
+                return _work(order.number, thread, partial(self._copy_in, order, held))
             case WriteFile():
                 segment = self._segments.get(order.segment)
-                return _work(order.number, partial(self._write, order, segment), uses_disk=True)
+                return _work(order.number, TierThread.DISK, partial(self._write, order, segment))
             case FindFiles():
-                return _work(order.number, partial(self._find, order), uses_disk=True)
+                return _work(order.number, TierThread.DISK, partial(self._find, order))
             case ListFiles():
-                return _work(order.number, partial(self._list, order), uses_disk=True)
+                return _work(order.number, TierThread.DISK, partial(self._list, order))
             case Forget():
-                for number in order.segments:
-                    self._segments.pop(number, None)
-                uses_disk = bool(order.files or order.is_everything)
-                return TierWork(uses_disk=uses_disk, run=partial(self._forget, order))
+                return self._forgetting(order)
+
+    def _forgetting(self, order: Forget) -> TierWork:
+        for number in order.segments:
+            self._segments.pop(number, None)
+        dropped: dict[int, HostSegment] = {}
+        if order.all_segments:
+            # Given back on the thread of copies, because so much memory takes a while.
+            dropped, self._segments = self._segments, {}
+        uses_disk = bool(order.files or order.all_files)
+        thread = TierThread.DISK if uses_disk else TierThread.COPY
+        return TierWork(thread, partial(self._forget, order, dropped))
 
     def _copy_out(self, order: CopyOut) -> TierResult:
         shapes = [
@@ -92,12 +102,15 @@ class KvCarrier:
         return TierResult(order.number, 0.0)
 
     def _copy_in(self, order: CopyIn, held: Mapping[int, HostSegment | None]) -> TierResult:
-        used = []
+        used, read_s = [], 0.0
+        num_read_before = 0 if self._files is None else self._files.num_bytes_read
         for part in order.parts:
             try:
                 payload: HostSegment | Payload | None = held[part.segment]
                 if part.found is not None:
+                    started_s = time.perf_counter()
                     payload = self._disk.read(part.found)
+                    read_s += time.perf_counter() - started_s
                     used.append(part.found.file.file_id)
             except FileRefused:
                 return TierResult(order.number, 0.0, Refusal.WRONG, part.segment)
@@ -106,14 +119,16 @@ class KvCarrier:
             for pool, (first, pages) in part.pages.items():
                 for tensor, source in zip(self._tensors[pool], payload[pool], strict=True):
                     tensor.copy_in(source, first, pages)
-        if self._files is not None:
-            self._files.touch(used)
-        return TierResult(order.number, 0.0)
+        if not used:
+            return TierResult(order.number, 0.0)
+        self._disk.touch(used, order.used_ns)
+        read_bytes = self._disk.num_bytes_read - num_read_before
+        return TierResult(order.number, 0.0, read_bytes=read_bytes, read_s=read_s)
 
     def _write(self, order: WriteFile, segment: HostSegment | None) -> TierResult:
         if segment is None:
             return TierResult(order.number, 0.0, Refusal.FAILED)
-        self._disk.write(order.found, segment)
+        self._disk.write(order.found, segment, order.used_ns)
         return TierResult(order.number, 0.0)
 
     def _find(self, order: FindFiles) -> TierResult:
@@ -122,10 +137,11 @@ class KvCarrier:
         return TierResult(order.number, 0.0, refusal, found=tuple(found))
 
     def _list(self, order: ListFiles) -> TierResult:
-        return TierResult(order.number, 0.0, files=tuple(self._disk.listing()))
+        return TierResult(order.number, 0.0, files=tuple(self._disk.listing(order.max_files)))
 
-    def _forget(self, order: Forget) -> None:
-        if order.is_everything:
+    def _forget(self, order: Forget, dropped: dict[int, HostSegment]) -> None:
+        dropped.clear()
+        if order.all_files:
             try:
                 self._disk.remove_all()
             except OSError as error:
@@ -139,7 +155,7 @@ class KvCarrier:
         return self._files
 
 
-def _work(number: int, run: Callable[[], TierResult], *, uses_disk: bool) -> TierWork:
+def _work(number: int, thread: TierThread, run: Callable[[], TierResult]) -> TierWork:
     """Return work that says how long it took, and fails where memory or the disk does."""
 
     def timed() -> TierResult:
@@ -156,6 +172,8 @@ def _work(number: int, run: Callable[[], TierResult], *, uses_disk: bool) -> Tie
             wrong_segment=result.wrong_segment,
             found=result.found,
             files=result.files,
+            read_bytes=result.read_bytes,
+            read_s=result.read_s,
         )
 
-    return TierWork(uses_disk=uses_disk, run=timed)
+    return TierWork(thread, timed)
