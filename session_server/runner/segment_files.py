@@ -45,8 +45,10 @@ _LOG: Final = logging.getLogger("session_server.engine")
 _SUFFIX: Final = ".safetensors"
 _REFUSED: Final = "refused"
 _NEW: Final = "new-"
-_ID_CHARS: Final = 2 * (2 * NAME_BYTES + TAG_BYTES)
-_FILE: Final = re.compile(f"([0-9a-f]{{{_ID_CHARS}}}){re.escape(_SUFFIX)}", re.ASCII)
+
+_FILE: Final = re.compile(
+    f"([0-9a-f]{{{4 * NAME_BYTES + 2 * TAG_BYTES}}}){re.escape(_SUFFIX)}", re.ASCII
+)
 _FORMER: Final = re.compile(f"[0-9a-f]{{{4 * NAME_BYTES}}}{re.escape(_SUFFIX)}", re.ASCII)
 """A file that does not say whose it is, as versions before wrote them."""
 

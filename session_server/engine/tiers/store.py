@@ -15,6 +15,7 @@ from typing import Any, Final
 from cache.tiers.segment import Chain, Segment, chains_after, tenant_tag
 from cache.tiers.segment_tree import SEGMENT_BYTES, Path, SegmentTree
 from cache.tiers.tier_account import TierAccount
+from cache.tiers.write_queue import WriteQueue
 from cache.types import Namespace, Tokens
 from session_server.core.events import TierReport
 from session_server.core.tier_orders import (
@@ -31,7 +32,6 @@ from session_server.engine.tiers.listing import Listing
 from session_server.engine.tiers.order_book import OrderBook
 from session_server.engine.tiers.unread_files import UNREAD_FILE_BYTES, UnreadFiles
 from session_server.engine.tiers.use_clock import UseClock
-from session_server.engine.tiers.write_queue import WriteQueue
 
 _FULL_DIVISOR: Final = 4
 """Segments are written to disk ahead of need while less than this part of host memory is free."""

@@ -140,9 +140,12 @@ class Tiers:
         self.store.uses.set(now_s)
         self.store.advance()
         self._forgetting.advance()
-        if self._spilling.is_draining:
-            self._spilling.is_draining = now_s < self._drain_until_s
-            self.store.write_ahead(is_draining=True)
+        is_draining = self._spilling.is_draining
+        self._spilling.is_draining = is_draining and now_s < self._drain_until_s
         self._spilling.advance()
+        if is_draining:
+            self.store.write_ahead(
+                is_draining=True
+            )  # what was found to be used since it was refused too
         self._restoring.release()
         return self.store.orders.take()
