@@ -144,8 +144,7 @@ class Tiers:
         self._spilling.is_draining = is_draining and now_s < self._drain_until_s
         self._spilling.advance()
         if is_draining:
-            self.store.write_ahead(
-                is_draining=True
-            )  # what was found to be used since it was refused too
+            # After those that are copied: of what they found some may be written again.
+            self.store.write_ahead(is_draining=True)
         self._restoring.release()
         return self.store.orders.take()
