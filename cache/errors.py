@@ -11,6 +11,14 @@ class OutOfPages(CacheError):
     """Report that a pool has fewer free and evictable pages than asked for."""
 
 
+class NotWorthIt(CacheError):
+    """Report that computing the tokens [start, end) takes no longer than copying their pages."""
+
+    def __init__(self, start: int, end: int) -> None:
+        super().__init__(f"{end - start} tokens are computed")
+        self.start, self.end = start, end
+
+
 class OutOfRows(CacheError):
     """Report that every row of the page table is held."""
 

@@ -62,6 +62,22 @@ class LazyHeap(Generic[_Item]):
         fronts = [heap[0] for heap in (self._swept, self._rest) if heap]
         return min(fronts)[2] if fronts else None
 
+    def first_that(self, is_wanted: Callable[[_Item], bool], num_tried: int) -> _Item | None:
+        """Return the first item that is wanted; None if none of the first `num_tried` is.
+        O(log items) for each that it looks at."""
+        passed: list[tuple[int, int, _Item]] = []
+        found = None
+        while len(passed) < num_tried and (item := self.first()) is not None:
+            if is_wanted(item):
+                found = item
+                break
+            entry = self._entries[item]
+            heapq.heappop(self._swept if self._swept and self._swept[0] is entry else self._rest)
+            passed.append(entry)
+        for entry in passed:
+            heapq.heappush(self._swept if self._is_sweeping else self._rest, entry)
+        return found
+
     def _sweep(self) -> None:
         """Look at a few entries, and end with a new bound once all were looked at."""
         for _ in range(min(SWEPT_PER_PUSH, len(self._rest))):

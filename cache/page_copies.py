@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from cache.errors import OutOfPages
+from cache.errors import NotWorthIt, OutOfPages
 from cache.room import Room
 from cache.stores import KVStores
 from cache.transit import PageRange, Transit, TransitId
@@ -29,6 +29,9 @@ class Wanted(Protocol):
     def longest_len(self, start: int) -> int:
         """Return the longest length, in whole pages, that a forward can continue from once the
         pages behind `start` have come in; at most `start` if there is nothing."""
+
+    def is_worth(self, start: int, end: int) -> bool:
+        """Return whether the tokens [start, end) should come in rather than be computed."""
 
 
 class PageCopies:
@@ -88,6 +91,7 @@ class PageCopies:
 
         Raises:
             OutOfPages: a pool has too few pages; nothing was changed.
+            NotWorthIt: what is found is not worth it; nothing was changed.
         """
         stores = self._stores
         receipt = stores.tree.lock_root(namespace)
@@ -102,10 +106,12 @@ class PageCopies:
         try:
             if end <= start:
                 raise OutOfPages("nothing is wanted")
+            if not wanted.is_worth(start, end):
+                raise NotWorthIt(start, end)
             if is_ahead:
                 self.room.check_unguarded(counts)
             self.room.make(counts)
-        except OutOfPages:
+        except (OutOfPages, NotWorthIt):
             stores.tree.unlock(receipt)
             if end <= start:
                 return None

@@ -18,6 +18,9 @@ from cache.types import Namespace, PoolName, Tokens
 
 NAME_BYTES: Final = 16
 
+TAG_BYTES: Final = 4
+"""Of a tenant, in the name of a file: who has most is known before any is read."""
+
 Chain = bytes
 """Hash of the tokens before a page boundary, in order, and of the namespace: `NAME_BYTES` bytes."""
 
@@ -28,7 +31,8 @@ class SegmentContent:
 
     `start`: tokens before it; `tokens`: int32 [n], whole pages; `spans`: per pool, the pages that
     it has, as a range [first, end) of indices into the path; `chain`, `end_chain`: those of its
-    beginning and its end; `num_bytes`: what it takes in host memory, or on disk.
+    beginning and its end; `num_bytes`: what it takes in host memory, or on disk;
+    `num_token_bytes`: of its tokens, also once they are gone; `tag`: see `tenant_tag`.
     """
 
     namespace: Namespace
@@ -39,6 +43,8 @@ class SegmentContent:
     tokens: Tokens
     spans: Mapping[PoolName, tuple[int, int]]
     num_bytes: int
+    num_token_bytes: int
+    tag: bytes
 
     def without_tokens(self) -> SegmentContent:
         """Return the same for a segment that nobody reads any more."""
@@ -51,8 +57,8 @@ class SegmentContent:
 
     @property
     def file_id(self) -> bytes:
-        """Return what its file is called: its name, and the chain that it follows."""
-        return self.name + self.chain
+        """Return what its file is called: its name, the chain that it follows, and whose it is."""
+        return self.name + self.chain + self.tag
 
 
 class Segment:
@@ -60,6 +66,7 @@ class Segment:
 
     `in_host`, `on_disk`: where it can be read. `is_writing`: it is being written to disk;
     `is_refused`: the disk did not take it. `num_sessions`: sessions whose history ends in it.
+    `used_ns`: when it was used last, on the engine's clock.
     """
 
     __slots__ = (
@@ -72,6 +79,7 @@ class Segment:
         "number",
         "on_disk",
         "parent",
+        "used_ns",
     )
 
     def __init__(self, number: int, content: SegmentContent) -> None:
@@ -80,12 +88,17 @@ class Segment:
         self.parent: Segment | None = None
         self.children: dict[Chain, Segment] = {}
         self.in_host = self.on_disk = self.is_writing = self.is_refused = False
-        self.num_sessions = 0
+        self.num_sessions = self.used_ns = 0
 
     @property
     def is_readable(self) -> bool:
         """Return whether it can be read."""
         return self.in_host or self.on_disk
+
+    def unlink(self) -> None:
+        """Let go of everything, once it was removed."""
+        self.parent, self.children = None, {}
+        self.content = self.content.without_tokens()
 
     def below(self) -> Iterator[Segment]:
         """Yield all segments that follow it, parents first."""
@@ -94,6 +107,11 @@ class Segment:
             segment = pending.pop()
             pending.extend(segment.children.values())
             yield segment
+
+
+def tenant_tag(tenant: str) -> bytes:
+    """Return what the names of files say of whose they are."""
+    return hashlib.blake2b(tenant.encode(), digest_size=TAG_BYTES).digest()
 
 
 def first_chain(namespace: Namespace) -> Chain:

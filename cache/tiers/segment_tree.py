@@ -13,7 +13,14 @@ from typing import Final
 import numpy as np
 
 from cache.components import Component
-from cache.tiers.segment import Chain, Segment, SegmentContent, chain_after, first_chain
+from cache.tiers.segment import (
+    Chain,
+    Segment,
+    SegmentContent,
+    chain_after,
+    first_chain,
+    tenant_tag,
+)
 from cache.types import NULL_PAGE, Namespace, Pages, PoolName, Tokens
 
 SEGMENT_BYTES: Final = 4096
@@ -66,6 +73,11 @@ class SegmentTree:
         self.page_size = page_size
         self.page_bytes = page_bytes
         self._components = tuple(components)
+        self.least_page_bytes = page_size * np.dtype(np.int32).itemsize + sum(
+            page_bytes[each.pool] for each in components if not each.is_bounded
+        )
+        """What a page of a segment takes at least: of bounded pools it may have none."""
+
         self._roots: dict[Namespace, dict[Chain, Segment]] = {}
         self._segments: dict[int, Segment] = {}
         self._num_added = 0
@@ -77,12 +89,18 @@ class SegmentTree:
         """Return a segment by its number; None if it was removed."""
         return self._segments.get(number)
 
+    def living(self, segment: Segment | None) -> Segment | None:
+        """Return a segment, or the nearest one before it that was not removed."""
+        while segment is not None and self.get(segment.number) is not segment:
+            segment = segment.parent
+        return segment
+
     def has(self, path: Path) -> bool:
         """Return whether the segments of a path are still there."""
         return not path.parts or self.get(path.parts[-1].segment.number) is not None
 
     def segments(self) -> Sequence[Segment]:
-        """Return all segments; O(segments), for audits and for dropping everything."""
+        """Return all segments; O(segments), for audits."""
         return tuple(self._segments.values())
 
     def find(self, namespace: Namespace, tokens: Tokens) -> Path:
@@ -132,6 +150,8 @@ class SegmentTree:
             tokens=np.array(tokens, np.int32),
             spans=dict(spans),
             num_bytes=self.bytes_of(tokens, spans),
+            num_token_bytes=tokens.nbytes,
+            tag=tenant_tag(namespace.tenant),
         )
         self._num_added += 1
         segment = Segment(self._num_added, content)
@@ -143,10 +163,14 @@ class SegmentTree:
         self._segments[segment.number] = segment
         return segment
 
+    def page_bytes_of(self, num_pages: Mapping[PoolName, int]) -> int:
+        """Return the bytes of so many pages of each pool."""
+        return sum(count * self.page_bytes[pool] for pool, count in num_pages.items())
+
     def bytes_of(self, tokens: Tokens, spans: Mapping[PoolName, tuple[int, int]]) -> int:
         """Return the bytes that a segment takes."""
-        of_pools = [(end - first) * self.page_bytes[pool] for pool, (first, end) in spans.items()]
-        return SEGMENT_BYTES + tokens.nbytes + sum(of_pools)
+        num_pages = {pool: end - first for pool, (first, end) in spans.items()}
+        return SEGMENT_BYTES + tokens.nbytes + self.page_bytes_of(num_pages)
 
     def remove(self, segment: Segment) -> list[Segment]:
         """Remove a segment and all that follow it, which can be reached no longer; return them.
@@ -162,6 +186,12 @@ class SegmentTree:
             del self._segments[each.number]
             each.parent, each.children = segment.parent, {}
             each.content = each.content.without_tokens()
+        return removed
+
+    def clear(self) -> dict[int, Segment]:
+        """Remove all segments at once; return them, for the caller to take apart with `unlink` a
+        few at a time: they refer to each other."""
+        removed, self._segments, self._roots = self._segments, {}, {}
         return removed
 
     def continuable_len(self, path: Path, start: int) -> int:

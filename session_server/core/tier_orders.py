@@ -13,6 +13,7 @@ from typing import Protocol
 
 import msgspec
 
+from cache.tiers.segment import tenant_tag
 from cache.types import Namespace, Pages, PoolName, Tokens
 
 
@@ -30,7 +31,7 @@ class FileKey(msgspec.Struct, frozen=True, gc=False):
     @property
     def file_id(self) -> bytes:
         """Return what the file is called; see `SegmentContent.file_id`."""
-        return self.name + self.chain
+        return self.name + self.chain + tenant_tag(self.namespace.tenant)
 
 
 class CopyOut(msgspec.Struct, frozen=True, gc=False):
@@ -62,19 +63,23 @@ class ReadPart(msgspec.Struct, frozen=True, gc=False):
 
 class CopyIn(msgspec.Struct, frozen=True, gc=False):
     """Copy pages back. A file that does not verify in every field fails all of it, and its
-    `ReadPart.segment` is named in the result."""
+    `ReadPart.segment` is named in the result. `used_ns`: when the files were used, the first of
+    them last, on the engine's clock."""
 
     number: int
     parts: tuple[ReadPart, ...]
+    used_ns: int
 
 
 class WriteFile(msgspec.Struct, frozen=True, gc=False):
-    """Write a segment in host memory to disk, as `found`."""
+    """Write a segment in host memory to disk, as `found`. `used_ns`: when it was used last, on the
+    engine's clock."""
 
     number: int
     segment: int
     found: FoundFile
     num_bytes: int
+    used_ns: int
 
 
 class FindFiles(msgspec.Struct, frozen=True, gc=False):
@@ -87,18 +92,20 @@ class FindFiles(msgspec.Struct, frozen=True, gc=False):
 
 
 class ListFiles(msgspec.Struct, frozen=True, gc=False):
-    """List all files, those used longest ago first."""
+    """List the files, those used longest ago first. Where there are more than `max_files`, those
+    used longest ago are removed."""
 
     number: int
+    max_files: int
 
 
 class Forget(msgspec.Struct, frozen=True, gc=False):
-    """Drop segments from host memory, and files, by their ids, from disk. `is_everything`: all
-    files."""
+    """Drop segments from host memory, and files, by their ids, from disk; or all of either."""
 
     segments: tuple[int, ...] = ()
     files: tuple[bytes, ...] = ()
-    is_everything: bool = False
+    all_segments: bool = False
+    all_files: bool = False
 
 
 TierOrder = CopyOut | CopyIn | WriteFile | FindFiles | ListFiles | Forget
@@ -114,7 +121,7 @@ def uses_disk(order: TierOrder) -> bool:
         case WriteFile() | FindFiles() | ListFiles():
             return True
         case Forget():
-            return bool(order.files or order.is_everything)
+            return bool(order.files or order.all_files)
 
 
 class Refusal(enum.Enum):
@@ -137,6 +144,7 @@ class TierResult(msgspec.Struct, frozen=True, gc=False):
         wrong_segment: the segment whose file is not what it should be.
         found: for `FindFiles`, in order of the path.
         files: for `ListFiles`, (id of the file, bytes).
+        read_bytes, read_s: of `seconds`, what was read from disk and how long that took.
     """
 
     number: int
@@ -145,12 +153,24 @@ class TierResult(msgspec.Struct, frozen=True, gc=False):
     wrong_segment: int | None = None
     found: tuple[FoundFile, ...] = ()
     files: tuple[tuple[bytes, int], ...] = ()
+    read_bytes: int = 0
+    read_s: float = 0.0
+
+
+class TierThread(enum.Enum):
+    """Say where work is done: each of these does one thing at a time, in order."""
+
+    COPY = "engine-copy"
+    """Copies between memory alone."""
+
+    DISK = "engine-disk"
+    """What may wait for the disk."""
 
 
 class TierWork(msgspec.Struct, frozen=True, gc=False):
-    """Hold what carrying out an order takes. `uses_disk`: it may wait for the disk."""
+    """Hold what carrying out an order takes."""
 
-    uses_disk: bool
+    thread: TierThread
     run: Callable[[], TierResult | None]
 
 

@@ -16,6 +16,7 @@ from session_server.core.tier_orders import (
     TierCarrier,
     TierOrder,
     TierResult,
+    TierThread,
     TierWork,
     WriteFile,
 )
@@ -34,13 +35,13 @@ class NoTiers:
                 case CopyOut() | CopyIn() | WriteFile() | FindFiles() | ListFiles():
                     return TierResult(order.number, 0.0, Refusal.FAILED)
 
-        return TierWork(uses_disk=False, run=run)
+        return TierWork(TierThread.COPY, run)
 
 
 class TierThreads:
-    """Run copies between memory on one thread and what may wait for the disk on another, each in
-    the order of the orders, and call `deliver` with each result. The threads start with the first
-    order. What a copy raises is a bug: `fail` is called with it."""
+    """Run the work of each `TierThread` on a thread of its own, in the order of the orders, and
+    call `deliver` with each result. A thread starts with its first order. What a copy raises is a
+    bug: `fail` is called with it."""
 
     def __init__(
         self,
@@ -49,16 +50,16 @@ class TierThreads:
         fail: Callable[[BaseException], None],
     ) -> None:
         self._carrier, self._deliver, self._fail = carrier, deliver, fail
-        self._queues: dict[bool, queue.SimpleQueue[TierWork]] = {}
+        self._queues: dict[TierThread, queue.SimpleQueue[TierWork]] = {}
 
     def submit(self, orders: Iterable[TierOrder]) -> None:
         """Queue orders. Never blocks."""
         for order in orders:
             work = self._carrier.prepare(order)
-            waiting = self._queues.get(work.uses_disk)
+            waiting = self._queues.get(work.thread)
             if waiting is None:
-                waiting = self._queues[work.uses_disk] = queue.SimpleQueue()
-                name = "engine-disk" if work.uses_disk else "engine-copy"
+                waiting = self._queues[work.thread] = queue.SimpleQueue()
+                name = work.thread.value
                 threading.Thread(target=self._run, args=(waiting,), name=name, daemon=True).start()
             waiting.put(work)
 

@@ -19,6 +19,7 @@ from session_server.core.tier_orders import (
     Refusal,
     TierOrder,
     TierResult,
+    TierThread,
     TierWork,
     WriteFile,
     uses_disk,
@@ -72,9 +73,16 @@ class KvCarrier:
             case ListFiles():
                 return _work(order, partial(self._list, order))
             case Forget():
-                for number in order.segments:
-                    self._segments.pop(number, None)
-                return TierWork(uses_disk=uses_disk(order), run=partial(self._forget, order))
+                return self._forgetting(order)
+
+    def _forgetting(self, order: Forget) -> TierWork:
+        for number in order.segments:
+            self._segments.pop(number, None)
+        dropped: dict[int, HostSegment] = {}
+        if order.all_segments:
+            # Given back on the thread of copies, because so much memory takes a while.
+            dropped, self._segments = self._segments, {}
+        return TierWork(_thread_of(order), partial(self._forget, order, dropped))
 
     def _copy_out(self, order: CopyOut) -> TierResult:
         shapes = [
@@ -91,12 +99,15 @@ class KvCarrier:
         return TierResult(order.number, 0.0)
 
     def _copy_in(self, order: CopyIn, held: Mapping[int, HostSegment | None]) -> TierResult:
-        used = []
+        used, read_s = [], 0.0
+        num_read_before = 0 if self._files is None else self._files.num_bytes_read
         for part in order.parts:
             try:
                 payload: HostSegment | Payload | None = held[part.segment]
                 if part.found is not None:
+                    started_s = time.perf_counter()
                     payload = self._disk.read(part.found)
+                    read_s += time.perf_counter() - started_s
                     used.append(part.found.file.file_id)
             except FileRefused:
                 return TierResult(order.number, 0.0, Refusal.WRONG, part.segment)
@@ -105,14 +116,16 @@ class KvCarrier:
             for pool, (first, pages) in part.pages.items():
                 for tensor, source in zip(self._tensors[pool], payload[pool], strict=True):
                     tensor.copy_in(source, first, pages)
-        if self._files is not None:
-            self._files.touch(used)
-        return TierResult(order.number, 0.0)
+        if not used:
+            return TierResult(order.number, 0.0)
+        self._disk.touch(used, order.used_ns)
+        read_bytes = self._disk.num_bytes_read - num_read_before
+        return TierResult(order.number, 0.0, read_bytes=read_bytes, read_s=read_s)
 
     def _write(self, order: WriteFile, segment: HostSegment | None) -> TierResult:
         if segment is None:
             return TierResult(order.number, 0.0, Refusal.FAILED)
-        self._disk.write(order.found, segment)
+        self._disk.write(order.found, segment, order.used_ns)
         return TierResult(order.number, 0.0)
 
     def _find(self, order: FindFiles) -> TierResult:
@@ -121,10 +134,11 @@ class KvCarrier:
         return TierResult(order.number, 0.0, refusal, found=tuple(found))
 
     def _list(self, order: ListFiles) -> TierResult:
-        return TierResult(order.number, 0.0, files=tuple(self._disk.listing()))
+        return TierResult(order.number, 0.0, files=tuple(self._disk.listing(order.max_files)))
 
-    def _forget(self, order: Forget) -> None:
-        if order.is_everything:
+    def _forget(self, order: Forget, dropped: dict[int, HostSegment]) -> None:
+        dropped.clear()
+        if order.all_files:
             try:
                 self._disk.remove_all()
             except OSError as error:
@@ -136,6 +150,10 @@ class KvCarrier:
     def _disk(self) -> SegmentFiles:
         assert self._files is not None, "without a disk nothing is ordered of it"
         return self._files
+
+
+def _thread_of(order: TierOrder) -> TierThread:
+    return TierThread.DISK if uses_disk(order) else TierThread.COPY
 
 
 def _work(
@@ -157,6 +175,8 @@ def _work(
             wrong_segment=result.wrong_segment,
             found=result.found,
             files=result.files,
+            read_bytes=result.read_bytes,
+            read_s=result.read_s,
         )
 
-    return TierWork(uses_disk=uses_disk(order), run=timed)
+    return TierWork(_thread_of(order), timed)

@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from cache.tiers.segment import NAME_BYTES
+from cache.tiers.segment import NAME_BYTES, TAG_BYTES
 
 SUFFIX: Final = ".safetensors"
 REFUSED: Final = "refused"
@@ -21,7 +21,11 @@ NEW: Final = "new-"
 OWNER: Final = "layout"
 """The file that says whose files these are: the fingerprint of their layout."""
 
-SEGMENT: Final = re.compile(f"([0-9a-f]{{{4 * NAME_BYTES}}}){re.escape(SUFFIX)}", re.ASCII)
+_DIGITS: Final = 4 * NAME_BYTES, 4 * NAME_BYTES + 2 * TAG_BYTES
+SEGMENT: Final = re.compile(f"([0-9a-f]{{{_DIGITS[1]}}}){re.escape(SUFFIX)}", re.ASCII)
+_FORMER: Final = re.compile(f"[0-9a-f]{{{_DIGITS[0]}}}{re.escape(SUFFIX)}", re.ASCII)
+"""A file that does not say whose it is, as builds before wrote them."""
+
 UNFINISHED: Final = re.compile(f"{NEW}[0-9a-f]{{16}}", re.ASCII)
 
 
@@ -101,7 +105,8 @@ def _unlink_all(directory: int) -> int:
         is_whole = True
         with os.scandir(directory) as entries:
             for entry in entries:
-                is_ours = SEGMENT.fullmatch(entry.name) or UNFINISHED.fullmatch(entry.name)
+                kinds = SEGMENT, _FORMER, UNFINISHED
+                is_ours = any(kind.fullmatch(entry.name) for kind in kinds)
                 if is_ours and not entry.is_dir(follow_symlinks=False):
                     os.unlink(entry.name, dir_fd=directory)
                     num_removed, is_whole = num_removed + 1, False

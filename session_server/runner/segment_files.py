@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import heapq
 import logging
 import os
 import secrets
@@ -57,7 +58,7 @@ Payload = Mapping[PoolName, Sequence[NDArray[np.uint8]]]
 
 class SegmentFiles:
     """Write, find and read the files of one directory. One thread at a time. Memory for one
-    segment is kept."""
+    segment is kept. `num_bytes_read`: of all files that were read so far."""
 
     def __init__(self, directory: Path, layout: Layout) -> None:
         """Open the directory, which is made if there is none.
@@ -76,10 +77,15 @@ class SegmentFiles:
             raise
         self._layout = layout
         self._is_claimed = False
-        self._memory = np.empty(0, np.uint8)
+        self._epoch_ns = time.time_ns() - time.monotonic_ns()
+        """What the times of files say when the engine's clock says 0."""
 
-    def write(self, segment: FoundFile, payload: Payload) -> None:
-        """Write a segment. Returns once it is on disk.
+        self._memory = np.empty(0, np.uint8)
+        self.num_bytes_read = 0
+
+    def write(self, segment: FoundFile, payload: Payload, used_ns: int) -> None:
+        """Write a segment that was used last at `used_ns` of the engine's clock. Returns once it is
+        on disk.
 
         Raises:
             OSError: it is not, and no file has its name.
@@ -102,6 +108,7 @@ class SegmentFiles:
                 _write_all(descriptor, memoryview(header.text))
                 for array in data.values():
                     _write_all(descriptor, array.reshape(-1).view(np.uint8).data)
+                self._set_used(descriptor, used_ns)
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
@@ -144,7 +151,8 @@ class SegmentFiles:
         return found, False
 
     def read(self, expected: FoundFile) -> Payload:
-        """Read the pages of a segment. They are there until the next call.
+        """Read the pages of a segment: all of them, because a checksum is that of many. They are
+        there until the next call.
 
         Raises:
             FileRefused: the file is not the one that was written or found, cannot be read, or is
@@ -162,6 +170,7 @@ class SegmentFiles:
                     for pool, layout in self._layout.pools.items()
                 }
                 memory = self._memory_for(each for of_pool in places.values() for each in of_pool)
+                self.num_bytes_read += file.num_bytes
                 return {
                     pool: [file.part(each, next(memory)) for each in of_pool]
                     for pool, of_pool in places.items()
@@ -172,16 +181,10 @@ class SegmentFiles:
             self._refuse(key.file_id, error)
             raise FileRefused(str(error)) from error
 
-    def touch(self, file_ids: Sequence[bytes]) -> None:
-        """Note that files were used, the first of them last."""
-        # The times that a kernel gives by itself are the same for a whole tick.
-        now_ns = time.time_ns()
+    def touch(self, file_ids: Sequence[bytes], used_ns: int) -> None:
+        """Note that files were used at `used_ns` of the engine's clock, the first of them last."""
         for age_ns, file_id in enumerate(file_ids):
-            times = (now_ns - age_ns, now_ns - age_ns)
-            with contextlib.suppress(OSError):
-                os.utime(
-                    file_name(file_id), ns=times, dir_fd=self._directory, follow_symlinks=False
-                )
+            self._set_used(file_name(file_id), used_ns - age_ns)
 
     def remove(self, file_ids: Sequence[bytes]) -> None:
         """Remove files, those that are there."""
@@ -197,29 +200,34 @@ class SegmentFiles:
         self._is_claimed = False
         remove_files(self._directory)
 
-    def listing(self) -> list[tuple[bytes, int]]:
-        """Return the id and size of every file, those used longest ago first, and remove what a
-        crash has left unfinished.
+    def listing(self, max_files: int) -> list[tuple[bytes, int]]:
+        """Return the id and size of every file, those used longest ago first. Remove what a crash
+        has left unfinished, what is of another layout, and of more than `max_files` those used
+        longest ago.
 
         Raises:
             OSError: the disk does not answer.
         """
         self._claim()
-        files, foreign = [], []
+        files: list[tuple[int, bytes, int]] = []
+        num_foreign, foreign = 0, ""
         for entry in self._entries():
             match = SEGMENT.fullmatch(entry.name)
             with contextlib.suppress(FileNotFoundError):
                 status = entry.stat(follow_symlinks=False)
                 if match is not None and stat.S_ISREG(status.st_mode):
                     file_id = bytes.fromhex(match[1])
-                    files.append((status.st_mtime_ns, file_id, status.st_size))
+                    heapq.heappush(files, (status.st_mtime_ns, file_id, status.st_size))
+                    if len(files) > max_files:
+                        self._unlink(file_name(heapq.heappop(files)[1]))
                 elif UNFINISHED.fullmatch(entry.name):
                     self._unlink(entry.name)
                 else:
-                    foreign.append(entry.name)
-        if foreign:
-            _LOG.warning("the files of KV have %d others beside them: %r", len(foreign), foreign[0])
-        return [(file_id, size) for _, file_id, size in sorted(files)]
+                    num_foreign, foreign = num_foreign + 1, entry.name
+        if num_foreign:
+            _LOG.warning("the files of KV have %d others beside them: %r", num_foreign, foreign)
+        files.sort()
+        return [(file_id, size) for _, file_id, size in files]
 
     def _claim(self) -> None:
         """Remove what was written of another model or otherwise, before anything is added."""
@@ -229,9 +237,19 @@ class SegmentFiles:
             _LOG.info("removed %d files of KV that are of another model or setting", num_removed)
         self._is_claimed = True
 
-    def _entries(self) -> list[os.DirEntry[str]]:
+    def _entries(self) -> Iterator[os.DirEntry[str]]:
         with os.scandir(self._directory) as entries:
-            return [entry for entry in entries if entry.name not in (REFUSED, OWNER)]
+            yield from (entry for entry in entries if entry.name not in (REFUSED, OWNER))
+
+    def _set_used(self, file: str | int, used_ns: int) -> None:
+        """Have the time of a file, by its name or open, say when it was used: the place of files
+        whose time cannot be set is that of when they were written."""
+        times = (self._epoch_ns + used_ns,) * 2
+        with contextlib.suppress(OSError):
+            if isinstance(file, int):
+                os.utime(file, ns=times)
+            else:
+                os.utime(file, ns=times, dir_fd=self._directory, follow_symlinks=False)
 
     def _unlink(self, name: str) -> None:
         with contextlib.suppress(OSError):

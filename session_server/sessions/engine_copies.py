@@ -60,7 +60,9 @@ class EngineCopies:
         copy.set_known_len(base_len, self._link.generation)
 
     def close(self, session: Session) -> bool:
-        """Let the engine forget a session. One that does not come back leaves no KV anywhere.
+        """Let the engine forget a session. One that does not come back leaves no KV anywhere. One
+        that outlives the process stays: as it ends, the engine writes what is worth it, what was
+        used last first.
 
         Returns:
             Whether the engine does not know one that is deleted, and the KV that it may have left
@@ -68,6 +70,8 @@ class EngineCopies:
         """
         copy, log = session.copy, session.life.log
         comes_back = log is not None and session.closing in (None, "draining")
+        if comes_back and session.closing == "draining":
+            return False
         if copy.known_len(self._link.generation) is not None:
             self._link.send_or_queue(
                 CloseSession(session_id=copy.session_id, is_deleted=not comes_back)

@@ -41,6 +41,9 @@ class UpTo:
     def longest_len(self, start: int) -> int:
         return self.end
 
+    def is_worth(self, start: int, end: int) -> bool:
+        return True
+
 
 def make_world(mixture: Mixture, page_size: int = 4, num_pages: int = 33) -> World:
     """A has two turns behind it."""

@@ -128,6 +128,9 @@ def test_what_is_copied_back_ahead_of_a_plan_takes_nothing_that_a_minimum_keeps(
         def longest_len(self, start: int) -> int:
             return len(tokens)
 
+        def is_worth(self, start: int, end: int) -> bool:
+            return True
+
     cache = make()
     keep(cache, "b1", 64)
     a = open_session(cache, "a1")

@@ -866,10 +866,16 @@ ENGINE = (
         "where less is free, copies are written to disk ahead of need",
     ),
     _constant(
-        "engine.tiers.store:MAX_FILES",
-        "files of KV",
-        "files",
-        "those used longest ago are removed",
+        "engine.tiers.store:MAX_INDEX_BYTES",
+        "host memory for what is known of files of KV: their names, and the tokens of those read",
+        "bytes",
+        "the files of whoever has most give way, those used longest ago first",
+    ),
+    _constant(
+        "engine.tiers.forgetting:MAX_FORGOTTEN_TOKENS",
+        "histories of deleted sessions whose KV is not dropped yet",
+        "tokens",
+        "a step drops that of the first ones, however long it takes",
     ),
     _constant(
         "runner.segment_format:MAX_FILE_BYTES",

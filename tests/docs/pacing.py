@@ -152,6 +152,18 @@ SLICES = (
         "the new copy is not made",
     ),
     _constant(
+        "engine.tiers.store:_NUM_PER_STEP",
+        "files of KV from before that are entered, and copies that are let go of after a flush",
+        "files",
+        _NEXT,
+    ),
+    _constant(
+        "engine.tiers.forgetting:_TOKENS_PER_STEP",
+        "histories of deleted sessions whose KV is dropped",
+        "tokens",
+        _NEXT,
+    ),
+    _constant(
         "engine.tiers.store:_NUM_AHEAD",
         "copies of KV that are looked at for one to write ahead of need",
         "copies",
@@ -320,7 +332,11 @@ BOUND_NOTHING = frozenset(
         "session_server.web.key_store:SHORT_DIGEST_CHARS",
         # Of what is known of copies of KV: the bytes of a hash, and what one counts for.
         "cache.tiers.segment:NAME_BYTES",
+        "cache.tiers.segment:TAG_BYTES",
         "cache.tiers.segment_tree:SEGMENT_BYTES",
+        "session_server.engine.tiers.store:_KNOWN_FILE_BYTES",
+        "session_server.engine.tiers.unread_files:UNREAD_FILE_BYTES",
+        "session_server.engine.tiers.use_clock:_USE_NS",
         # What a copy costs until it was measured, and what the newest measurement weighs.
         "session_server.engine.tiers.costs:_FORGIVING",
         "session_server.engine.tiers.costs:_ORDER_S",

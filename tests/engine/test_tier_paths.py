@@ -29,6 +29,8 @@ class Tiers:
         self.store = TierStore(tree, host_bytes=host_bytes, disk_bytes=disk_bytes)
         self.store.start()
         self.answer()
+        while self.store.has_more:
+            self.store.advance()
 
     def add(self, num_pages: int) -> Segment:
         """Copy the last of so many pages of a path to host memory."""
@@ -38,7 +40,7 @@ class Tiers:
         added = tokens[path.length :]
         assert store.make_room(store.tree.bytes_of(added, spans))
         segment = store.tree.add(NAMESPACE, path, added, spans)
-        store.enter_host(segment)
+        store.enter_host(segment, store.uses.next_use())
         store.end_copy(segment, is_whole=True)
         return segment
 
@@ -89,5 +91,8 @@ def test_what_the_disk_did_not_take_is_written_once_it_takes_something() -> None
 def test_all_that_is_dropped_at_once_is_one_order() -> None:
     tiers = Tiers(host_bytes=4 * ONE_SEGMENT, disk_bytes=0)
     dropped = [tiers.add(length).number for length in (1, 2, 3)]
-    tiers.store.clear()
+    tiers.store.drop(tiers.store.tree.segments()[0])
     assert tiers.store.orders.take() == [Forget(segments=tuple(dropped))]
+    tiers.add(1)
+    tiers.store.clear()
+    assert tiers.store.orders.take() == [Forget(all_segments=True)]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 
 from cache.components import components_of
 from cache.pool.page_copy import PagedTensor
-from cache.tiers.segment import Segment
+from cache.tiers.segment import Segment, tenant_tag
 from cache.tiers.segment_tree import SEGMENT_BYTES, SegmentTree
 from cache.tiers.segment_tree import Path as TreePath
 from cache.types import Namespace, Tokens
@@ -28,6 +29,7 @@ from session_server.core.tier_orders import (
 )
 from session_server.engine.tiers import store as store_module
 from session_server.engine.tiers.store import TierStore
+from session_server.engine.tiers.unread_files import UNREAD_FILE_BYTES
 from session_server.runner import segment_files
 from session_server.runner.kv_carrier import KvCarrier
 from session_server.runner.kv_directory import OWNER, REFUSED
@@ -62,10 +64,11 @@ class Stock:
 
     def carry(self, *, at_most: int = 1000) -> None:
         """Carry out orders and what comes of them."""
-        while orders := self.store.orders.take():
+        while (orders := self.store.orders.take()) or self.store.has_more:
             for order in orders:
                 self.finish(order)
                 at_most -= 1
+            self.store.advance()
             assert at_most > 0, "orders without end"
 
     def finish(self, order: TierOrder) -> None:
@@ -85,7 +88,7 @@ class Stock:
             if not (self.store.make_room(num_bytes) and self.store.tree.has(path)):
                 return None
             segment = self.store.tree.add(namespace, path, added, spans)
-            self.store.enter_host(segment)
+            self.store.enter_host(segment, self.store.uses.next_use())
             self._order_copy(segment, num_bytes)
             path = path.followed_by(segment)
         return segment
@@ -113,7 +116,7 @@ class Stock:
             pages = np.arange(40, 40 + SEGMENT_PAGES, dtype=np.int32)
             parts.append(ReadPart(segment.number, found, {POOL: (0, pages)}))
         results: list[TierResult] = []
-        self.store.orders.add(lambda number: CopyIn(number, tuple(parts)), results.append)
+        self.store.orders.add(lambda number: CopyIn(number, tuple(parts), 0), results.append)
         self.carry()
         return results[0]
 
@@ -129,15 +132,14 @@ class Stock:
         on_disk = [each for each in store.tree.segments() if each in store.disk]
         assert store.host.num_bytes == sum(each.content.num_bytes for each in in_host)
         assert store.host.num_bytes <= store.host.max_bytes
-        assert store.disk.num_bytes == sum(each.content.num_bytes for each in on_disk)
+        num_read = sum(each.content.num_bytes for each in on_disk)
+        assert store.disk.num_bytes == num_read + store._unread.num_bytes
         assert set(self.carrier._segments) == {each.number for each in in_host}
         known = {file_name(each.content.file_id) for each in on_disk}
         unread = {file_name(file_id) for file_id, _ in store._unread._files.values()}
         assert self.names == known | unread
         sizes = sum((self.directory / name).stat().st_size for name in self.names)
-        assert (
-            sizes <= store.disk.num_bytes + store._unread.num_bytes <= max(store.disk.max_bytes, 0)
-        )
+        assert sizes <= store.disk.num_bytes <= store.disk.max_bytes
 
     def assert_empty(self) -> None:
         """Nothing is anywhere."""
@@ -317,7 +319,7 @@ def before(tmp_path: Path) -> Path:
         stock.store.write_ahead(is_draining=True)
         stock.carry()
     names = [stock.store.find(ALICE, path(seed)).parts[0].segment for seed in range(6)]
-    stock.files.touch([each.content.file_id for each in names])
+    stock.files.touch([each.content.file_id for each in names], time.monotonic_ns())
     assert len(stock.names) == 7
     return tmp_path
 
@@ -340,6 +342,7 @@ def test_files_from_before_are_found_before_they_are_listed(before: Path) -> Non
     listing, finding = stock.store.orders.take()
     stock.finish(finding)
     stock.finish(listing)
+    stock.carry()
     assert stock.store.find(ALICE, tokens).length == len(tokens)
     stock.assert_bounded()
 
@@ -394,7 +397,7 @@ def test_of_files_that_have_no_room_any_more_those_used_longest_ago_go(
 def test_no_more_files_are_kept_than_can_be_known(
     before: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "MAX_FILES", 4)
+    monkeypatch.setattr(store_module, "MAX_INDEX_BYTES", 4 * UNREAD_FILE_BYTES)
     stock = Stock(before, host=4 * SEGMENT, disk=20 * SEGMENT)
     stock.carry()
     assert len(stock.names) <= 4
@@ -437,7 +440,7 @@ def test_a_file_that_is_refused_when_it_is_found_is_counted_and_asked_for_no_mor
     found = stock.store.find(ALICE, tokens)
     name = found.next_name
     assert name is not None
-    spoil(before / file_name(name + found.chain), at=20)
+    spoil(before / file_name(name + found.chain + tenant_tag(ALICE.tenant)), at=20)
     assert stock.look(tokens) == 0
     assert stock.store.counts.refused_files == 1
     assert not stock.store.is_unread(name)
@@ -447,7 +450,7 @@ def test_a_file_that_is_refused_when_it_is_found_is_counted_and_asked_for_no_mor
 def test_a_file_that_is_refused_half_way_gives_what_lies_before(before: Path) -> None:
     _, tokens, found = half_read(before)
     assert found.next_name is not None
-    spoil(before / file_name(found.next_name + found.chain), at=20)
+    spoil(before / file_name(found.next_name + found.chain + tenant_tag(ALICE.tenant)), at=20)
     again = Stock(before, host=4 * SEGMENT, disk=20 * SEGMENT)
     again.carry()
     assert again.look(tokens) == len(tokens) // 2

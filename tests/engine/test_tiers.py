@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from cache.pair_check import Violation
@@ -402,3 +403,35 @@ def test_an_end_writes_what_is_worth_it_behind_what_is_not(monkeypatch: pytest.M
     bench.run(Shutdown())
     assert bench.engine.has_shut_down
     assert counts(bench).written_bytes == counts(bench).spilled_bytes > 0
+
+
+def test_an_end_writes_all_that_the_disk_has_room_for_through_little_host_memory() -> None:
+    sizes = Sizes(num_pages=160, host_kv_bytes=12 * 4200, disk_kv_bytes=MIB, segment_pages=2)
+    bench = Bench(sizes)
+    histories = first_turns(bench, 8)
+    bench.run(Shutdown())
+    store = bench.hand.engine.inspect().tiers.store
+    assert store.disk.num_bytes > store.host.max_bytes
+    assert {each for each in histories if not on_disk_len(bench, each, histories)} == set()
+
+
+def test_an_end_keeps_the_sessions_used_last_where_the_disk_is_small() -> None:
+    bench = Bench(Sizes(num_pages=160, host_kv_bytes=MIB, disk_kv_bytes=3 * 8000))
+    histories = first_turns(bench, 8)
+    first, *others = histories
+    again = bench.submit_command(first, "again", (1, 2, 3), base_len=len(histories[first]))
+    bench.run(again)
+    bench.run(Shutdown())
+    kept = [each for each in (first, *reversed(others)) if on_disk_len(bench, each, histories)]
+    assert 0 < len(kept) < 8
+    assert kept == [first, *reversed(others)][: len(kept)]
+
+
+def on_disk_len(
+    bench: Bench, session_id: SessionId, histories: dict[SessionId, tuple[int, ...]]
+) -> int:
+    """How much of a session is on disk."""
+    namespace = bench.cache.slot(session_id).namespace
+    tokens = np.array(histories[session_id], np.int32)
+    path = bench.hand.engine.inspect().tiers.store.find(namespace, tokens)
+    return sum(len(part.segment.content.tokens) for part in path.parts if part.segment.on_disk)

@@ -35,8 +35,8 @@ MAY_SHOW_THE_TIME = {
     ("session_server/sessions/response_turns.py", "_measure"): "the template's date, in a count",
     (
         "session_server/runner/segment_files.py",
-        "touch",
-    ): "when a file of KV was used, for its place",
+        "__init__",
+    ): "when files of KV were used, for their places",
     ("session_server/key_command.py", "run"): "the date in the comment of a key",
     ("session_server/web/websocket.py", "_first_message_credential"): "server_time of a pong",
     ("session_server/web/websocket.py", "_read"): "server_time of a pong",

@@ -12,6 +12,7 @@ _COPIES: Final = "cache.page_copies:PageCopies"
 _TREE: Final = "cache.tiers.segment_tree:SegmentTree"
 _ACCOUNT: Final = "cache.tiers.tier_account:TierAccount"
 _STORE: Final = "session_server.engine.tiers.store:TierStore"
+_UNREAD: Final = "session_server.engine.tiers.unread_files:UnreadFiles"
 _SPILLING: Final = "session_server.engine.tiers.spilling:Spilling"
 _TIERS: Final = "session_server.engine.tiers.tiers:Tiers"
 _RESTORING: Final = "session_server.engine.tiers.restoring:Restoring"
@@ -55,7 +56,7 @@ VOID_COPY_IS_USED = _mutant(
         "self._cache.copies.end_out(transit) and is_whole",
         "self._cache.copies.end_out(transit) or is_whole",
     ),
-    (f"{_STORE}.clear", "for segment in self.tree.segments():", "for segment in ():"),
+    (f"{_STORE}.clear", "self._num_clears += 1", "return"),
 )
 
 SPAN_BEGINS_A_PAGE_EARLY = _mutant(
@@ -297,10 +298,7 @@ SHARE_IS_NOT_REDUCED = _mutant(
 
 SHARE_OF_ANOTHER_TENANT = _mutant(
     "All tenants have one share of host memory and disk.",
-    (f"{_ACCOUNT}.add", "tenant = segment.content.namespace.tenant", "tenant = ''"),
-    (f"{_ACCOUNT}.remove", "tenant = segment.content.namespace.tenant", "tenant = ''"),
-    (f"{_ACCOUNT}.__contains__", "segment.content.namespace.tenant", "''"),
-    (f"{_ACCOUNT}.touch", "segment.content.namespace.tenant", "''"),
+    (f"{_TREE}.add", "tenant_tag(namespace.tenant)", "tenant_tag('')"),
 )
 
 BYTES_OF_TOKENS_ARE_FORGOTTEN = _mutant(
@@ -347,7 +345,7 @@ FILE_THAT_GAVE_WAY_STAYS = _on_disk(
 
 FILE_THAT_FAILED_IS_READ = _mutant(
     "A file that could not be written counts as written.",
-    (f"{_STORE}._end_writing", "= is_whole, not is_whole", "= True, False"),
+    (f"{_STORE}._end_writing", "segment.on_disk = is_whole", "segment.on_disk = True"),
 )
 
 WRONG_FILE_IS_KEPT = _on_disk(
@@ -362,7 +360,7 @@ WRONG_FILE_IS_ASKED_FOR = _on_disk(
 
 CLEAR_FORGETS_THE_DISK = _on_disk(
     "Who drops everything leaves the files.",
-    (f"{_STORE}.clear", "self.orders.forget_files()", "pass"),
+    (f"{_STORE}.clear", "self.orders.forget_all_files()", "pass"),
 )
 
 FOUND_FILE_HAS_NO_BYTES = _on_disk(
@@ -386,10 +384,32 @@ FOUND_FILE_HANGS_ANYWHERE = _on_disk(
 
 DISK_IS_OVERFULL = _on_disk(
     "Files that nobody has read are not counted when room is made.",
+    (f"{_UNREAD}.add", "self._account.change(tag, num_bytes)", "pass"),
+    (f"{_UNREAD}.pop", "self._account.change(tag, -num_bytes)", "pass"),
+)
+
+# What is done in slices
+
+LIST_IS_ENTERED_TWICE = _on_disk(
+    "A file that was found while the disk was listed counts as unread too.",
+    ("session_server.engine.tiers.listing:Listing.note_found", "if not self.is_over:", "if False:"),
+)
+
+REST_OF_THE_LIST_IS_FORGOTTEN = _on_disk(
+    "Of the files from before only those of the first slice are known.",
     (
-        f"{_STORE}._make_room_on_disk",
-        "self.disk.free_bytes - self._unread.num_bytes",
-        "self.disk.free_bytes",
+        "session_server.engine.tiers.listing:Listing.enter",
+        "for _ in range(min(num_files, len(self._listed))):",
+        "for _ in range(min(1, len(self._listed))) if not len(self._unread) else ():",
+    ),
+)
+
+DELETED_LATER_IS_NEVER_DELETED = _mutant(
+    "What a deleted session left waits for another one to be deleted.",
+    (
+        "session_server.engine.tiers.forgetting:Forgetting.advance",
+        "while self._waiting:",
+        "while len(self._waiting) > 1:",
     ),
 )
 
@@ -397,19 +417,19 @@ DISK_IS_OVERFULL = _on_disk(
 
 DELETED_SESSION_LEAVES_SEGMENTS = _mutant(
     "A deleted session leaves what only it had.",
-    (f"{_SPILLING}.forget", "if is_deleted:", "if False:"),
+    (f"{_SPILLING}.forget", "if is_deleted and", "if False and"),
 )
 
 UNKNOWN_SESSION_LEAVES_SEGMENTS = _mutant(
     "A deleted session that the engine does not know leaves what only it had.",
-    (f"{_SPILLING}.drop_path", "store.when_listed(drop)", "pass"),
+    (f"{_TIERS}.forget", "self._forgetting.add(Forgotten(namespace, tokens, num_kept))", "pass"),
 )
 
 DELETED_SESSION_TAKES_THOSE_OF_OTHERS = _mutant(
     "A deleted session takes what another one has too.",
     (
-        f"{_SPILLING}._drop_unshared",
-        "segment.num_sessions or self._store.is_followed(segment)",
+        f"{_STORE}.drop_unshared",
+        "segment.num_sessions or self.is_followed(segment)",
         "segment.children",
     ),
 )
@@ -555,7 +575,7 @@ PAGES_AHEAD_ARE_NEVER_USED = _mutant(
     "What was copied ahead of turns counts when they have it.",
     (
         f"{_RESTORING}.note_used",
-        "self._num_unused[is_ahead] -= num_pages",
+        "self._num_unused[unused.room] -= unused.num_pages",
         "pass",
     ),
 )

@@ -105,7 +105,7 @@ def path_of(num_pages: int = PAGES, seed: int = 0, *, shared: int = 0) -> np.nda
 def written(files: SegmentFiles, directory: Path, found: FoundFile, seed: int = 0) -> Written:
     """Write a segment."""
     payload = payload_of(found, seed)
-    files.write(found, payload)
+    files.write(found, payload, 0)
     return Written(found, payload, (directory / file_name(found.file.file_id)).read_bytes())
 
 

@@ -178,7 +178,7 @@ def test_short_reads_and_writes_are_gone_on_with(
     monkeypatch.setattr(os, "preadv", lambda fd, to, at: preadv(fd, [to[0][:7]], at))
     found = found_of(path_of(seed=2))
     payload = payload_of(found)
-    shelf.files.write(found, payload)
+    shelf.files.write(found, payload, 0)
     assert all(map(np.array_equal, shelf.files.read(found)[FULL], payload[FULL]))
 
 
@@ -198,7 +198,7 @@ def test_a_disk_that_fails_at_any_call_of_a_write_keeps_nothing_of_it(
     for at in itertools.count():
         disk.begin(at, code=code)
         try:
-            shelf.files.write(found, payload_of(found))
+            shelf.files.write(found, payload_of(found), 0)
         except OSError as error:
             assert error.errno == code  # noqa: PT017 - what else it is, the next line says
             assert set(os.listdir(shelf.directory)) == before, f"call {at}"
@@ -219,11 +219,11 @@ def test_what_a_dead_disk_keeps_of_a_write_is_removed_when_files_are_listed(
     for at in itertools.count():
         disk.begin(at, lasts=True)
         with contextlib.suppress(OSError):
-            shelf.files.write(found, payload_of(found))
+            shelf.files.write(found, payload_of(found), 0)
         if not disk.has_struck:
             break
         disk.begin(-1)
-        listed = {name for name, _ in shelf.files.listing()}
+        listed = {name for name, _ in shelf.files.listing(1000)}
         left = {name for name in os.listdir(shelf.directory) if name not in (REFUSED, OWNER)}
         assert left == {file_name(name) for name in listed}, f"call {at}"
 
@@ -278,7 +278,7 @@ def test_data_is_on_disk_before_its_name_and_the_name_before_the_end(
             return real(*args, **keywords)
 
         monkeypatch.setattr(os, name, called)
-    shelf.files.write(found_of(path_of(seed=2)), payload_of(found_of(path_of(seed=2))))
+    shelf.files.write(found_of(path_of(seed=2)), payload_of(found_of(path_of(seed=2))), 0)
     order = [name for name, _ in itertools.groupby(calls)]
     assert order == ["write", "fsync", "rename", "fsync directory"]
 
@@ -290,7 +290,7 @@ def test_a_segment_that_could_not_be_read_is_not_written(
     before = os.listdir(shelf.directory)
     found = found_of(path_of(seed=2))
     with pytest.raises(OSError, match="a segment of"):
-        shelf.files.write(found, payload_of(found))
+        shelf.files.write(found, payload_of(found), 0)
     assert os.listdir(shelf.directory) == before
     monkeypatch.setattr(segment_format, "MAX_FILE_BYTES", 1000)
     assert not shelf.is_read()
@@ -307,7 +307,7 @@ from tests.runner.kv_files import LAYOUT, found_of, path_of, payload_of
 files = SegmentFiles(Path(sys.argv[1]), LAYOUT)
 for seed in range(int(sys.argv[2]), 1 << 30):
     found = found_of(path_of(200, seed))
-    files.write(found, payload_of(found, seed))
+    files.write(found, payload_of(found, seed), 0)
     print(seed, flush=True)
 """
 
@@ -324,7 +324,7 @@ def test_a_process_that_is_killed_while_it_writes_leaves_whole_files(tmp_path: P
             process.kill()
             told |= {int(line) for line in process.stdout if line.endswith("\n")}
         files = SegmentFiles(tmp_path, LAYOUT)
-        listed = {name for name, _ in files.listing()}
+        listed = {name for name, _ in files.listing(1000)}
         assert set(os.listdir(tmp_path)) == {file_name(name) for name in listed} | {REFUSED, OWNER}
         # One may be whole of which nothing was told.
         seeds = {seed: found_of(path_of(200, seed)) for seed in told | {s + 1 for s in told}}

@@ -26,6 +26,7 @@ from session_server.core.tier_orders import (
     Refusal,
     TierOrder,
     TierResult,
+    TierThread,
     WriteFile,
 )
 from session_server.runner import kv_carrier
@@ -86,13 +87,13 @@ class House:
 
     def write(self, segment: int = 1) -> TierResult:
         """Write it to disk."""
-        return self.do(WriteFile(2, segment, self.found, 0))
+        return self.do(WriteFile(2, segment, self.found, 0, 0))
 
     def copy_in(self, *, from_disk: bool, segment: int = 1) -> CopyIn:
         """The order to copy it to pages 20 to 24, without the first, and 21 and 20."""
         pages = {FULL: (1, array(20, 21, 22, 24)), WINDOW: (0, array(21, 20))}
         found = self.found if from_disk else None
-        return CopyIn(3, (ReadPart(segment, found, pages),))
+        return CopyIn(3, (ReadPart(segment, found, pages),), 0)
 
     def is_copied(self) -> bool:
         """Whether it is there."""
@@ -127,9 +128,9 @@ def test_pages_go_out_and_come_back(house: House, from_disk: bool) -> None:
 def test_what_an_order_reads_stays_until_it_was_read(house: House) -> None:
     house.copy_out()
     reading = house.carrier.prepare(house.copy_in(from_disk=False))
-    writing = house.carrier.prepare(WriteFile(2, 1, house.found, 0))
+    writing = house.carrier.prepare(WriteFile(2, 1, house.found, 0, 0))
     forgetting = house.carrier.prepare(Forget(segments=(1,)))
-    assert not forgetting.uses_disk
+    assert forgetting.thread is TierThread.COPY
     assert forgetting.run() is None
     assert not house.carrier._segments
     for work in (reading, writing):
@@ -143,19 +144,19 @@ def test_what_an_order_reads_stays_until_it_was_read(house: House) -> None:
 def test_what_was_forgotten_is_not_read(house: House) -> None:
     assert house.do(house.copy_in(from_disk=False)).refusal is Refusal.FAILED
     assert house.write().refusal is Refusal.FAILED
-    assert house.do(ListFiles(1)).files == ()
+    assert house.do(ListFiles(1, 1000)).files == ()
 
 
 def test_what_may_wait_for_the_disk_says_so(house: House) -> None:
     prepare = house.carrier.prepare
-    assert not prepare(CopyOut(1, 1, {FULL: array(1), WINDOW: array()})).uses_disk
-    assert not prepare(house.copy_in(from_disk=False)).uses_disk
-    assert prepare(house.copy_in(from_disk=True)).uses_disk
-    assert prepare(WriteFile(1, 1, house.found, 0)).uses_disk
-    assert prepare(FindFiles(1, house.found.file, house.tokens)).uses_disk
-    assert prepare(ListFiles(1)).uses_disk
-    assert prepare(Forget(files=(b"",))).uses_disk
-    assert prepare(Forget(is_everything=True)).uses_disk
+    assert prepare(CopyOut(1, 1, {FULL: array(1), WINDOW: array()})).thread is TierThread.COPY
+    assert prepare(house.copy_in(from_disk=False)).thread is TierThread.COPY
+    assert prepare(house.copy_in(from_disk=True)).thread is TierThread.DISK
+    assert prepare(WriteFile(1, 1, house.found, 0, 0)).thread is TierThread.DISK
+    assert prepare(FindFiles(1, house.found.file, house.tokens)).thread is TierThread.DISK
+    assert prepare(ListFiles(1, 1000)).thread is TierThread.DISK
+    assert prepare(Forget(files=(b"",))).thread is TierThread.DISK
+    assert prepare(Forget(all_files=True)).thread is TierThread.DISK
 
 
 def test_a_file_that_is_wrong_or_gone_names_its_segment(house: House) -> None:
@@ -163,7 +164,7 @@ def test_a_file_that_is_wrong_or_gone_names_its_segment(house: House) -> None:
     house.write()
     later = FoundFile(key_of(path_of(7), 20), path_of(7)[20:], {FULL: (5, 7), WINDOW: (5, 5)})
     more = ReadPart(2, later, {FULL: (0, array(25, 26))})
-    order = CopyIn(3, (*house.copy_in(from_disk=True).parts, more))
+    order = CopyIn(3, (*house.copy_in(from_disk=True).parts, more), 0)
     result = house.do(order)
     assert (result.refusal, result.wrong_segment) == (Refusal.WRONG, 2)
     raw = bytearray(house.file.read_bytes())
@@ -178,7 +179,7 @@ def test_what_was_written_is_found_and_listed_and_a_wrong_one_refused(house: Hou
     house.copy_out()
     house.write()
     size = house.file.stat().st_size
-    assert house.do(ListFiles(1)).files == ((house.found.file.file_id, size),)
+    assert house.do(ListFiles(1, 1000)).files == ((house.found.file.file_id, size),)
     find = FindFiles(1, house.found.file, house.tokens)
     (found,) = house.do(find).found
     assert found.file == house.found.file
@@ -209,10 +210,10 @@ def test_a_dead_disk_fails_what_is_ordered_of_it_and_nothing_is_raised(
     for name in ("open", "scandir", "unlink", "rename", "utime", "write", "fsync", "pread"):
         monkeypatch.setattr(os, name, dead)
     assert house.write().refusal is Refusal.FAILED
-    assert house.do(ListFiles(1)).refusal is Refusal.FAILED
+    assert house.do(ListFiles(1, 1000)).refusal is Refusal.FAILED
     assert house.do(house.copy_in(from_disk=True)).refusal is Refusal.WRONG
     assert house.do(FindFiles(1, house.found.file, house.tokens)).refusal is Refusal.WRONG
-    for order in (Forget(is_everything=True), Forget(files=(house.found.file.file_id,))):
+    for order in (Forget(all_files=True), Forget(files=(house.found.file.file_id,))):
         assert house.carrier.prepare(order).run() is None
     assert house.do(house.copy_in(from_disk=False)).refusal is None
     assert house.is_copied()
@@ -242,7 +243,7 @@ def test_files_are_forgotten_one_by_one_and_all(house: House) -> None:
     house.copy_out()
     house.write()
     house.carrier.prepare(Forget(files=(house.found.file.file_id, b"\0" * 32))).run()
-    assert house.do(ListFiles(1)).files == ()
+    assert house.do(ListFiles(1, 1000)).files == ()
     house.write()
-    house.carrier.prepare(Forget(is_everything=True)).run()
-    assert house.do(ListFiles(1)).files == ()
+    house.carrier.prepare(Forget(all_files=True)).run()
+    assert house.do(ListFiles(1, 1000)).files == ()

@@ -164,24 +164,27 @@ def test_what_is_not_ours_is_left_alone_and_reported(
 ) -> None:
     outside = tmp_path / "outside"
     outside.write_text("precious")
-    none = "0" * 64
-    kept = ["notes.txt", "new-notes", f"{'0' * 63}.safetensors", f"{'0' * 65}.safetensors",
-            f"{'A' * 64}.safetensors", f"{chr(0x660) * 64}.safetensors", f"{none}.safetensors.bak",
+    none = "0" * 72
+    kept = ["notes.txt", "new-notes", f"{'0' * 71}.safetensors", f"{'0' * 73}.safetensors",
+            f"{'A' * 72}.safetensors", f"{chr(0x660) * 72}.safetensors", f"{none}.safetensors.bak",
             f"{none}.safetensors\n"]  # fmt: skip
     for name in kept:
         (shelf.directory / name).write_text(name)
     (shelf.directory / "new-0123456789abcdef").write_text("half of a file")
-    (shelf.directory / f"{'1' * 64}.safetensors").symlink_to(outside)
-    (shelf.directory / f"{'2' * 64}.safetensors").mkdir()
+    (shelf.directory / f"{'1' * 72}.safetensors").symlink_to(outside)
+    (shelf.directory / f"{'2' * 72}.safetensors").mkdir()
+    former = shelf.directory / f"{'3' * 64}.safetensors"
+    former.write_text("of a version that did not say whose it is")
     expected = [(shelf.segment.found.file.file_id, len(shelf.segment.raw))]
-    assert shelf.files.listing() == expected
+    assert shelf.files.listing(1000) == expected
     assert "have 10 others" in caplog.text
+    assert not former.exists()
     assert not (shelf.directory / "new-0123456789abcdef").exists()
     (shelf.directory / REFUSED / f"{none}.safetensors").write_text("of a session that is gone")
     shelf.files.remove_all()
     assert not os.listdir(shelf.directory / REFUSED)
     left = set(os.listdir(shelf.directory))
-    assert left == {*kept, REFUSED, f"{'2' * 64}.safetensors"}
+    assert left == {*kept, REFUSED, f"{'2' * 72}.safetensors"}
     assert outside.read_text() == "precious"
 
 
@@ -231,7 +234,7 @@ def test_a_file_that_goes_while_files_are_listed_is_not_listed(
     entries = shelf.files._entries()
     monkeypatch.setattr(shelf.files, "_entries", lambda: entries)
     shelf.path.unlink()
-    assert shelf.files.listing() == []
+    assert shelf.files.listing(1000) == []
 
 
 def test_files_are_listed_by_their_last_use(tmp_path: Path) -> None:
@@ -240,14 +243,15 @@ def test_files_are_listed_by_their_last_use(tmp_path: Path) -> None:
         written(files, tmp_path, found_of(path_of(seed=seed))).found.file.file_id
         for seed in range(6)
     ]
+    uses_ns = itertools.count(10_000, 1000)
     for order in (names, names[::-1], names[3:] + names[:3]):
-        files.touch(order)
-        assert [name for name, _ in files.listing()] == order[::-1]
-    files.touch(names[2:3])
-    assert [name for name, _ in files.listing()][-1] == names[2]
-    files.touch([b"\0" * 32])
-    files.remove([names[0], b"\0" * 32, names[1]])
-    assert {name for name, _ in files.listing()} == set(names[2:])
+        files.touch(order, next(uses_ns))
+        assert [name for name, _ in files.listing(1000)] == order[::-1]
+    files.touch(names[2:3], next(uses_ns))
+    assert [name for name, _ in files.listing(1000)][-1] == names[2]
+    files.touch([b"\0" * 36], next(uses_ns))
+    files.remove([names[0], b"\0" * 36, names[1]])
+    assert {name for name, _ in files.listing(1000)} == set(names[2:])
 
 
 def test_a_chain_covers_all_that_lies_before() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from session_server.core.commands import ForgetKV, OpenSession
+from session_server.core.commands import CloseSession, ForgetKV, OpenSession
 from session_server.core.errors import SessionNotFound
 from session_server.core.owner import Owner
 from session_server.core.session_events import ChatInput, Message
@@ -279,6 +279,20 @@ def test_those_that_come_back_keep_theirs(disk: Disk) -> None:
         world.do(world.manager.drain(0.0))
         tick(world)
         assert not told(world)
+        assert num_rows(disk) == 2
+
+
+def test_an_end_leaves_those_that_come_back_to_the_engine_and_closes_the_others(disk: Disk) -> None:
+    """It writes what is worth it, what was used last first: to close them would ask for another
+    order."""
+    with disk.world(kv_tiers="disk") as world:
+        for name, is_stored in (("one", True), ("two", True), ("passing", False)):
+            world.create(is_stored=is_stored, session_id=name)
+            world.run(name, turn("t", name, max_tokens=4))
+        world.do(world.manager.drain(0.0))
+        (closed,) = (each for each in world.engine.seen if isinstance(each, CloseSession))
+        opened = [each for each in world.engine.seen if isinstance(each, OpenSession)]
+        assert (closed.session_id, closed.is_deleted) == (opened[-1].session_id, True)
         assert num_rows(disk) == 2
 
 

@@ -257,7 +257,9 @@ class EchoCarrier:
     def _forget(self, order: Forget) -> None:
         for number in order.segments:
             self.host.pop(number, None)
-        if order.is_everything:
+        if order.all_segments:
+            self.host.clear()
+        if order.all_files:
             self.disk.files.clear()
         for file_id in order.files:
             self.disk.files.pop(file_id, None)

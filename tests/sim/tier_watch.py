@@ -15,7 +15,7 @@ import numpy as np
 
 from cache.session_cache import SessionAwareCache
 from cache.spec import LayerKind
-from cache.tiers.segment import NAME_BYTES, Segment, chains_after
+from cache.tiers.segment import NAME_BYTES, Segment, chains_after, tenant_tag
 from cache.tiers.segment_tree import Path
 from cache.tiers.tier_account import TierAccount
 from cache.types import Namespace, PoolName, SessionId, SlotState
@@ -154,8 +154,6 @@ class TierWatch:
         segments = store.tree.segments()
         self._check_account("host memory", store.host, [s for s in segments if s in store.host])
         self._check_account("the disk", store.disk, [s for s in segments if s in store.disk])
-        if store.is_listed and store.disk.free_bytes < store._unread.num_bytes:
-            raise self._broken(f"the disk has no room for {store._unread.num_bytes} bytes unread")
         for segment in segments:
             self._check_segment(segment)
         for segment in self._doomed:
@@ -165,7 +163,7 @@ class TierWatch:
             self._check_ends()
         self._check_sessions(segments)
         self._check_turns()
-        if not (len(self._carrier) or self._restoring._held or store.orders):
+        if not (len(self._carrier) or self._restoring._held or store.orders or store.has_more):
             self._check_at_rest(segments)
         self._note_reached()
 
@@ -215,7 +213,10 @@ class TierWatch:
         while segment is not None and self._store.tree.get(segment.number) is segment:
             content = segment.content
             num_others = segment.num_sessions - (0 if only else num_own)
-            unread = (file_id[NAME_BYTES:] for file_id, _ in self._store._unread._files.values())
+            unread = (
+                file_id[NAME_BYTES : 2 * NAME_BYTES]
+                for file_id, _ in self._store._unread._files.values()
+            )
             chains = {*chains_after(content.chain, content.tokens, self._page_size)}
             if num_others or len(segment.children) > bool(only) or not chains.isdisjoint(unread):
                 break
@@ -247,14 +248,18 @@ class TierWatch:
         return is_there and not (only and only[-1].parent is None)
 
     def _check_account(self, name: str, account: TierAccount, held: list[Segment]) -> None:
-        sums: Counter[str] = Counter()
+        sums: Counter[bytes] = Counter()
         for segment in held:
-            sums[segment.content.namespace.tenant] += self._bytes_of(segment)
+            sums[tenant_tag(segment.content.namespace.tenant)] += self._bytes_of(segment)
+        if account is self._store.disk:
+            for file_id, num_bytes in self._store._unread._files.values():
+                sums[file_id[2 * NAME_BYTES :]] += num_bytes
         if account.num_segments != len(held):
             raise self._broken(
                 f"{name} counts {account.num_segments} segments, there are {len(held)}"
             )
-        if account.num_bytes != sum(sums.values()) or account.num_bytes > account.max_bytes:
+        is_within = account.num_bytes <= account.max_bytes or self._store.has_more
+        if account.num_bytes != sum(sums.values()) or not is_within:
             raise self._broken(
                 f"{name} counts {account.num_bytes} bytes of {account.max_bytes}, has {sums}"
             )
@@ -375,9 +380,9 @@ class TierWatch:
             "restored sessions": len(
                 self._restoring._waiting.keys() - self._restoring._deferred.keys()
             ),
-            "results": store.orders.num_open,
+            "results": len(store.orders._continue),
             "refused files": sum(store.tree.get(n) is not None for n in carrier.refused),
-            "writes": store._num_writing + sum(segment.is_writing for segment in segments),
+            "writes": store._writes.num_under_way + sum(segment.is_writing for segment in segments),
             "in host memory": len(carrier.host.keys() ^ {s.number for s in segments if s.in_host}),
         }
         if store.is_listed and store.has_disk:
@@ -385,8 +390,7 @@ class TierWatch:
             known |= {file_id for file_id, _ in store._unread._files.values()}
             left["files"] = len(carrier.disk.files.keys() ^ known)
             num_bytes = sum(stored.num_bytes for stored in carrier.disk.files.values())
-            counted = store.disk.num_bytes + store._unread.num_bytes
-            left["bytes on disk"] = num_bytes - counted
+            left["bytes on disk"] = num_bytes - store.disk.num_bytes
             left["bytes too many on disk"] = max(0, num_bytes - store.disk.max_bytes)
         if any(left.values()):
             raise self._broken(f"nothing is under way, and left are {left}")
@@ -414,7 +418,7 @@ class TierWatch:
         store, reached = self._store, self.reached
         reached["tier: host memory full"] += store.host.free_bytes < _NEARLY_FULL
         reached["tier: disk full"] += store.has_disk and store.disk.free_bytes < _NEARLY_FULL
-        is_disk_full = store.disk.free_bytes - store._unread.num_bytes < _NEARLY_FULL
+        is_disk_full = store.disk.free_bytes < _NEARLY_FULL
         reached["tier: disk full of files from before"] += is_disk_full and bool(store._unread)
         reached["tier: file gave way that is in host memory"] += store.disk.num_bytes > 0 and any(
             segment.in_host and segment.is_refused for segment in store.tree.segments()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Mapping
 from typing import Final
 
 _WEIGHT: Final = 0.2
@@ -21,49 +23,61 @@ _ORDER_S: Final = 1e-3
 """Seconds that any copy takes: two changes of threads and a step."""
 
 
+class Route(enum.Enum):
+    """Say from where to where bytes go."""
+
+    OUT = "out"
+    """From the pools to host memory."""
+
+    IN = "in"
+    """From host memory to the pools."""
+
+    READ = "read"
+    """From the disk to host memory: whole files, however few of their pages are wanted."""
+
+
+Load = Mapping[Route, int]
+"""Bytes that a copy moves on each route."""
+
+
 class TierCosts:
     """Compare bytes / bandwidth with tokens / speed of prompts. Both are corrected by every copy
     and every forward; what was not measured yet is taken to be worth a try.
 
-    `prefill_per_s`: tokens per second; `host_per_s`, `disk_per_s`: bytes per second.
+    `prefill_per_s`: tokens per second; `bytes_per_s`: of each route that was measured.
     """
 
     def __init__(self) -> None:
         self.prefill_per_s: float | None = None
-        self.host_per_s: float | None = None
-        self.disk_per_s: float | None = None
+        self.bytes_per_s: dict[Route, float] = {}
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """Take the time of a forward that computed so many positions of prompts."""
         if num_tokens >= _MIN_PREFILL and seconds > 0:
             self.prefill_per_s = _mean(self.prefill_per_s, num_tokens / seconds)
 
-    def note_copy(self, num_bytes: int, seconds: float, *, from_disk: bool) -> None:
-        """Take the time of a copy back into the pools."""
-        if num_bytes < _MIN_COPY_BYTES or seconds <= 0:
-            return
-        if from_disk:
-            self.disk_per_s = _mean(self.disk_per_s, num_bytes / seconds)
-        else:
-            self.host_per_s = _mean(self.host_per_s, num_bytes / seconds)
+    def note_copy(self, route: Route, num_bytes: int, seconds: float) -> None:
+        """Take the time that so many bytes took on one route."""
+        if num_bytes >= _MIN_COPY_BYTES and seconds > 0:
+            measured = self.bytes_per_s.get(route)
+            self.bytes_per_s[route] = _mean(measured, num_bytes / seconds)
 
-    def is_worth(self, num_tokens: int, num_bytes: int, *, from_disk: bool) -> bool:
+    def is_worth(self, num_tokens: int, load: Load) -> bool:
         """Return whether copying so many bytes takes less time than computing the tokens."""
-        per_s = self.disk_per_s if from_disk else self.host_per_s
-        if self.prefill_per_s is None or per_s is None:
+        if self.prefill_per_s is None:
             return num_tokens > 0
-        num_left_s = num_tokens / self.prefill_per_s - _ORDER_S
-        if num_bytes / per_s < num_left_s:
-            return True
-        if num_left_s > 0:
-            self._forgive(from_disk=from_disk)
-        return False
+        return self._copy_s(load) < num_tokens / self.prefill_per_s
 
-    def _forgive(self, *, from_disk: bool) -> None:
-        if from_disk and self.disk_per_s is not None:
-            self.disk_per_s *= _FORGIVING
-        elif self.host_per_s is not None:
-            self.host_per_s *= _FORGIVING
+    def forgive(self, num_tokens: int, load: Load) -> None:
+        """Take note that nothing was copied because it was not worth it."""
+        if self.prefill_per_s is not None and num_tokens / self.prefill_per_s > _ORDER_S:
+            for route in load.keys() & self.bytes_per_s.keys():
+                self.bytes_per_s[route] *= _FORGIVING
+
+    def _copy_s(self, load: Load) -> float:
+        per_s = self.bytes_per_s
+        times_s = [load[route] / per_s[route] for route in load.keys() & per_s.keys()]
+        return _ORDER_S + sum(times_s) if times_s else 0.0
 
 
 def _mean(mean: float | None, newest: float) -> float:

@@ -27,11 +27,6 @@ class OrderBook:
         """Return the orders that were not taken."""
         return len(self._orders) + bool(self._segments or self._files)
 
-    @property
-    def num_open(self) -> int:
-        """Return the orders whose result is awaited."""
-        return len(self._continue)
-
     def add(
         self, make: Callable[[int], TierOrder], then: Continue, *, give_up: GiveUp | None = None
     ) -> None:
@@ -52,10 +47,15 @@ class OrderBook:
         """Have a file removed."""
         self._files.append(file_id)
 
-    def forget_files(self) -> None:
+    def forget_all_in_host(self) -> None:
+        """Have all segments dropped from host memory."""
+        self._close_forgotten()
+        self._orders.append(Forget(all_segments=True))
+
+    def forget_all_files(self) -> None:
         """Have all files removed."""
         self._close_forgotten()
-        self._orders.append(Forget(is_everything=True))
+        self._orders.append(Forget(all_files=True))
 
     def take(self) -> list[TierOrder]:
         """Return the orders since the last call, in order."""

@@ -11,15 +11,17 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Literal
+from enum import Enum, auto
+from typing import Final, Literal, NamedTuple
 
-from cache.errors import OutOfPages
+from cache.errors import NotWorthIt, OutOfPages
 from cache.session_cache import SessionAwareCache
 from cache.tiers.segment_tree import Path
 from cache.transit import Transit
 from cache.types import Namespace, SessionId, SlotState, Tokens
 from session_server.core.tier_orders import CopyIn, ReadPart, Refusal, TierResult
 from session_server.engine.in_flight import InFlight
+from session_server.engine.tiers.costs import Load, Route
 from session_server.engine.tiers.order_book import Continue
 from session_server.engine.tiers.spilling import Spilling
 from session_server.engine.tiers.store import TierStore
@@ -40,32 +42,54 @@ other out again before a turn has them."""
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """Say what of a path is worth to be copied back."""
+    """Say what of a path can be copied back, and whether that is worth it."""
 
     store: TierStore
     path: Path
 
     def longest_len(self, start: int) -> int:
-        end = self.store.tree.continuable_len(self.path, start)
-        num_bytes, from_disk = 0, False
+        return self.store.tree.continuable_len(self.path, start)
+
+    def is_worth(self, start: int, end: int) -> bool:
+        return self.store.costs.is_worth(end - start, self.load(start, end))
+
+    def load(self, start: int, end: int) -> Load:
+        """Return the bytes that are moved for the tokens [start, end)."""
+        num_copied = num_read = 0
         for part in self.path.parts:
-            segment, last = part.segment, min(part.end, end)
-            if last > max(start, segment.content.start):
-                share = (last - max(start, segment.content.start)) / len(segment.content.tokens)
-                num_bytes += int(segment.content.num_bytes * share)
-                from_disk |= not segment.in_host
-        is_worth = self.store.costs.is_worth(end - start, num_bytes, from_disk=from_disk)
-        return end if is_worth else 0
+            content, last = part.segment.content, min(part.end, end)
+            num_tokens = last - max(start, content.start)
+            if num_tokens > 0:
+                num_copied += int(content.num_bytes * num_tokens / len(content.tokens))
+                num_read += 0 if part.segment.in_host else content.num_bytes
+        return {Route.IN: num_copied} | ({Route.READ: num_read} if num_read else {})
+
+
+class _Room(Enum):
+    """Say for what pages are taken."""
+
+    AHEAD = auto()
+    """Nobody has found pages for it yet."""
+
+    PLANNED = auto()
+    """Pages were found for the turn that waits for it."""
+
+
+class _Unused(NamedTuple):
+    """Count pages that were copied back for a session until a turn has them."""
+
+    room: _Room
+    num_pages: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
-    """Name what is to be copied back. `is_ahead`: nobody has found pages for it."""
+    """Name what is to be copied back."""
 
     session_id: SessionId
     namespace: Namespace
     tokens: Tokens
-    is_ahead: bool
+    room: _Room
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,13 +97,15 @@ class _Copy:
     """Describe a copy that was begun.
 
     `num_forwards`: the last forward that may write its pages for whoever had them before.
-    `num_clears`: how often all was dropped before. `num_bytes`: of its pages.
+    `num_clears`: how often all was dropped before. `num_bytes`: of its pages. `used_ns`: when what
+    it reads was used last.
     """
 
     session_id: SessionId
     path: Path
     transit: Transit
     parts: tuple[ReadPart, ...]
+    used_ns: int
     num_bytes: int
     num_forwards: int
     num_clears: int
@@ -107,10 +133,8 @@ class Restoring:
         self._waiting: dict[SessionId, list[Then]] = {}
         """Sessions that are copied, and what is done when that has ended."""
 
-        self._unused: dict[SessionId, tuple[bool, int]] = {}
-        """Pages that were copied back for sessions, ahead or not, until a turn has them."""
-
-        self._num_unused: Counter[bool] = Counter()
+        self._unused: dict[SessionId, _Unused] = {}
+        self._num_unused: Counter[_Room] = Counter()
         self._deferred: OrderedDict[SessionId, _Wish] = OrderedDict()
         """Sessions that are copied once those before them have been used, in order."""
 
@@ -142,7 +166,8 @@ class Restoring:
         if slot.state is not SlotState.COLD or len(tokens) < self._page_size:
             return False
         self.note_used(session_id)
-        wish = _Wish(session_id, slot.namespace, tokens, is_ahead)
+        room = _Room.AHEAD if is_ahead else _Room.PLANNED
+        wish = _Wish(session_id, slot.namespace, tokens, room)
         has_room = self._has_room(wish)
         if is_ahead and not has_room:
             return False
@@ -168,8 +193,9 @@ class Restoring:
 
     def note_used(self, session_id: SessionId) -> None:
         """Note that a turn has what was copied back, or wants it no more."""
-        is_ahead, num_pages = self._unused.pop(session_id, (False, 0))
-        self._num_unused[is_ahead] -= num_pages
+        unused = self._unused.pop(session_id, None)
+        if unused is not None:
+            self._num_unused[unused.room] -= unused.num_pages
 
     def forget(self, session_id: SessionId) -> None:
         """Forget a session whose turn has ended, or that is about to be closed."""
@@ -197,10 +223,10 @@ class Restoring:
             self._finish(copy.session_id)
 
     def _has_room(self, wish: _Wish) -> bool:
-        num_unused = self._num_unused[wish.is_ahead]
-        if not wish.is_ahead and num_unused == 0:
+        num_unused, is_ahead = self._num_unused[wish.room], wish.room is _Room.AHEAD
+        if not is_ahead and num_unused == 0:
             return True
-        most = self._num_pages // (_AHEAD_DIVISOR if wish.is_ahead else _PLANNED_DIVISOR)
+        most = self._num_pages // (_AHEAD_DIVISOR if is_ahead else _PLANNED_DIVISOR)
         return num_unused + len(wish.tokens) // self._page_size <= most
 
     def _path_of(self, wish: _Wish) -> Path:
@@ -213,8 +239,8 @@ class Restoring:
         elif not self._copy(wish, path):
             return False
         num_pages = len(wish.tokens) // self._page_size
-        self._unused[wish.session_id] = wish.is_ahead, num_pages
-        self._num_unused[wish.is_ahead] += num_pages
+        self._unused[wish.session_id] = _Unused(wish.room, num_pages)
+        self._num_unused[wish.room] += num_pages
         return True
 
     def _go_on(self, wish: _Wish) -> None:
@@ -231,23 +257,27 @@ class Restoring:
             then(end)
 
     def _copy(self, wish: _Wish, path: Path) -> bool:
-        store, copies = self._store, self._cache.copies
+        store, wanted, is_ahead = self._store, _Wanted(self._store, path), wish.room is _Room.AHEAD
         try:
-            transit = copies.begin_in(
-                wish.namespace, wish.tokens, _Wanted(store, path), is_ahead=wish.is_ahead
+            transit = self._cache.copies.begin_in(
+                wish.namespace, wish.tokens, wanted, is_ahead=is_ahead
             )
         except OutOfPages:
             return False
+        except NotWorthIt as refusal:
+            load = wanted.load(refusal.start, refusal.end)
+            store.costs.forgive(refusal.end - refusal.start, load)
+            return False
         if transit is None:
             return False
-        store.touch(part.segment for part in path.parts)
-        page_bytes = store.tree.page_bytes
+        num_pages = {pool: len(each.pages) for pool, each in transit.pages.items()}
         copy = _Copy(
             session_id=wish.session_id,
             path=path,
             transit=transit,
             parts=self._parts(path, transit),
-            num_bytes=sum(len(each.pages) * page_bytes[p] for p, each in transit.pages.items()),
+            used_ns=store.touch(part.segment for part in path.parts),
+            num_bytes=store.tree.page_bytes_of(num_pages),
             num_forwards=self._in_flight.num_forwards,
             num_clears=self._num_clears,
         )
@@ -256,7 +286,7 @@ class Restoring:
 
     def _order(self, copy: _Copy) -> None:
         self._store.orders.add(
-            lambda number: CopyIn(number, copy.parts),
+            lambda number: CopyIn(number, copy.parts, copy.used_ns),
             lambda result: self._end(copy, result),
             give_up=(lambda: self._give_up(copy)) if copy.reads_disk else None,
         )
@@ -282,20 +312,20 @@ class Restoring:
         assert num_read == num_wanted, "every page that comes in is read once"
         return tuple(parts)
 
-    def _count(self, copy: _Copy, seconds: float) -> None:
-        counts, transit = self._store.counts, copy.transit
+    def _count(self, copy: _Copy, result: TierResult) -> None:
+        counts, costs, transit = self._store.counts, self._store.costs, copy.transit
         counts.restored_tokens += transit.end - transit.start
         counts.restored_bytes += copy.num_bytes
-        counts.restore_ms += seconds * 1e3
+        counts.restore_ms += result.seconds * 1e3
         counts.hits += 1
-        from_disk = not all(part.segment.in_host for part in copy.path.parts)
-        self._store.costs.note_copy(copy.num_bytes, seconds, from_disk=from_disk)
+        costs.note_copy(Route.READ, result.read_bytes, result.read_s)
+        costs.note_copy(Route.IN, copy.num_bytes, result.seconds - result.read_s)
 
     def _end(self, copy: _Copy, result: TierResult) -> None:
         store, transit = self._store, copy.transit
         is_whole = result.refusal is None and self._num_clears == copy.num_clears
         if self._cache.copies.end_in(transit, is_whole=is_whole):
-            self._count(copy, result.seconds)
+            self._count(copy, result)
             segments = [part.segment for part in copy.path.parts]
             last = [each for each in segments if each.content.start < transit.end][-1]
             if copy.session_id in self._cache and store.tree.get(last.number) is last:
@@ -314,7 +344,7 @@ class Restoring:
 
     def _end_late(self, copy: _Copy, result: TierResult) -> None:
         self._cache.copies.end_in(copy.transit, is_whole=False)
-        self._store.costs.note_copy(copy.num_bytes, result.seconds, from_disk=True)
+        self._store.costs.note_copy(Route.READ, result.read_bytes, result.read_s)
         self._refuse(result)
 
     def _refuse(self, result: TierResult) -> None:

@@ -14,8 +14,10 @@ from cache.session_cache import SessionAwareCache
 from cache.tiers.segment import Segment
 from cache.tiers.segment_tree import Path
 from cache.transit import Transit
-from cache.types import Namespace, SessionId, SlotState, Tokens
+from cache.types import SessionId, SlotState, Tokens
 from session_server.core.tier_orders import CopyOut, TierResult
+from session_server.engine.tiers.costs import Route
+from session_server.engine.tiers.forgetting import Forgetting, Forgotten
 from session_server.engine.tiers.store import TierStore
 
 MAX_COPIES: Final = 2
@@ -35,9 +37,10 @@ was not copied."""
 @dataclass(slots=True)
 class _Dirty:
     """Count the tokens of a session at rest that were not copied, the longest path that a try came
-    to, and the tries since then."""
+    to, and the tries since then. `used_ns`: when it came to rest."""
 
     num_tokens: int
+    used_ns: int = 0
     reached_len: int = -1
     num_tries: int = 0
 
@@ -52,9 +55,16 @@ class _Dirty:
 class Spilling:
     """Copy sessions at rest. `is_draining`: copy all there are, those used last first."""
 
-    def __init__(self, cache: SessionAwareCache, store: TierStore, segment_bytes: int) -> None:
+    def __init__(
+        self,
+        cache: SessionAwareCache,
+        store: TierStore,
+        forgetting: Forgetting,
+        *,
+        segment_bytes: int,
+    ) -> None:
         """Begin with nothing to copy. `segment_bytes`: see `TierPolicy`."""
-        self._cache, self._store = cache, store
+        self._cache, self._store, self._forgetting = cache, store, forgetting
         self._page_size = cache.spec.page_size
         num_pages = max(accounts.pages for accounts in cache.accounts().values())
         self._max_dirty = num_pages * self._page_size // _DIRTY_DIVISOR
@@ -112,11 +122,12 @@ class Spilling:
         if session_id not in self._cache:
             return
         slot = self._cache.slot(session_id)
-        last = self._living(self._last.get(session_id))
+        last = self._store.tree.living(self._last.get(session_id))
         num_dirty = slot.protected_len - (last.content.end if last is not None else 0)
         # A history that was cut may be shorter than what was copied and still be another one.
         if slot.state is SlotState.PARKED and slot.protected_len > 0:
-            self._set_dirty(session_id, _Dirty(max(num_dirty, self._page_size)))
+            used_ns = self._store.uses.next_use()
+            self._set_dirty(session_id, _Dirty(max(num_dirty, self._page_size), used_ns))
 
     def note_turn(self, session_id: SessionId) -> None:
         """Note that a turn has borrowed a session."""
@@ -136,11 +147,10 @@ class Spilling:
         last = self._last.pop(session_id, None)
         if last is not None:
             last.num_sessions -= 1
-        if is_deleted:
-            self._drop_unshared(last)
-            if session_id in self._cache and not self._store.is_empty:
-                namespace = self._cache.slot(session_id).namespace
-                self.drop_path(namespace, self._cache.tokens(session_id))
+        if is_deleted and session_id in self._cache:
+            namespace = self._cache.slot(session_id).namespace
+            tokens = self._cache.tokens(session_id)
+            self._forgetting.add(Forgotten(namespace, tokens, last=last))
 
     def advance(self) -> None:
         """Order copies that are due. O(1) while none is."""
@@ -188,11 +198,11 @@ class Spilling:
             store.find_files(slot.namespace, tokens, path, lambda: self._note_end(session_id))
             return True
         dirty = self._forget_dirty(session_id)
-        store.touch(part.segment for part in path.parts)
+        store.touch((part.segment for part in path.parts), dirty.used_ns)
         if path.parts:
             self._set_last(session_id, path.parts[-1].segment)
         while path.length < slot.protected_len:
-            added = self._copy(session_id, slot.namespace, tokens, path)
+            added = self._copy(session_id, tokens, path, used_ns=dirty.used_ns)
             if added is None:
                 if self._may_get_room and dirty.may_be_tried_again(path.length):
                     dirty.num_tokens = slot.protected_len - path.length
@@ -200,30 +210,30 @@ class Spilling:
                     self._full_at = self._progress
                 break
             path = path.followed_by(added)
-        # Of a path the end gives way first: what follows one that is dropped is lost with it.
-        store.touch(part.segment for part in path.parts)
         return path.length >= slot.protected_len
 
     def _copy(
-        self, session_id: SessionId, namespace: Namespace, tokens: Tokens, path: Path
+        self, session_id: SessionId, tokens: Tokens, path: Path, *, used_ns: int
     ) -> Segment | None:
         """Copy the next pages of a session behind a path; return None if they have no room, or it
         is not worth it."""
         store, copies = self._store, self._cache.copies
+        namespace = self._cache.slot(session_id).namespace
+        # Of a path the end gives way first: what follows one that is dropped is lost with it.
+        used_ns -= len(path.parts)
         transit = copies.begin_out(namespace, tokens, path.length, self._max_len)
         if transit is None:
             return None
         spans = {pool: (each.first, each.end) for pool, each in transit.pages.items()}
         added = tokens[path.length : transit.end]
         num_bytes = store.tree.bytes_of(added, spans)
-        is_worth = store.costs.is_worth(len(added), num_bytes, from_disk=False)
-        has_room = is_worth and store.make_room(num_bytes)
+        has_room = self._is_worth(len(added), num_bytes, used_ns) and store.make_room(num_bytes)
         # What gave way may have been the beginning of the same path.
         if not (has_room and store.tree.has(path)):
             copies.end_out(transit)
             return None
         segment = store.tree.add(namespace, path, added, spans)
-        store.enter_host(segment)
+        store.enter_host(segment, used_ns)
         self._set_last(session_id, segment)
         self._copying[session_id] += 1
         pages = {pool: each.pages for pool, each in transit.pages.items()}
@@ -232,6 +242,17 @@ class Spilling:
             lambda result: self._end(session_id, segment, transit, result),
         )
         return segment
+
+    def _is_worth(self, num_tokens: int, num_bytes: int, used_ns: int) -> bool:
+        """Return whether a copy out and back takes less time than to compute the tokens. At the end
+        what does not reach the disk is lost."""
+        if self.is_draining and not self._store.may_be_written(num_bytes, used_ns):
+            return False
+        costs, load = self._store.costs, {Route.OUT: num_bytes, Route.IN: num_bytes}
+        is_worth = costs.is_worth(num_tokens, load)
+        if not is_worth:
+            costs.forgive(num_tokens, load)
+        return is_worth
 
     def _end(
         self, session_id: SessionId, segment: Segment, transit: Transit, result: TierResult
@@ -243,6 +264,9 @@ class Spilling:
             counts.spilled_tokens += len(segment.content.tokens)
             counts.spilled_bytes += segment.content.num_bytes
             counts.spill_ms += result.seconds * 1e3
+            num_pages = {pool: len(each.pages) for pool, each in transit.pages.items()}
+            num_bytes = self._store.tree.page_bytes_of(num_pages)
+            self._store.costs.note_copy(Route.OUT, num_bytes, result.seconds)
         elif not is_whole:
             counts.failed_copies += 1
 
@@ -267,34 +291,4 @@ class Spilling:
         segment.num_sessions += 1
         if before is not None:
             before.num_sessions -= 1
-            self._drop_unshared(before)
-
-    def drop_path(self, namespace: Namespace, tokens: Tokens, num_kept: int = 0) -> None:
-        """Drop what nobody else has of some tokens behind the first ones, in host memory and on
-        disk. Of sessions that are not open only what follows is known to be theirs."""
-        store, num_kept = self._store, num_kept - num_kept % self._page_size
-
-        def drop() -> None:
-            path = store.find(namespace, tokens)
-            store.drop_unread(path, tokens, num_kept)
-            self._drop_unshared(path.parts[-1].segment if path.parts else None, num_kept)
-
-        if not store.is_empty:
-            store.when_listed(drop)
-
-    def _drop_unshared(self, segment: Segment | None, num_kept: int = 0) -> None:
-        """Drop a segment and those before it, as far as no session ends in them and nothing comes
-        after, and they begin behind the first tokens."""
-        segment = self._living(segment)
-        while segment is not None and segment.content.start >= num_kept:
-            if segment.num_sessions or self._store.is_followed(segment):
-                return
-            before = segment.parent
-            self._store.drop(segment)
-            segment = before
-
-    def _living(self, segment: Segment | None) -> Segment | None:
-        """Return a segment, or the nearest one before it that has not given way."""
-        while segment is not None and self._store.tree.get(segment.number) is not segment:
-            segment = segment.parent
-        return segment
+            self._store.drop_unshared(before)

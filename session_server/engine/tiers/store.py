@@ -2,18 +2,20 @@
 
 What a spill needs of host memory is taken from the segments used longest ago. With a disk they are
 written there first, ahead of need: what is on disk can give way at once.
+
+Work that grows with what is kept is done in slices: `advance` does one.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
-from cache.tiers.segment import Segment, chains_after
+from cache.tiers.segment import Chain, Segment, chains_after, tenant_tag
 from cache.tiers.segment_tree import SEGMENT_BYTES, Path, SegmentTree
 from cache.tiers.tier_account import TierAccount
+from cache.tiers.write_queue import WriteQueue
 from cache.types import Namespace, Tokens
 from session_server.core.events import TierReport
 from session_server.core.tier_orders import (
@@ -27,8 +29,10 @@ from session_server.core.tier_orders import (
 )
 from session_server.engine.tiers.costs import TierCosts
 from session_server.engine.tiers.disk_watch import DiskWatch
+from session_server.engine.tiers.listing import Listing
 from session_server.engine.tiers.order_book import Continue, OrderBook
-from session_server.engine.tiers.unread_files import UnreadFiles
+from session_server.engine.tiers.unread_files import UNREAD_FILE_BYTES, UnreadFiles
+from session_server.engine.tiers.use_clock import UseClock
 
 _FULL_DIVISOR: Final = 4
 """Segments are written to disk ahead of need while less than this part of host memory is free."""
@@ -39,8 +43,16 @@ _NUM_TRIED: Final = 8
 _NUM_AHEAD: Final = 64
 """Segments that one search for one to write ahead looks at."""
 
-MAX_FILES: Final = 1 << 20
-"""Files on disk: what is known of each takes host memory too."""
+MAX_INDEX_BYTES: Final = 1 << 27
+"""Host memory for what is known of files on disk: each takes some, and its tokens once it was
+read. It is not part of what `TierPolicy.host_bytes` gives."""
+
+_KNOWN_FILE_BYTES: Final = 2048
+"""Memory for what is known of a file that was read or written, beside its tokens: at most this
+much."""
+
+_NUM_PER_STEP: Final = 2048
+"""Files that are entered or give way, or segments that are let go of, in one step."""
 
 
 @dataclass(slots=True)
@@ -62,8 +74,7 @@ class TierCounts:
 
 
 class TierStore:
-    """Hold the segments. Nothing here touches a pool. `is_listed`: what the disk has from before
-    is known."""
+    """Hold the segments. Nothing here touches a pool."""
 
     def __init__(self, tree: SegmentTree, *, host_bytes: int, disk_bytes: int) -> None:
         """Begin with nothing in host memory. `disk_bytes`: 0 for no disk; `start` finds what is
@@ -73,21 +84,18 @@ class TierStore:
         self.host = TierAccount(host_bytes)
         self.disk = TierAccount(disk_bytes)
         self.counts = TierCounts()
-        self._unread = UnreadFiles()
-        """Files that no segment stands for. Until the disk is listed: those that were found on it,
-        without bytes."""
-
-        self.is_listed = disk_bytes == 0
-        self._on_listed: list[Callable[[], None]] = []
+        self.uses = UseClock()
         self.orders = OrderBook()
         self.disk_watch = DiskWatch(tree.page_bytes)
-        self._num_writing = 0
-        self._unwritten: OrderedDict[int, Segment] = OrderedDict()
-        """Segments in host memory that may be written to disk, those copied first in front: what
-        follows one comes behind it."""
+        self._unread = UnreadFiles(self.disk)
+        """Files that no segment stands for."""
 
-        self._failed: dict[int, Segment] = {}
-        """Segments that could not be written, and may be once the disk takes another one."""
+        self._listing = Listing(self._unread, is_over=disk_bytes == 0)
+        self._writes = WriteQueue()
+        self._ruins: list[dict[Any, Any]] = []
+        """What was dropped at once, and is let go of a little at a time."""
+
+        self._num_clears = 0
 
     @property
     def has_disk(self) -> bool:
@@ -97,7 +105,17 @@ class TierStore:
     @property
     def is_writing(self) -> bool:
         """Return whether a segment is being written to disk."""
-        return self._num_writing > 0
+        return self._writes.num_under_way > 0
+
+    @property
+    def is_listed(self) -> bool:
+        """Return whether what the disk has from before is known."""
+        return self._listing.is_over
+
+    @property
+    def has_more(self) -> bool:
+        """Return whether another `advance` would do something."""
+        return bool(self._ruins) or self._listing.has_more
 
     @property
     def is_empty(self) -> bool:
@@ -106,15 +124,29 @@ class TierStore:
 
     def report(self) -> TierReport:
         """Return what was done so far, and what is held now."""
-        disk_bytes = self.disk.num_bytes + self._unread.num_bytes
         counted = {name: getattr(self.counts, name) for name in TierCounts.__slots__}
-        return TierReport(**counted, host_bytes=self.host.num_bytes, disk_bytes=disk_bytes)
+        sizes = {"host_bytes": self.host.num_bytes, "disk_bytes": self.disk.num_bytes}
+        return TierReport(**counted, **sizes)
 
     def start(self) -> None:
         """Ask what the disk has from before."""
         if not self.is_listed:
-            unread = self._unread
-            self.orders.add(ListFiles, lambda result: self._take_list(result, unread))
+            max_files = MAX_INDEX_BYTES // UNREAD_FILE_BYTES
+            self.orders.add(lambda number: ListFiles(number, max_files), self._take_list)
+
+    def advance(self) -> None:
+        """Do a slice of what takes long. O(1) while there is nothing of that kind."""
+        for _ in range(_NUM_PER_STEP):
+            while self._ruins and not self._ruins[-1]:
+                self._ruins.pop()
+            if not self._ruins:
+                break
+            _, ruin = self._ruins[-1].popitem()
+            if isinstance(ruin, Segment):
+                ruin.unlink()
+        if self._listing.has_more and self._make_room_on_disk(0, _NUM_PER_STEP):
+            # It counts as what a segment of it takes at most, so that there is room for that.
+            self._listing.enter(_NUM_PER_STEP, SEGMENT_BYTES)
 
     # Host memory
 
@@ -130,8 +162,10 @@ class TierStore:
             self._leave_host(segment)
         return True
 
-    def enter_host(self, segment: Segment) -> None:
-        """Count a segment whose copy to host memory is ordered, or is complete."""
+    def enter_host(self, segment: Segment, used_ns: int) -> None:
+        """Count a segment whose copy to host memory is ordered, or is complete. `used_ns`: when it
+        was used last."""
+        segment.used_ns = used_ns
         self.host.add(segment)
 
     def end_copy(self, segment: Segment, *, is_whole: bool) -> bool:
@@ -144,13 +178,13 @@ class TierStore:
             self.orders.forget_in_host(segment.number)
             return False
         segment.in_host = True
-        self._unwritten[segment.number] = segment
+        self._writes.add(segment)
         self.write_ahead()
         return True
 
     def write_ahead(self, *, is_draining: bool = False) -> None:
-        """Write a segment that was used longest ago to disk, if host memory is nearly full or
-        `is_draining`, and none is being written."""
+        """Write a segment to disk, if none is being written: the one used longest ago if host
+        memory is nearly full; when `is_draining`, the one used last."""
         while self._write_next(is_draining=is_draining):
             pass  # one that has no room, or gave way to make it, is passed over
 
@@ -159,15 +193,13 @@ class TierStore:
         if not self.has_disk or self.is_writing:
             return False
         if is_draining:
-            segment = next(iter(self._unwritten.values()), None)
+            segment = self._writes.latest()
         elif self.host.free_bytes <= self.host.max_bytes // _FULL_DIVISOR:
-            segment = self.host.next_to_give(
-                lambda each: each.number in self._unwritten, _NUM_AHEAD
-            )
+            segment = self.host.next_to_give(self._writes.__contains__, _NUM_AHEAD)
         else:
             return False
         if segment is not None:
-            self._write(segment)
+            self._write(self._writes.beginning_of(segment), is_draining=is_draining)
         return segment is not None
 
     # Disk
@@ -179,12 +211,14 @@ class TierStore:
             return False
         return name in self._unread or not self.is_listed
 
-    def when_listed(self, then: Callable[[], None]) -> None:
-        """Do something once the files on disk are known by name."""
-        if self.is_listed:
-            then()
-        else:
-            self._on_listed.append(then)
+    def may_be_written(self, num_bytes: int, used_ns: int) -> bool:
+        """Return whether the disk has room for a segment, or something on it was used longer
+        ago."""
+        if self.disk.free_bytes >= num_bytes:
+            return True
+        next_to_give = self._next_off_disk()
+        is_later = isinstance(next_to_give, Segment) and next_to_give.used_ns > used_ns
+        return next_to_give is not None and not is_later
 
     def find_files(
         self, namespace: Namespace, tokens: Tokens, path: Path, then: Callable[[], None]
@@ -193,10 +227,10 @@ class TierStore:
         disk does not answer."""
         assert path.next_name is not None, "a path that goes on has a name"
         key = FileKey(path.next_name, namespace, path.chain, path.length)
-        unread = self._unread
+        num_clears = self._num_clears
 
         def enter(result: TierResult) -> None:
-            if unread is self._unread:
+            if num_clears == self._num_clears:
                 self._enter_found(namespace, tokens, result.found)
             if result.refusal is Refusal.WRONG:
                 self.counts.refused_files += 1
@@ -230,34 +264,66 @@ class TierStore:
         """Return the same as far as it can be read now."""
         return self.find(namespace, tokens).readable(from_disk=not self.disk_watch.is_silent)
 
-    def touch(self, segments: Iterable[Segment]) -> None:
-        """Count segments of a path as used now."""
-        used = tuple(segments)
+    def touch(self, segments: Iterable[Segment], used_ns: int | None = None) -> int:
+        """Count the segments of a path as used now, or at `used_ns`; return when. The first of
+        them are then the last to give way."""
+        used_ns, used = self.uses.next_use() if used_ns is None else used_ns, tuple(segments)
+        for index, segment in enumerate(used):
+            segment.used_ns = max(segment.used_ns, used_ns - index)
         self.host.touch(used)
         self.disk.touch(used)
+        self._writes.touch(used)
+        return used_ns
 
     def is_followed(self, segment: Segment) -> bool:
         """Return whether something follows a segment, be it in a file that was not read. O(pages of
-        the segment) while there are such files."""
-        if segment.children or not self._unread:
-            return bool(segment.children)
+        the segment) while its tenant has such files."""
         content = segment.content
+        if segment.children or not self._unread.num_of(content.tag):
+            return bool(segment.children)
         chains = chains_after(content.chain, content.tokens, self.tree.page_size)
         return any(map(self._unread.has_after, chains))
 
-    def drop_unread(self, path: Path, tokens: Tokens, num_kept: int) -> None:
+    def drop_unread(self, namespace: Namespace, path: Path, tokens: Tokens, num_kept: int) -> None:
         """Drop the files that the disk has of `tokens` behind a path, and behind the first tokens,
         from the last one back to where another file follows."""
-        if not self._unread:
+        if not self._unread.num_of(tenant_tag(namespace.tenant)):
             return
-        page_size = self.tree.page_size
-        end = len(tokens) - len(tokens) % page_size
-        # A file is named by the chain after its first page.
-        names = [*chains_after(path.chain, tokens[path.length : end], page_size)]
-        for number, name in reversed([*enumerate(names)]):
-            if self._unread.has_after(name) or path.length + number * page_size < num_kept:
+        for start, name in reversed([*self._names_behind(path, tokens)]):
+            if self._unread.has_after(name) or start < num_kept:
                 return
             self._forget_unread(name)
+
+    def _names_behind(self, path: Path, tokens: Tokens) -> Iterator[tuple[int, Chain]]:
+        """Yield the names of files of `tokens` behind a path, and where they would begin, as far as
+        one may be there: a file begins within the one before it, or at its end.
+
+        Only where somebody has removed a file there may be others behind the gap. They are found
+        again if what is missing is written again, and else age out.
+        """
+        page_size = self.tree.page_size
+        end = len(tokens) - len(tokens) % page_size
+        names = chains_after(path.chain, tokens[path.length : end], page_size)
+        reach = path.length
+        for start, name in zip(range(path.length, end, page_size), names, strict=True):
+            if start > reach:
+                return
+            yield start, name
+            num_bytes = self._unread.size_of(name)
+            if num_bytes is not None:
+                num_pages = num_bytes // self.tree.least_page_bytes
+                reach = max(reach, start + num_pages * page_size)
+
+    def drop_unshared(self, segment: Segment | None, num_kept: int = 0) -> None:
+        """Drop a segment and those before it, as far as no session ends in them and nothing comes
+        after, and they begin behind the first tokens."""
+        segment = self.tree.living(segment)
+        while segment is not None and segment.content.start >= num_kept:
+            if segment.num_sessions or self.is_followed(segment):
+                return
+            before = segment.parent
+            self.drop(segment)
+            segment = before
 
     def drop(self, segment: Segment) -> None:
         """Drop a segment everywhere, and all that follow it."""
@@ -271,8 +337,7 @@ class TierStore:
                 self.disk.remove(each)
                 if each.on_disk:
                     self.orders.forget_file(each.content.file_id)
-            self._unwritten.pop(each.number, None)
-            self._failed.pop(each.number, None)
+            self._writes.remove(each)
 
     def refuse_file(self, segment: Segment) -> None:
         """Drop a segment whose file is not what it should be."""
@@ -281,13 +346,17 @@ class TierStore:
             self.drop(segment)
 
     def clear(self) -> None:
-        """Drop everything: what the pools held may have been wrong."""
-        for segment in self.tree.segments():
-            if self.tree.get(segment.number) is segment:
-                self.drop(segment)
-        self._unread = UnreadFiles()  # what is being found is gone by then
+        """Drop everything at once: what the pools held may have been wrong."""
+        self._num_clears += 1  # what is being found is gone by then
+        self.counts.dropped_segments += len(self.tree)
+        self._ruins += [self.tree.clear(), *self._unread.clear()]
+        self._listing.end()
+        self._writes.clear()
+        for account in (self.host, self.disk):
+            account.clear()
+        self.orders.forget_all_in_host()
         if self.has_disk:
-            self.orders.forget_files()
+            self.orders.forget_all_files()
 
     def violations(self) -> list[str]:
         """Recount the segments, and return where they are not as the tree and the accounts say.
@@ -296,9 +365,10 @@ class TierStore:
         found = [text for segment in segments for text in self._shape(segment)]
         for name, account in (("host memory", self.host), ("disk", self.disk)):
             held = sum(each.content.num_bytes for each in segments if each in account)
+            held += self._unread.num_bytes if account is self.disk else 0
             if held != account.num_bytes:
-                found.append(f"{name}: segments have {held} bytes, {account.num_bytes} are counted")
-            if account.num_bytes > account.max_bytes:
+                found.append(f"{name}: {held} bytes are there, {account.num_bytes} are counted")
+            if account.num_bytes > account.max_bytes and not self.has_more:
                 found.append(f"{name}: {account.num_bytes} bytes of {account.max_bytes}")
         return found
 
@@ -336,9 +406,12 @@ class TierStore:
         self.host.remove(segment)
         self.orders.forget_in_host(segment.number)
 
-    def _write(self, segment: Segment) -> None:
-        self._unwritten.pop(segment.number, None)
-        if not self._make_room_on_disk(segment.content.num_bytes):
+    def _write(self, segment: Segment, *, is_draining: bool) -> None:
+        self._writes.remove(segment)
+        parent = segment.parent
+        # What the disk did not take before has no room for what follows it either.
+        is_found = parent is None or parent.on_disk or self._writes.has_failed(parent)
+        if not (is_found and self._make_room_for(segment, is_draining=is_draining)):
             segment.is_refused = True
             return
         if self.tree.get(segment.number) is not segment:
@@ -347,93 +420,106 @@ class TierStore:
         self._forget_unread(segment.content.name)
         self.disk.add(segment)
         segment.is_writing = True
-        self._num_writing += 1
+        self._writes.num_under_way += 1
 
         def take(result: TierResult) -> None:
             self._end_writing(segment, is_whole=result.refusal is None)
 
+        found, num_bytes, used_ns = (
+            self.file_of(segment),
+            segment.content.num_bytes,
+            segment.used_ns,
+        )
         self.orders.add(
-            lambda number: WriteFile(
-                number, segment.number, self.file_of(segment), segment.content.num_bytes
-            ),
-            take,
+            lambda number: WriteFile(number, segment.number, found, num_bytes, used_ns), take
         )
 
     def _end_writing(self, segment: Segment, *, is_whole: bool) -> None:
-        self._num_writing -= 1
+        self._writes.num_under_way -= 1
         segment.is_writing = False
         if self.tree.get(segment.number) is not segment:
             if is_whole:
                 self.orders.forget_file(segment.content.file_id)
             return
-        segment.on_disk, segment.is_refused = is_whole, not is_whole
+        segment.on_disk = is_whole
         if is_whole:
             self.counts.written_bytes += segment.content.num_bytes
-            self._try_again()
+            self._writes.try_again()
         else:
             self.counts.failed_copies += 1
             self.disk.remove(segment)
-            self._failed[segment.number] = segment
+            self._writes.fail(segment)
         self.write_ahead()
 
-    def _try_again(self) -> None:
-        """Have what could not be written written now that the disk takes something."""
-        for segment in self._failed.values():
-            segment.is_refused = False
-        self._unwritten.update(self._failed)
-        self._failed.clear()
-
-    def _make_room_on_disk(self, num_bytes: int) -> bool:
-        if num_bytes > self.disk.max_bytes:
+    def _make_room_for(self, segment: Segment, *, is_draining: bool) -> bool:
+        """Make room on disk for a segment, if what gives way for it was used longer ago. Somebody
+        else who has more gives way in any case, but not when `is_draining`: then nothing is pushed
+        out that has just been written."""
+        content = segment.content
+        if content.num_bytes > self.disk.max_bytes:
             return False
-        while (
-            self.disk.num_segments + len(self._unread) >= MAX_FILES
-            or self.disk.free_bytes - self._unread.num_bytes < num_bytes
-        ):
-            if self._unread:
-                self._forget_unread(self._unread.oldest())
-                continue
-            segment = self.disk.next_to_give(lambda each: each.on_disk, _NUM_TRIED)
-            if segment is None:
+        index_bytes = _KNOWN_FILE_BYTES + content.tokens.nbytes
+
+        def may_give(other: Segment) -> bool:
+            is_own = is_draining or other.content.tag == content.tag
+            return other.used_ns < segment.used_ns or not is_own
+
+        while not self._has_room_on_disk(content.num_bytes, index_bytes):
+            if not self._give_way_on_disk(may_give):
                 return False
-            self._leave_disk(segment)
+        return True
+
+    def _make_room_on_disk(self, num_bytes: int, num_given: int) -> bool:
+        """Have at most so many files give way for so many bytes; return whether there is room."""
+        for _ in range(num_given):
+            if self._has_room_on_disk(num_bytes) or not self._give_way_on_disk(lambda _: True):
+                break
+        return self._has_room_on_disk(num_bytes)
+
+    def _has_room_on_disk(self, num_bytes: int, index_bytes: int = 0) -> bool:
+        index_bytes += len(self._unread) * UNREAD_FILE_BYTES
+        index_bytes += self.disk.num_segments * _KNOWN_FILE_BYTES + self.disk.num_token_bytes
+        return self.disk.free_bytes >= num_bytes and index_bytes <= MAX_INDEX_BYTES
+
+    def _next_off_disk(self) -> Chain | Segment | None:
+        """Return what gives way next, a file that was not read by its name; None if nothing may."""
+        tag = self.disk.largest()
+        name = None if tag is None else self._unread.oldest(tag)
+        return name or self.disk.next_to_give(lambda each: each.on_disk, _NUM_TRIED)
+
+    def _give_way_on_disk(self, may_give: Callable[[Segment], bool]) -> bool:
+        given = self._next_off_disk()
+        if isinstance(given, bytes):
+            self._forget_unread(given)
+        elif given is not None and may_give(given):
+            self._leave_disk(given)
+        else:
+            return False
         return True
 
     def _leave_disk(self, segment: Segment) -> None:
         if not segment.in_host:
             self.drop(segment)
             return
-        # It is not written again: it would push out what has just pushed it out.
+        # It is not written again before it is used: it would push out what has pushed it out.
         segment.on_disk, segment.is_refused = False, True
         self.disk.remove(segment)
         self.orders.forget_file(segment.content.file_id)
 
-    def _forget_unread(self, name: bytes) -> None:
+    def _forget_unread(self, name: Chain) -> None:
         if (file_id := self._unread.pop(name)) is not None:
             self.orders.forget_file(file_id)
 
-    def _take_list(self, result: TierResult, unread: UnreadFiles) -> None:
-        self.is_listed = True
-        if unread is self._unread:
-            self._enter_list(result)
-        on_listed, self._on_listed = self._on_listed, []
-        for then in on_listed:
-            then()
-
-    def _enter_list(self, result: TierResult) -> None:
-        if result.refusal is not None:
+    def _take_list(self, result: TierResult) -> None:
+        if result.refusal is not None and not self.is_listed:
             self.disk.max_bytes = 0  # what it has cannot be counted, so it gets no more
-        known = self._unread.take_all()
-        for file_id, num_bytes in result.files:
-            if file_id not in known:
-                # It counts as what a segment of it takes at most, so that there is room for that.
-                self._unread.add(file_id, num_bytes + SEGMENT_BYTES)
-        self._make_room_on_disk(0)
+        self._listing.take(result.files)
 
     def _enter_found(
         self, namespace: Namespace, tokens: Tokens, found: Sequence[FoundFile]
     ) -> None:
-        for each in found:
+        used_ns = self.uses.next_use()
+        for index, each in enumerate(found):
             path = self.find(namespace, tokens[: each.file.start + len(each.tokens)])
             if path.next_name != each.file.name or path.length != each.file.start:
                 continue  # it was found or written by somebody else meanwhile
@@ -441,12 +527,12 @@ class TierStore:
                 return  # it gave way meanwhile, and its file is gone
             segment = self.tree.add(namespace, path, each.tokens, each.spans)
             self._unread.pop(segment.content.name)
-            if not self.is_listed:
-                # The list may have it although it is gone by then.
-                self._unread.add(segment.content.file_id, 0)
-            if self.disk.free_bytes - self._unread.num_bytes < segment.content.num_bytes:
+            self._listing.note_found(segment.content.file_id)
+            if not self._has_room_on_disk(
+                segment.content.num_bytes, _KNOWN_FILE_BYTES + segment.content.tokens.nbytes
+            ):
                 self.tree.remove(segment)
                 self.orders.forget_file(segment.content.file_id)
                 return
-            segment.on_disk = True
+            segment.on_disk, segment.used_ns = True, used_ns - index
             self.disk.add(segment)

@@ -11,6 +11,7 @@ from cache.types import Namespace, SessionId, SlotState, Tokens
 from session_server.core.tier_orders import TierOrder, TierResult
 from session_server.engine.config import TierPolicy
 from session_server.engine.in_flight import InFlight
+from session_server.engine.tiers.forgetting import Forgetting, Forgotten
 from session_server.engine.tiers.restoring import Restoring, Then
 from session_server.engine.tiers.spilling import Spilling
 from session_server.engine.tiers.store import TierStore
@@ -28,7 +29,10 @@ class Tiers:
         page_bytes = policy.page_bytes or spec.pool_bytes_per_page
         tree = SegmentTree(spec.page_size, page_bytes, components_of(spec))
         self.store = TierStore(tree, host_bytes=policy.host_bytes, disk_bytes=policy.disk_bytes)
-        self._spilling = Spilling(cache, self.store, policy.segment_bytes)
+        self._forgetting = Forgetting(self.store)
+        self._spilling = Spilling(
+            cache, self.store, self._forgetting, segment_bytes=policy.segment_bytes
+        )
         self._restoring = Restoring(cache, self.store, spilling=self._spilling, in_flight=in_flight)
         self._cache = cache
         self._is_on = policy.host_bytes > 0
@@ -71,7 +75,7 @@ class Tiers:
     def forget(self, namespace: Namespace, tokens: Tokens, num_kept: int) -> None:
         """Drop what nobody else has of a session that is not open, behind its first tokens."""
         if self._is_on:
-            self._spilling.drop_path(namespace, tokens, num_kept)
+            self._forgetting.add(Forgotten(namespace, tokens, num_kept))
 
     def holds(self, session_id: SessionId) -> bool:
         """Return whether a session must not be cooled yet, because it is being copied first."""
@@ -99,13 +103,22 @@ class Tiers:
         """Drop everything."""
         if self._is_on:
             self.store.clear()
+            self._forgetting.clear()
             self._restoring.clear()
 
     # Steps
 
     @property
+    def has_more(self) -> bool:
+        """Return whether another step has work that is done in slices."""
+        return self._forgetting.has_more or self.store.has_more
+
+    @property
     def is_draining(self) -> bool:
-        """Return whether sessions at rest are still being written to disk, after `drain`."""
+        """Return whether sessions at rest are still being written to disk, or what was deleted is
+        being dropped, after `drain`."""
+        if self._forgetting.has_more:
+            return True
         if not self._spilling.is_draining:
             return False
         return self._spilling.has_dirty or self._spilling.is_copying or self.store.is_writing
@@ -137,10 +150,15 @@ class Tiers:
         """Return what is to be done now. O(1) while nothing is."""
         if not self._is_on:
             return ()
-        if self._spilling.is_draining:
-            self._spilling.is_draining = now_s < self._drain_until_s
-            self.store.write_ahead(is_draining=True)
+        self.store.uses.set(now_s)
+        self.store.advance()
+        self._forgetting.advance()
+        is_draining = self._spilling.is_draining
+        self._spilling.is_draining = is_draining and now_s < self._drain_until_s
         self._spilling.advance()
+        if is_draining:
+            # After those that are copied: of what they found some may be written again.
+            self.store.write_ahead(is_draining=True)
         self._restoring.release()
         orders = self.store.orders.take()
         for order in orders:

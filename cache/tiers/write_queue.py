@@ -1,0 +1,75 @@
+"""`WriteQueue`: the segments in host memory that may be written to disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from cache.lazy_heap import LazyHeap
+from cache.tiers.segment import Segment
+
+
+class WriteQueue:
+    """Hold segments in host memory that are not on disk. `num_under_way`: being written now."""
+
+    def __init__(self) -> None:
+        self.num_under_way = 0
+        self._waiting: dict[int, Segment] = {}
+        self._latest_first: LazyHeap[int] = LazyHeap()
+        self._failed: dict[int, Segment] = {}
+        """Segments that could not be written, and may be once the disk takes another one."""
+
+    def __contains__(self, segment: Segment) -> bool:
+        return segment.number in self._waiting
+
+    def add(self, segment: Segment) -> None:
+        """Add a segment."""
+        self._waiting[segment.number] = segment
+        self._latest_first.push(segment.number, -segment.used_ns, 0)
+
+    def remove(self, segment: Segment) -> None:
+        """Remove a segment, if it is there."""
+        self._waiting.pop(segment.number, None)
+        self._failed.pop(segment.number, None)
+        self._latest_first.remove(segment.number)
+
+    def clear(self) -> None:
+        """Remove all segments. One that is being written still is."""
+        self._waiting, self._failed, self._latest_first = {}, {}, LazyHeap()
+
+    def touch(self, segments: Iterable[Segment]) -> None:
+        """Take note of when segments were used. What the disk did not take before, because it was
+        full of what had been used later, may be written now."""
+        for segment in segments:
+            if segment.is_refused and segment.in_host and not self.has_failed(segment):
+                segment.is_refused = False
+                self.add(segment)
+            elif segment in self:
+                self._latest_first.push(segment.number, -segment.used_ns, 0)
+
+    def latest(self) -> Segment | None:
+        """Return the segment that was used last; None if there is none."""
+        number = self._latest_first.first()
+        return None if number is None else self._waiting[number]
+
+    def beginning_of(self, segment: Segment) -> Segment:
+        """Return what must be written before a segment, or itself: a file is found through those
+        before it alone, and a process may end between any two."""
+        while segment.parent is not None and segment.parent in self:
+            segment = segment.parent
+        return segment
+
+    def has_failed(self, segment: Segment) -> bool:
+        """Return whether a segment could not be written."""
+        return segment.number in self._failed
+
+    def fail(self, segment: Segment) -> None:
+        """Note that a segment could not be written."""
+        segment.is_refused = True
+        self._failed[segment.number] = segment
+
+    def try_again(self) -> None:
+        """Have what could not be written written now that the disk takes something."""
+        failed, self._failed = self._failed, {}
+        for segment in failed.values():
+            segment.is_refused = False
+            self.add(segment)
