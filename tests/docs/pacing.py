@@ -323,6 +323,7 @@ BOUND_NOTHING = frozenset(
         "cache.tiers.segment_tree:SEGMENT_BYTES",
         # What a copy costs until it was measured, and what the newest measurement weighs.
         "session_server.engine.tiers.costs:_FORGIVING",
+        "session_server.engine.tiers.disk_watch:_SLOW_DISK_PER_S",
         "session_server.engine.tiers.costs:_ORDER_S",
         "session_server.engine.tiers.costs:_WEIGHT",
         # How often something happens.

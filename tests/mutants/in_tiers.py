@@ -100,7 +100,7 @@ COPY_IS_USED_BEFORE_IT_ENDS = _mutant(
 
 COMES_IN_UNVERIFIED = _mutant(
     "Pages are published although the copy into them failed.",
-    (f"{_RESTORING}._copy", "result.refusal is None and", ""),
+    (f"{_RESTORING}._end", "result.refusal is None and", ""),
     source="llama.cpp#26676",
 )
 

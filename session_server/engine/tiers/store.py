@@ -26,7 +26,6 @@ from session_server.core.tier_orders import (
     WriteFile,
 )
 from session_server.engine.tiers.costs import TierCosts
-from session_server.engine.tiers.disk_watch import DiskWatch
 from session_server.engine.tiers.order_book import Continue, OrderBook
 from session_server.engine.tiers.unread_files import UnreadFiles
 
@@ -79,8 +78,7 @@ class TierStore:
 
         self.is_listed = disk_bytes == 0
         self._on_listed: list[Callable[[], None]] = []
-        self.orders = OrderBook()
-        self.disk_watch = DiskWatch(tree.page_bytes)
+        self.orders = OrderBook(tree.page_bytes)
         self._num_writing = 0
         self._unwritten: OrderedDict[int, Segment] = OrderedDict()
         """Segments in host memory that may be written to disk, those copied first in front: what
@@ -175,7 +173,7 @@ class TierStore:
     def is_unread(self, name: bytes | None) -> bool:
         """Return whether the disk may have a segment of this name that the tree lacks, and that can
         be read."""
-        if name is None or self.disk_watch.is_silent:
+        if name is None or self.orders.disk_watch.is_silent:
             return False
         return name in self._unread or not self.is_listed
 
@@ -228,7 +226,7 @@ class TierStore:
 
     def find_readable(self, namespace: Namespace, tokens: Tokens) -> Path:
         """Return the same as far as it can be read now."""
-        return self.find(namespace, tokens).readable(from_disk=not self.disk_watch.is_silent)
+        return self.find(namespace, tokens).readable(from_disk=not self.orders.disk_watch.is_silent)
 
     def touch(self, segments: Iterable[Segment]) -> None:
         """Count segments of a path as used now."""

@@ -118,20 +118,20 @@ class Tiers:
     @property
     def due_s(self) -> float | None:
         """Return when there is something to do though nothing comes; None: never."""
-        due_s = self.store.disk_watch.due_s
+        due_s = self.store.orders.disk_watch.due_s
         if not self.is_draining:
             return due_s
         return self._drain_until_s if due_s is None else min(due_s, self._drain_until_s)
 
     def take(self, results: Sequence[TierResult], now_s: float) -> None:
         """Handle results of orders, and go on without those of a disk that does not answer."""
-        store = self.store
+        orders = self.store.orders
         for result in results:
-            store.disk_watch.answer(result.number, now_s)
-            store.orders.handle(result)
-        if store.disk_watch.falls_silent(now_s):
+            orders.disk_watch.answer(result.number, now_s)
+            orders.handle(result)
+        if orders.disk_watch.falls_silent(now_s):
             self._restoring.give_up_held()
-            store.orders.give_up()
+            orders.give_up()
 
     def take_orders(self, now_s: float) -> Sequence[TierOrder]:
         """Return what is to be done now. O(1) while nothing is."""
@@ -144,5 +144,5 @@ class Tiers:
         self._restoring.release()
         orders = self.store.orders.take()
         for order in orders:
-            self.store.disk_watch.ask(order, now_s)
+            self.store.orders.disk_watch.ask(order, now_s)
         return orders
