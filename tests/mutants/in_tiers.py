@@ -180,6 +180,16 @@ FENCED_PAGES_STAY_FENCED = _mutant(
     ),
 )
 
+GIVEN_UP_COPY_HAS_NO_FENCE = _on_disk(
+    "The pages of a copy that was given up are free while it is still being made.",
+    (
+        f"{_COPIES}.abandon_in",
+        "stores.ledgers[pool].transfer(len(each.pages), Holder.SPILL, Holder.FENCED)",
+        "stores.allocators[pool].release(each.pages.tolist(), Holder.SPILL)",
+    ),
+    (f"{_COPIES}.abandon_in", "stores.fenced[transit.number] = fenced", "pass"),
+)
+
 COPY_OUTLIVES_ITS_QUARANTINE = _mutant(
     "Copies of memory that was found wrong are used.",
     (

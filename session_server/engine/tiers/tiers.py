@@ -105,8 +105,9 @@ class Tiers:
 
     @property
     def is_draining(self) -> bool:
-        """Return whether sessions at rest are still being written to disk, after `drain`."""
-        if not self._spilling.is_draining:
+        """Return whether sessions at rest are still being written to disk, after `drain`. Nothing
+        is on one that does not answer."""
+        if not self._spilling.is_draining or self.store.orders.disk_watch.is_silent:
             return False
         return self._spilling.has_dirty or self._spilling.is_copying or self.store.is_writing
 
