@@ -21,6 +21,7 @@ from session_server.core.commands import EngineCommand, ReportMemory
 from session_server.core.events import EngineEvent, EnginePulse, EngineReady
 from session_server.core.tier_orders import TierCarrier
 from session_server.engine.engine import Engine
+from session_server.engine_host.alarm import Alarm
 from session_server.engine_host.audit_pace import AuditPace
 from session_server.engine_host.compiling import Compile, refuse
 from session_server.engine_host.device import DeviceThreads
@@ -70,7 +71,7 @@ class EngineLoop:
         self._clock = clock
         self._inbox = Inbox(MAX_INBOX_BYTES)
         self._device = DeviceThreads(assembly.runner, self._settle, self._fail)
-        self._wake = threading.Event()
+        self._wake = Alarm()
         self._side_work = SideWork(
             self._inbox,
             self._wake.set,
@@ -82,7 +83,6 @@ class EngineLoop:
         self._progress = Progress()
         self._stepping = threading.Lock()
         self._is_blocked = True
-        self._sleeps_until_s: float | None = None
         self._crash: BaseException | None = None
 
     def pulse(self) -> EnginePulse:
@@ -123,11 +123,11 @@ class EngineLoop:
                 wait_s = self._audit_wait_s()
                 if wait_s == 0.0 and not self._is_over:
                     self._audit()
-                self._sleeps_until_s = self._engine.due_s
+                self._wake.due_s = self._engine.due_s
             if self._is_over:
                 break
             if wait_s != 0.0:
-                self._sleep(self._shorter_wait_s(wait_s))
+                self._sleep(wait_s)
         if self._crash is not None:
             raise self._crash
         self._device.stop()
@@ -136,17 +136,9 @@ class EngineLoop:
     def _is_over(self) -> bool:
         return self._crash is not None or self._engine.has_shut_down
 
-    def _shorter_wait_s(self, wait_s: float | None) -> float | None:
-        """Return how long to wait, at most until the engine has something to do by itself."""
-        if self._sleeps_until_s is None:
-            return wait_s
-        due_wait_s = max(0.0, self._sleeps_until_s - self._clock())
-        return due_wait_s if wait_s is None else min(wait_s, due_wait_s)
-
     def _sleep(self, wait_s: float | None) -> None:
-        """Sleep until another thread needs this one, or for so long."""
-        self._wake.wait(wait_s)
-        self._wake.clear()
+        """Sleep until another thread needs this one or the engine has to step, or for so long."""
+        self._wake.sleep(wait_s, self._clock())
 
     # -- what other threads bring
 
@@ -178,10 +170,9 @@ class EngineLoop:
         self._advance(is_computing=is_computing)
         wait_s = self._audit_wait_s()
         may_audit = wait_s is not None and (wait_s == 0.0 or self._engine.is_at_rest)
-        due_s, sleeps_until_s = self._engine.due_s, self._sleeps_until_s
-        is_sooner = due_s is not None and (sleeps_until_s is None or due_s < sleeps_until_s)
-        if may_audit or is_sooner or self._is_over or not self._inbox.is_empty:
+        if may_audit or self._is_over or not self._inbox.is_empty:
             self._wake.set()
+        self._wake.set_before(self._engine.due_s)
 
     def _advance(self, *, is_computing: bool = False) -> None:
         """Step until nothing waits and another step changes nothing. A thread that `is_computing`

@@ -878,6 +878,12 @@ ENGINE = (
         "a step drops that of the first ones, however long it takes",
     ),
     _constant(
+        "engine.tiers.disk_watch:DISK_WAIT_S",
+        "silence of the disk that KV is read from, and what its bytes take at 100 MiB/s",
+        "s",
+        "turns compute, and nothing is read of it until it answers",
+    ),
+    _constant(
         "runner.segment_format:MAX_FILE_BYTES",
         "file of KV",
         "bytes",

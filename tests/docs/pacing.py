@@ -339,6 +339,7 @@ BOUND_NOTHING = frozenset(
         "session_server.engine.tiers.use_clock:_USE_NS",
         # What a copy costs until it was measured, and what the newest measurement weighs.
         "session_server.engine.tiers.costs:_FORGIVING",
+        "session_server.engine.tiers.disk_watch:_SLOW_DISK_PER_S",
         "session_server.engine.tiers.costs:_ORDER_S",
         "session_server.engine.tiers.costs:_WEIGHT",
         # How often something happens.

@@ -101,7 +101,7 @@ COPY_IS_USED_BEFORE_IT_ENDS = _mutant(
 
 COMES_IN_UNVERIFIED = _mutant(
     "Pages are published although the copy into them failed.",
-    (f"{_RESTORING}._copy", "result.refusal is None and", ""),
+    (f"{_RESTORING}._end", "result.refusal is None and", ""),
     source="llama.cpp#26676",
 )
 
@@ -179,6 +179,16 @@ FENCED_PAGES_STAY_FENCED = _mutant(
         "self._stores.allocators[pool].release(ids, Holder.FENCED)",
         "pass",
     ),
+)
+
+GIVEN_UP_COPY_HAS_NO_FENCE = _on_disk(
+    "The pages of a copy that was given up are free while it is still being made.",
+    (
+        f"{_COPIES}.abandon_in",
+        "stores.ledgers[pool].transfer(len(each.pages), Holder.SPILL, Holder.FENCED)",
+        "stores.allocators[pool].release(each.pages.tolist(), Holder.SPILL)",
+    ),
+    (f"{_COPIES}.abandon_in", "stores.fenced[transit.number] = fenced", "pass"),
 )
 
 COPY_OUTLIVES_ITS_QUARANTINE = _mutant(

@@ -104,6 +104,7 @@ class DirectWorld:
             "step": self._step,
             "execute": self._execute,
             "carry": self._carry,
+            "silence": self._keep_silent,
             "rest": lambda _: self.rest(),
             "shutdown": self._shutdown,
             "restart": self._restart,
@@ -132,7 +133,7 @@ class DirectWorld:
 
     def apply(self, op: Op) -> None:
         """Do one operation. An engine that is ending is told nothing more."""
-        if not self.is_ending or op["op"] in {"step", "execute", "carry", "restart"}:
+        if not self.is_ending or op["op"] in {"step", "execute", "carry", "silence", "restart"}:
             self._verbs[op["op"]](op)
 
     def finish(self) -> None:
@@ -347,6 +348,17 @@ class DirectWorld:
         if carrier is not None and carrier.num_waiting:
             carrier.carry(op["which"])
 
+    def _keep_silent(self, op: Op) -> None:
+        """Nothing comes until the engine has something to do by itself."""
+        del op
+        due_s = self.stage.engine.due_s
+        if due_s is not None:
+            self.stage.skipped_s += max(0.0, due_s - self._now_s)
+            self._context.reached["tier: disk silent"] += not self.is_ending
+            self._advance(0)
+            fenced = self.stage.cache.inspect().stores.fenced
+            self._context.reached["tier: copy given up"] += bool(fenced)
+
     def _shutdown(self, op: Op) -> None:
         """The server ends: it keeps what turns have said, and tells the engine to end."""
         del op
@@ -375,12 +387,16 @@ class DirectWorld:
 
     # The engine
 
+    @property
+    def _now_s(self) -> float:
+        return self.stage.num_steps * STEP_S + self.stage.skipped_s
+
     def _advance(self, num_results: int) -> None:
         commands, self._inbox = self._inbox, []
         self._cut.clear()
         stage = self.stage
         results = stage.take_results(num_results)
-        now_s = stage.num_steps * STEP_S
+        now_s = self._now_s
         if any(isinstance(command, Shutdown) for command in commands):
             self._ends_by_s = now_s + stage.settings.tiers.drain_s
         outcome = stage.step(now_s, commands, results)

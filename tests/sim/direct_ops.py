@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, Final
 
+from session_server.core.tier_orders import CopyIn
 from tests.sim.context import SimContext
 from tests.sim.direct import DirectWorld, ServerSession
 from tests.sim.draws import mix
@@ -76,6 +77,11 @@ class DirectOps:
         carrier = self._world.stage.carrier
         if carrier is not None and carrier.num_waiting and self._draws.happens("carries", 300):
             return {"op": "carry", "which": self._draws.below("which order", 8)}
+        waiting = () if carrier is None else carrier.waiting
+        per_mille = 60 if any(isinstance(order, CopyIn) for order in waiting) else 5
+        is_due = self._world.stage.engine.due_s is not None
+        if is_due and self._draws.happens("nothing comes", per_mille):
+            return {"op": "silence"}
         what = self._draws.below("device op", 16)
         if what == 0:
             return {"op": "execute"}

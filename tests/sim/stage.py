@@ -69,6 +69,7 @@ class Stage(HandEngine):
         self._context = context
         self._model = model
         self._num_idle = self._num_rebuilds = 0
+        self.skipped_s = 0.0
         self._doubt_told: Site | None = None
         super().__init__(cache, settings, Stage._watched_device)
         self._watch_carrier()

@@ -32,6 +32,7 @@ INTERESTING: Final = (
     "tier: a copied beginning gave way to its end",
     "tier: deleted beside one that has its path too",
     "tier: disk full",
+    "tier: disk silent",
     "tier: disk full of files from before",
     "tier: draft waits for its copy",
     "tier: ended with all on disk",
@@ -60,6 +61,7 @@ INTERESTING: Final = (
 RARE: Final = (
     "tier: closed during a copy",
     "tier: copy forgotten before it was read",
+    "tier: copy given up",
     "tier: ended while its KV was copied",
     "tier: file refused",
     "tier: quarantine during copies",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from cache.types import PoolName
 from session_server.core.tier_orders import Forget, TierOrder, TierResult
+from session_server.engine.tiers.disk_watch import DiskWatch
 
 Continue = Callable[[TierResult], None]
 
@@ -15,7 +17,9 @@ GiveUp = Callable[[], Continue]
 class OrderBook:
     """Hold orders in order. What is to be forgotten between two others is one order."""
 
-    def __init__(self) -> None:
+    def __init__(self, page_bytes: Mapping[PoolName, int]) -> None:
+        """Begin without any. `page_bytes`: of one page of each pool."""
+        self.disk_watch = DiskWatch(page_bytes)
         self._orders: list[TierOrder] = []
         self._continue: dict[int, Continue] = {}
         self._give_up: dict[int, GiveUp] = {}

@@ -28,7 +28,6 @@ from session_server.core.tier_orders import (
     WriteFile,
 )
 from session_server.engine.tiers.costs import TierCosts
-from session_server.engine.tiers.disk_watch import DiskWatch
 from session_server.engine.tiers.listing import Listing
 from session_server.engine.tiers.order_book import Continue, OrderBook
 from session_server.engine.tiers.unread_files import UNREAD_FILE_BYTES, UnreadFiles
@@ -85,8 +84,7 @@ class TierStore:
         self.disk = TierAccount(disk_bytes)
         self.counts = TierCounts()
         self.uses = UseClock()
-        self.orders = OrderBook()
-        self.disk_watch = DiskWatch(tree.page_bytes)
+        self.orders = OrderBook(tree.page_bytes)
         self._unread = UnreadFiles(self.disk)
         """Files that no segment stands for."""
 
@@ -207,7 +205,7 @@ class TierStore:
     def is_unread(self, name: bytes | None) -> bool:
         """Return whether the disk may have a segment of this name that the tree lacks, and that can
         be read."""
-        if name is None or self.disk_watch.is_silent:
+        if name is None or self.orders.disk_watch.is_silent:
             return False
         return name in self._unread or not self.is_listed
 
@@ -262,7 +260,7 @@ class TierStore:
 
     def find_readable(self, namespace: Namespace, tokens: Tokens) -> Path:
         """Return the same as far as it can be read now."""
-        return self.find(namespace, tokens).readable(from_disk=not self.disk_watch.is_silent)
+        return self.find(namespace, tokens).readable(from_disk=not self.orders.disk_watch.is_silent)
 
     def touch(self, segments: Iterable[Segment], used_ns: int | None = None) -> int:
         """Count the segments of a path as used now, or at `used_ns`; return when. The first of

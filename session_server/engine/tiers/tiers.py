@@ -116,10 +116,10 @@ class Tiers:
     @property
     def is_draining(self) -> bool:
         """Return whether sessions at rest are still being written to disk, or what was deleted is
-        being dropped, after `drain`."""
+        being dropped, after `drain`. Nothing is written to a disk that does not answer."""
         if self._forgetting.has_more:
             return True
-        if not self._spilling.is_draining:
+        if not self._spilling.is_draining or self.store.orders.disk_watch.is_silent:
             return False
         return self._spilling.has_dirty or self._spilling.is_copying or self.store.is_writing
 
@@ -131,20 +131,20 @@ class Tiers:
     @property
     def due_s(self) -> float | None:
         """Return when there is something to do though nothing comes; None: never."""
-        due_s = self.store.disk_watch.due_s
+        due_s = self.store.orders.disk_watch.due_s
         if not self.is_draining:
             return due_s
         return self._drain_until_s if due_s is None else min(due_s, self._drain_until_s)
 
     def take(self, results: Sequence[TierResult], now_s: float) -> None:
         """Handle results of orders, and go on without those of a disk that does not answer."""
-        store = self.store
+        orders = self.store.orders
         for result in results:
-            store.disk_watch.answer(result.number, now_s)
-            store.orders.handle(result)
-        if store.disk_watch.falls_silent(now_s):
+            orders.disk_watch.answer(result.number, now_s)
+            orders.handle(result)
+        if orders.disk_watch.falls_silent(now_s):
             self._restoring.give_up_held()
-            store.orders.give_up()
+            orders.give_up()
 
     def take_orders(self, now_s: float) -> Sequence[TierOrder]:
         """Return what is to be done now. O(1) while nothing is."""
@@ -162,5 +162,5 @@ class Tiers:
         self._restoring.release()
         orders = self.store.orders.take()
         for order in orders:
-            self.store.disk_watch.ask(order, now_s)
+            self.store.orders.disk_watch.ask(order, now_s)
         return orders
