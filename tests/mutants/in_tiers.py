@@ -540,6 +540,21 @@ ONLY_COPIES_BEFORE_ITS_END = _on_disk(
     (f"{_TIERS}.take_orders", "self.store.write_ahead(is_draining=True)", "pass"),
 )
 
+END_PUSHES_OUT_WHAT_IT_WROTE = _on_disk(
+    "An engine that is to end pushes out what it has just written with what was used before.",
+    (f"{_STORE}._make_room_for", "other.used_ns < segment.used_ns or not is_own", "True"),
+    (f"{_STORE}.may_be_written", "return next_to_give is not None and not is_later", "return True"),
+)
+
+END_BEGINS_WITH_THE_OLDEST = _on_disk(
+    "An engine that is to end writes what was used longest ago first.",
+    (
+        "cache.tiers.write_queue:WriteQueue.latest",
+        "number = self._latest_first.first()",
+        "number = next(iter(self._waiting), None)",
+    ),
+)
+
 ENDED_TURN_IS_RESUMED = _mutant(
     "A turn that has ended meanwhile waits again when its copy ends.",
     (

@@ -69,7 +69,9 @@ class EchoCarrier:
 
     `fails`: whether a fault strikes, asked each time. `num_carried`: orders carried
     out; `num_news`: orders given, and results taken. `host`: what host memory has, by the
-    number of its segment. `refused`: segments whose file was not what it should be.
+    number of its segment. `refused`: segments whose file was not what it should be. `num_in_vain`:
+    files that were written while the engine was ending, and removed again; `has_failed`: one could
+    not be written.
     """
 
     def __init__(self, runner: EchoRunner, page_size: int, disk: EchoDisk | None = None) -> None:
@@ -84,6 +86,7 @@ class EchoCarrier:
         self.disk = disk or EchoDisk()
         self.at_once = True
         self.num_carried = self.num_news = 0
+        self.num_in_vain, self.has_failed = 0, False
         self.fails: Callable[[Site], bool] = lambda _: False
         self.reached: Counter[str] = runner.reached
 
@@ -218,6 +221,7 @@ class EchoCarrier:
     def _write(self, order: WriteFile, payload: Payload | None) -> TierResult:
         if payload is None or self.disk.is_full or self.fails(Site.TIER_COPY):
             self.reached["tier: file not written"] += 1
+            self.has_failed = True
             return TierResult(order.number, _COPY_S, Refusal.FAILED)
         is_damaged = self.fails(Site.TIER_FILE)
         self.disk.files[order.found.file.file_id] = StoredFile(
@@ -262,7 +266,8 @@ class EchoCarrier:
         if order.all_files:
             self.disk.files.clear()
         for file_id in order.files:
-            self.disk.files.pop(file_id, None)
+            gone = self.disk.files.pop(file_id, None)
+            self.num_in_vain += gone is not None and gone.is_last and gone.writer is self
 
 
 def is_same(found: FoundFile, expected: FoundFile) -> bool:
