@@ -35,7 +35,8 @@ from rich.console import Console
 from session_server.config import Settings
 from session_server.core.errors import InvalidRequest
 from session_server.core.owner import ANONYMOUS
-from session_server.sessions.store.database import Database, StoreUnusable
+from session_server.sessions.store.database import Database
+from session_server.sessions.store.lock import StoreUnusable
 from session_server.sessions.store.places import (
     KV_DIRECTORY,
     default_directory,

@@ -401,6 +401,12 @@ SESSIONS = (
         "it ends without it",
     ),
     _constant(
+        "sessions.store.lock:READERS_WAIT_S",
+        "time that a server waits for commands that read its store",
+        "s",
+        "it does not start: exit status 2",
+    ),
+    _constant(
         "sessions.store.database:_BUSY_S",
         "time that a statement waits for another program that has locked the store",
         "s",

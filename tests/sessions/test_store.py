@@ -20,7 +20,8 @@ import pytest
 
 from session_server.sessions.history_change import AnswersChange, HistoryChange, ItemsChange
 from session_server.sessions.store import session_store, writer
-from session_server.sessions.store.database import Behind, Database, StoreUnusable
+from session_server.sessions.store.database import Behind, Database
+from session_server.sessions.store.lock import StoreIsRead, StoreUnusable
 from session_server.sessions.store.records import (
     Damaged,
     EndRecord,
@@ -327,11 +328,18 @@ def test_reading_a_store_changes_no_file_of_it(tmp_path: Path, state: str) -> No
 
 def test_no_server_begins_while_its_store_is_read(tmp_path: Path) -> None:
     Database(tmp_path).close()
-    reader = Database(tmp_path, is_read_only=True)
-    with pytest.raises(StoreUnusable, match="a command that reads it"):
+    readers = [Database(tmp_path, is_read_only=True) for _ in range(2)]
+    for reader in readers:
+        with pytest.raises(StoreIsRead, match="a command reads it"):
+            Database(tmp_path)
+        reader.close()
+    server = Database(tmp_path)
+    beside = Database(tmp_path, is_read_only=True)
+    with pytest.raises(StoreUnusable, match="another server has it open") as refused:
         Database(tmp_path)
-    reader.close()
-    Database(tmp_path).close()
+    assert refused.type is StoreUnusable, "nobody waits for a server"
+    for each in (beside, server):
+        each.close()
 
 
 @pytest.mark.parametrize("place", range(len(DATA)))

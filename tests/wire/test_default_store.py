@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ import pytest
 from session_server.config import Settings
 from session_server.engine_host.process import EngineProcess
 from session_server.local_server import LocalServer
+from session_server.sessions.store import lock
 from session_server.sessions.store.database import Database
+from session_server.sessions.store.lock import StoreIsRead
 from session_server.sessions.store.places import default_directory
 from session_server.wiring import make_engine, opened_store, with_store
 from tests.web.serving import model_text
@@ -87,6 +89,35 @@ def test_a_default_server_starts_without_a_store_that_it_cannot_have_and_says_so
     assert all(NOT_KEPT in line for line in told)
     assert str(tmp_path / "file") in told[0]
     assert "another server has it open" in told[1]
+
+
+def test_a_server_waits_for_a_command_that_reads_its_store_and_does_not_start_without_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would serve 404 for what it has told to be durable, and keep nothing."""
+    state = {"XDG_STATE_HOME": str(tmp_path)}
+    kept = opened(state)
+    assert kept is not None
+    reader, looks = Database(kept, is_read_only=True), list[float]()
+    sleep = asyncio.sleep
+
+    async def pass_time(delay_s: float) -> None:
+        looks.extend([delay_s] if delay_s else [])
+        if len(looks) == 3:
+            reader.close()
+        await sleep(0)
+
+    monkeypatch.setattr(lock.asyncio, "sleep", pass_time)
+    with caplog.at_level(logging.WARNING):
+        assert opened(state) == kept
+    assert len(looks) == 3
+    assert [record.getMessage() for record in caplog.records] == [
+        f"waiting for 30 s at most: --store {kept}: a command reads it, such as doctor --store"
+    ]
+    with closing(Database(kept, is_read_only=True)):
+        with pytest.raises(StoreIsRead):
+            opened(state)
+        assert sum(looks[3:]) == lock.READERS_WAIT_S
 
 
 @pytest.mark.timeout(180)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from session_server.sessions.store.database import Database, StoreUnusable
+from session_server.sessions.store.database import Database
+from session_server.sessions.store.lock import StoreUnusable
 from session_server.sessions.store.records import (
     Damaged,
     Parts,
