@@ -154,7 +154,7 @@ class SessionManager:
             self._quotas.owned_sessions.add(Owner(owner_id), num_sessions)
             self._quotas.stored_bytes.add(Owner(owner_id), num_bytes)
         ends = StoredEnds(store, self.edits.parts, self._flow.copies, self._clock)
-        stored = StoredSessions(store, ends, self._sessions, self._quotas, self._maker)
+        stored = StoredSessions(store, ends, self._sessions, self._quotas, self._maker, self._link)
         self._sessions.on_disk = stored
         self._quotas.room_makers.delete = stored.make_room
 

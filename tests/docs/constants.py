@@ -383,6 +383,18 @@ SESSIONS = (
         "it is refused",
     ),
     _constant(
+        "sessions.store.session_file:MAX_TTL_S",
+        "time to live of a session that `sessions import` reads",
+        "s",
+        "it is refused",
+    ),
+    _constant(
+        "session_command:_MAX_NAMED",
+        "sessions that `sessions` names where an ID is not that of one",
+        "sessions",
+        "others are not named",
+    ),
+    _constant(
         "sessions.store.session_store:DISK_WAIT_S",
         "time that a write to the store may take",
         "s",

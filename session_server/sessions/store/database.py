@@ -37,6 +37,10 @@ _PAGE_ROWS: Final = 256
 _RENAMED: Final = "id = id || '/' || number"
 """What frees the id of a session: no id that a client may choose has this character."""
 
+_EACH_OWNER: Final = (
+    "SELECT min(owner) FROM sessions UNION ALL SELECT (SELECT min(owner) FROM sessions"
+    " WHERE owner > owners.owner) FROM owners WHERE owner IS NOT NULL"
+)
 _BEHIND: Final = "number > ? ORDER BY number LIMIT ?"
 _RowT = TypeVar("_RowT", SessionRow, RecordRow)
 _BUSY_S: Final = 1.0
@@ -349,9 +353,23 @@ class Database:
         )
         return [entry for (entry,) in rows]
 
-    def walk(self, owner_id: str | None) -> Iterator[SessionRow]:
-        """Yield all sessions of an owner, or of everybody, in order, without retired ones."""
-        after = 0
+    def named(
+        self, owner_id: str | None, first_id: str, last_id: str, *, limit: int
+    ) -> list[SessionRow]:
+        """Return up to `limit` sessions of an owner, or of everybody, whose ids lie between two, in
+        order. Looks at one session of each owner, and at those."""
+        owners = "VALUES (:owner)" if owner_id is not None else _EACH_OWNER
+        query = (
+            f"WITH RECURSIVE owners (owner) AS ({owners}) SELECT {COLUMNS} FROM owners"  # noqa: S608
+            " CROSS JOIN sessions USING (owner) WHERE id BETWEEN :first AND :last"
+            " AND expires > 0 LIMIT :limit"
+        )
+        values = {"owner": owner_id, "first": first_id, "last": last_id, "limit": limit}
+        return [SessionRow(*columns) for columns in self._reader.execute(query, values)]
+
+    def walk(self, owner_id: str | None, *, after: int = 0) -> Iterator[SessionRow]:
+        """Yield all sessions of an owner, or of everybody, in order, without retired ones, behind a
+        number."""
         while True:
             condition = (
                 "number > ? AND owner = ifnull(?, owner) AND expires > 0 ORDER BY number LIMIT ?"
