@@ -233,6 +233,10 @@ class SessionStore:
         deleted."""
         self._end(number, told, lambda database: database.retire(number))
 
+    def is_gone(self, number: int | None) -> bool:
+        """Return whether it is on disk that a session was deleted; None is that of none."""
+        return number not in self._dropped
+
     def retry_deletes(self) -> None:
         """Delete what could not be deleted: one session, and more once that succeeds."""
         num_tried = 1 if self.failure is not None else _DELETED_AT_ONCE
