@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
@@ -124,12 +124,14 @@ def test_a_server_waits_for_a_command_that_reads_its_store_and_does_not_start_wi
 def test_sessions_of_a_default_server_are_there_after_a_crash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two servers at once, each with its own; one is killed and started again."""
+    """Two servers at once, each with its own; one is killed, and started again while a command
+    reads its store."""
     ports = [free_port(), free_port()]
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
 
-    def serve(port: int) -> LocalServer:
-        return LocalServer(["--port", str(port), "--store", "auto", "--threads", "1"])
+    def serve(port: int, on_line: Callable[[str], None] | None = None) -> LocalServer:
+        flags = ["--port", str(port), "--store", "auto", "--threads", "1"]
+        return LocalServer(flags, on_line=on_line)
 
     def http(server: LocalServer) -> httpx.Client:
         return httpx.Client(base_url=server.url, trust_env=False)
@@ -142,7 +144,13 @@ def test_sessions_of_a_default_server_are_there_after_a_crash(
             assert client.get(f"/v1/sessions/{made['id']}").status_code == 404
         os.kill(killed.pid, signal.SIGKILL)
         killed.wait()
-        with serve(ports[0]) as again, http(again) as client:
+        reader = Database(tmp_path / f"session-server/port-{ports[0]}", is_read_only=True)
+
+        def close_reader(line: str) -> None:
+            if "a command reads it" in line:
+                reader.close()
+
+        with serve(ports[0], close_reader) as again, http(again) as client:
             assert client.get(f"/v1/sessions/{made['id']}").status_code == 200
     stores = sorted(path.name for path in (tmp_path / "session-server").iterdir())
     assert stores == sorted(f"port-{port}" for port in ports)
