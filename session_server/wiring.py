@@ -51,7 +51,7 @@ from session_server.sessions.journal import JournalLimits
 from session_server.sessions.manager import SessionManager
 from session_server.sessions.quotas import QuotaLimits, SessionLimits
 from session_server.sessions.salts import TenantSalts
-from session_server.sessions.store.lock import StoreIsRead, StoreUnusable, once_unread
+from session_server.sessions.store.lock import StoreIsBusy, StoreUnusable, once_free
 from session_server.sessions.store.places import default_directory
 from session_server.sessions.store.session_store import SessionStore
 from session_server.text.model_text import ModelText
@@ -392,7 +392,7 @@ async def opened_store(
     """Open the store for sessions of this model, and close it after the block; None without one.
 
     Raises:
-        StoreIsRead: a command reads it, and goes on doing so.
+        StoreIsBusy: a command has it open, and goes on.
         StoreUnusable: the directory that was asked for cannot be used, or another server has it
             open. A server that was asked for none goes on without one, and warns.
     """
@@ -421,12 +421,12 @@ async def _open_store(
     assert directory is not None, "a store without a place"
     model, durability = text.fingerprint, settings.sessions.durability
     try:
-        store = await once_unread(
+        store = await once_free(
             partial(SessionStore, directory, model=model, durability=durability)
         )
     except StoreUnusable as error:
-        # One that is read holds what clients were told is durable: none of it may seem to be lost.
-        if asked != "auto" or isinstance(error, StoreIsRead):
+        # One that a command has open holds what was told to be durable: none of it may seem lost.
+        if asked != "auto" or isinstance(error, StoreIsBusy):
             raise
         _logger.warning("sessions end with this server, because they cannot be kept: %s", error)
         return None

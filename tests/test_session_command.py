@@ -17,6 +17,7 @@ from session_server import cli
 from session_server.config import Settings
 from session_server.core.errors import SessionNotFound
 from session_server.sessions.store.database import Database
+from session_server.sessions.store.lock import StoreIsBusy, StoreUnusable
 from session_server.sessions.store.session_file import MAX_TTL_S
 from tests.sessions.test_stored_sessions import Disk, state_of
 from tests.sessions.world import OWNER, completed, turn
@@ -119,6 +120,7 @@ def test_a_store_is_read_beside_a_server_and_not_changed(
     disk: Disk, name: str, capsys: Shown
 ) -> None:
     server = Database(disk.directory)
+    server.lock.serve()
     assert sessions(capsys, disk.directory, "show", name)[0] == 0
     _, exported, _ = sessions(capsys, disk.directory, "export", name)
     (disk.directory.parent / "talk.json").write_text(exported)
@@ -233,6 +235,27 @@ def test_a_store_that_is_listed_is_free_while_nobody_reads_what_is_printed(
     assert [line.split()[0] for line in (head, first)] == ["id", "n1"]
     assert ids[:9_999] == [f"n{number}" for number in range(2, 10_001)]
     assert len(ids) == 10_001
+
+
+@pytest.mark.parametrize("words", [("delete", "NAME"), ("vacuum",)])
+def test_a_server_can_tell_that_a_command_changes_its_store(
+    disk: Disk, name: str, *, capsys: Shown, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    """It waits then, and does not go on without what it has told to be durable."""
+    refused = list[type[Exception]]()
+
+    def begin_a_server(_database: Database) -> None:
+        monkeypatch.undo()
+        try:
+            Database(disk.directory)
+        except StoreUnusable as error:
+            refused.append(type(error))
+
+    monkeypatch.setattr(Database, "_check_files", begin_a_server)
+    monkeypatch.setattr(Database, "vacuum", begin_a_server)
+    words = tuple(word.replace("NAME", name) for word in words)
+    assert sessions(capsys, disk.directory, *words)[0] == 0
+    assert refused == [StoreIsBusy]
 
 
 def test_what_is_damaged_is_not_shown_as_if_it_were_whole(

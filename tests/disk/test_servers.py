@@ -69,8 +69,7 @@ class ServerHistory:
         try:
             found: list[Said] = []
             for row in store._database.walk(None):
-                entries = [entry for part, _ in store.slices(row) for entry in part]
-                items = file_of(row, entries).items
+                items = file_of(row, store._database.entries(row.number)).items
                 answers = [item for item in items if item.role == "assistant"]
                 found = [(item.id, item.content) for item in answers]
                 if any(item.turn_id not in self._asked for item in answers):

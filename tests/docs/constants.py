@@ -413,8 +413,8 @@ SESSIONS = (
         "it ends without it",
     ),
     _constant(
-        "sessions.store.lock:READERS_WAIT_S",
-        "time that a server waits for commands that read its store",
+        "sessions.store.lock:COMMANDS_WAIT_S",
+        "time that a server waits for commands that have its store open",
         "s",
         "it does not start: exit status 2",
     ),

@@ -129,7 +129,7 @@ SLICES = (
     ),
     _constant(
         "sessions.store.lock:_LOOK_S",
-        "time after which a server looks again whether a command reads its store",
+        "time after which a server looks again whether a command has its store open",
         "s",
         _NEXT,
     ),

@@ -21,7 +21,7 @@ from session_server.engine_host.process import EngineProcess
 from session_server.local_server import LocalServer
 from session_server.sessions.store import lock
 from session_server.sessions.store.database import Database
-from session_server.sessions.store.lock import StoreIsRead
+from session_server.sessions.store.lock import StoreIsBusy
 from session_server.sessions.store.places import default_directory
 from session_server.wiring import make_engine, opened_store, with_store
 from tests.web.serving import model_text
@@ -82,7 +82,8 @@ def test_a_default_server_starts_without_a_store_that_it_cannot_have_and_says_so
         state = {"XDG_STATE_HOME": str(tmp_path)}
         kept = opened(state)
         assert kept is not None
-        held = Database(kept)  # by another server, on another address of this port
+        held = Database(kept)
+        held.lock.serve()  # another server, on another address of this port
         assert opened(state) is None
         held.close()
     told = [record.getMessage() for record in caplog.records]
@@ -112,12 +113,13 @@ def test_a_server_waits_for_a_command_that_reads_its_store_and_does_not_start_wi
         assert opened(state) == kept
     assert len(looks) == 3
     assert [record.getMessage() for record in caplog.records] == [
-        f"waiting for 30 s at most: --store {kept}: a command reads it, such as doctor --store"
+        f"waiting for 30 s at most: --store {kept}: a command has it open, such as "
+        "doctor or sessions vacuum"
     ]
     with closing(Database(kept, is_read_only=True)):
-        with pytest.raises(StoreIsRead):
+        with pytest.raises(StoreIsBusy):
             opened(state)
-        assert sum(looks[3:]) == lock.READERS_WAIT_S
+        assert sum(looks[3:]) == lock.COMMANDS_WAIT_S
 
 
 @pytest.mark.timeout(180)
@@ -147,7 +149,7 @@ def test_sessions_of_a_default_server_are_there_after_a_crash(
         reader = Database(tmp_path / f"session-server/port-{ports[0]}", is_read_only=True)
 
         def close_reader(line: str) -> None:
-            if "a command reads it" in line:
+            if "a command has it open" in line:
                 reader.close()
 
         with serve(ports[0], close_reader) as again, http(again) as client:

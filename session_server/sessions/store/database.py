@@ -67,14 +67,14 @@ class Database:
         open beside a server, has no verbs, and changes no file.
 
         Raises:
-            StoreIsRead: a command reads it; see `StoreLock`.
+            StoreIsBusy: a command has it open; see `StoreLock`.
             StoreUnusable: the directory cannot be used, another server has it open, or what is in
                 it was written by a later version, is no store, or has lost its content.
         """
         self.path = directory / self.FILE
         self._is_read_only = is_read_only
         self._connections: list[sqlite3.Connection] = []
-        self._lock = (StoreLock.shared if is_read_only else StoreLock.alone)(directory)
+        self.lock = (StoreLock.shared if is_read_only else StoreLock.alone)(directory)
         try:
             self._check_content()
             if is_read_only:
@@ -125,7 +125,7 @@ class Database:
         """Open the database to read it, whether or not a server has it open. Raises StoreUnusable,
         OSError, sqlite3.Error."""
         # SQLite would make the files of a log; where nothing is in one, nobody needs them.
-        is_still = not self._lock.is_anothers and not size_of(log_of(self.path))
+        is_still = not self.lock.is_anothers and not size_of(log_of(self.path))
         mode = "mode=ro&immutable=1" if is_still else "mode=ro"
         self._has_index = index_of(self.path).exists()
         self._writer = self._reader = self._connect(f"{self.path.absolute().as_uri()}?{mode}")
@@ -147,7 +147,7 @@ class Database:
         """Raise StoreUnusable if the database has no content, and had some: SQLite would begin a
         new one, and drop what its log still has of the old one."""
         size = size_of(self.path)
-        is_new = not (self._is_read_only or self._lock.says_made or size_of(log_of(self.path)))
+        is_new = not (self._is_read_only or self.lock.says_made or size_of(log_of(self.path)))
         if size == 0 and not is_new:
             raise StoreUnusable(self._say("is empty" if self.path.exists() else "is gone"))
         # Whoever made a new one may have been cut off in the midst of its first page.
@@ -156,11 +156,11 @@ class Database:
 
     def _note_made(self) -> None:
         """Have it on disk that this store was made, behind the store itself."""
-        if self._lock.says_made:
+        if self.lock.says_made:
             return
         self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         sync_directory(self.path.parent)
-        self._lock.say_made()
+        self.lock.say_made()
 
     def _say(self, how: str) -> str:
         """Return what is wrong with the database, and what to do."""
@@ -178,7 +178,7 @@ class Database:
 
     def _release(self) -> None:
         self._disconnect()
-        self._lock.release()
+        self.lock.release()
 
     def close(self) -> None:
         """Close the database; another server may open it then."""
@@ -187,7 +187,7 @@ class Database:
             with contextlib.suppress(sqlite3.Error):
                 self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self._disconnect()
-        if self._is_read_only and not self._lock.is_anothers and not self._has_index:
+        if self._is_read_only and not self.lock.is_anothers and not self._has_index:
             index_of(self.path).unlink(missing_ok=True)  # made to read a log that a crash left
         self._release()
 
@@ -457,7 +457,7 @@ class Database:
     def _migrate(self) -> None:
         """Bring the tables to this version, those of a new store too. Raises StoreUnusable."""
         version = self._check_version()
-        if version == 0 and self._lock.says_made:
+        if version == 0 and self.lock.says_made:
             raise StoreUnusable(self._say("has no content"))
         if version < SCHEMA_VERSION:
             with self.transaction():

@@ -69,6 +69,7 @@ class SessionStore:
     ) -> None:
         """Open the store. Raises StoreUnusable."""
         self._database = Database(directory, durability=durability)
+        self._database.lock.serve()
         self.directory = directory
         self.model, self.durability = model, durability
         self.wall_clock = wall_clock or _steady_clock()
