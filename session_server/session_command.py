@@ -1,15 +1,15 @@
 """List, show, move and delete the sessions that `serve` keeps on disk.
 
-  list                     show the sessions, oldest first
+  list                     show the sessions, oldest first, a line each
   show ID                  print what was said in one
   export ID [FILE]         write one to a file, or to stdout: it is JSON
   import FILE              put one from a file into the store
-  delete ID [ID ...]       delete some
+  delete ID [ID ...]       delete some, by their whole ids
   vacuum                   give the space of deleted sessions back to the disk
 
-`list`, `show` and `export` work beside a server; the others need the store
-for themselves, so stop the server first. The store is that of a server on the
-default port, unless --store names another.
+`list`, `show` and `export` work beside a server, and take the beginning of an
+ID; the others need the store for themselves, so stop the server first. The
+store is that of a server on the default port, unless --store names another.
 
 examples:
   session-server sessions list
@@ -24,18 +24,18 @@ import os
 import sqlite3
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
 from typing import Final
-
-from msgspec import structs
-from rich.console import Console
 
 from session_server.config import Settings
 from session_server.core.errors import InvalidRequest
 from session_server.core.owner import ANONYMOUS
-from session_server.sessions.store.database import Database, StoreUnusable
+from session_server.sessions.store.database import Database
+from session_server.sessions.store.lock import StoreUnusable
 from session_server.sessions.store.places import (
     KV_DIRECTORY,
     default_directory,
@@ -43,22 +43,21 @@ from session_server.sessions.store.places import (
 )
 from session_server.sessions.store.records import (
     Damaged,
-    LogEntry,
     SessionRow,
-    decode_entry,
     decode_settings,
     encode_entry,
     encode_settings,
 )
 from session_server.sessions.store.session_file import (
+    SessionFile,
     UnusableFile,
     entry_of,
     file_of,
     read_file,
+    settings_of,
     write_file,
 )
 from session_server.sessions.validation import check_session_id
-from session_server.terminal import make_table
 
 _WORDS: Final = {
     "list": (0, 0, "no id"),
@@ -68,8 +67,15 @@ _WORDS: Final = {
     "delete": (1, sys.maxsize, "ID, one or more"),
     "vacuum": (0, 0, "no id"),
 }
-_PIPED_COLUMNS: Final = 160
-_READS: Final = frozenset({"list", "show", "export"})
+LISTED_AT_ONCE: Final = 4096
+"""Sessions that `list` reads at a time. It prints them once others may have the store."""
+
+_MAX_NAMED: Final = 8
+_LAST_CHARACTER: Final = "~"
+"""Is behind every one that an id may have."""
+
+_COLUMNS: Final = "{:<36} {:<16} {:>7} {:>11} {:<16} {:>12}"
+"""Of a list. A longer id, or owner, moves what is behind it."""
 
 
 class _Refused(Exception):
@@ -101,9 +107,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"session-server sessions: {args.action} takes {needs}", file=sys.stderr)
         return 2
     try:
-        directory = _directory(args.store)
-        with closing(Database(directory, is_read_only=args.action in _READS)) as database:
-            _ACTIONS[args.action](database, args)
+        _ACTIONS[args.action](_directory(args.store), args)
+    except BrokenPipeError:
+        raise  # whoever reads what is printed has seen enough
     except (*_ERRORS, OSError, ValueError) as error:
         print(f"session-server sessions: {error}", file=sys.stderr)
         return 1
@@ -126,39 +132,45 @@ def _directory(asked: Path | None) -> Path:
     )
 
 
-def _list(database: Database, args: argparse.Namespace) -> None:
-    now_s = time.time()
-    rows = (
-        (
-            row.session_id,
-            row.owner_id,
-            f"{row.num_turns:,}",
-            f"{row.num_tokens:,}",
-            datetime.fromtimestamp(_created_s(row)).isoformat(" ", "minutes"),
-            f"{(row.expires_s - now_s) / 60:,.0f} min" if row.expires_s > now_s else "expired",
-        )
-        for row in database.walk(args.owner)
+def _list(directory: Path, args: argparse.Namespace) -> None:
+    print(_COLUMNS.format("id", "owner", "turns", "tokens", "opened", "expires in").rstrip())
+    after, num_read = 0, LISTED_AT_ONCE
+    while num_read == LISTED_AT_ONCE:
+        with closing(Database(directory, is_read_only=True)) as database:
+            rows = database.walk(args.owner, after=after)
+            lines = []
+            for row in islice(rows, LISTED_AT_ONCE):
+                lines.append(_line_of(row))
+                after = row.number
+        num_read = len(lines)
+        print(*lines, sep="", end="")
+
+
+def _line_of(row: SessionRow) -> str:
+    left_s = row.expires_s - time.time()
+    try:
+        opened = datetime.fromtimestamp(decode_settings(row.settings).created_s)
+        when = opened.isoformat(" ", "minutes")
+    except Damaged:
+        when = "damaged"
+    line = _COLUMNS.format(
+        row.session_id,
+        row.owner_id,
+        f"{row.num_turns:,}",
+        f"{row.num_tokens:,}",
+        when,
+        f"{left_s / 60:,.0f} min" if left_s > 0 else "expired",
     )
-    table = make_table(("id", "owner", "turns", "tokens", "opened", "expires in"), rows)
-    console = Console()
-    if not console.is_terminal:
-        console.width = _PIPED_COLUMNS
-    console.print(table)
+    return f"{line}\n"
 
 
-def _created_s(row: SessionRow) -> float:
-    return decode_settings(row.settings).created_s
-
-
-def _show(database: Database, args: argparse.Namespace) -> None:
-    row = _find(database, args.words[0], args.owner)
-    for item in file_of(row, _entries(database, row)).items:
+def _show(directory: Path, args: argparse.Namespace) -> None:
+    for item in _read(directory, args.words[0], args.owner).items:
         print(f"{item.role}: {item.content}")
 
 
-def _export(database: Database, args: argparse.Namespace) -> None:
-    row = _find(database, args.words[0], args.owner)
-    data = write_file(file_of(row, _entries(database, row)))
+def _export(directory: Path, args: argparse.Namespace) -> None:
+    data = write_file(_read(directory, args.words[0], args.owner))
     if len(args.words) == 1:
         sys.stdout.buffer.write(data)
     else:
@@ -168,54 +180,56 @@ def _export(database: Database, args: argparse.Namespace) -> None:
             file.write(data)
 
 
-def _import(database: Database, args: argparse.Namespace) -> None:
+def _import(directory: Path, args: argparse.Namespace) -> None:
     file = read_file(Path(args.words[0]))
     session_id, owner_id = args.new_id or file.session_id, args.owner or ANONYMOUS.owner_id
     try:
         check_session_id(session_id)
     except InvalidRequest as error:
         raise _Refused(f"{session_id!r}: {error.message}") from error
-    if database.find(owner_id, session_id) is not None:
-        raise _Refused(f"{session_id} is there already: pass --id ID for another one")
-    entry, now_s = entry_of(file), time.time()
-    # A key of the client is one of the server that it was sent to; who imports a session uses it.
-    settings = structs.replace(file.settings, request_digest=b"", num_own_uses=None)
-    _, last_number = database.count()
-    row = SessionRow(
-        number=max(last_number + 1, int(now_s * 1e6)),
-        owner_id=owner_id,
-        session_id=session_id,
-        model=file.model,
-        expires_s=now_s + file.settings.ttl_s,
-        settings=encode_settings(settings),
-        num_tokens=len(file.token_ids),
-        num_turns=len(file.ended_turns),
-        num_uses=0,
-    )
-    with database.transaction():
-        database.put(row, encode_entry(entry))
+    entry, settings, now_s = entry_of(file), settings_of(file), time.time()
+    with closing(Database(directory)) as database:
+        if database.find(owner_id, session_id) is not None:
+            raise _Refused(f"{session_id} is there already: pass --id ID for another one")
+        _, last_number = database.count()
+        row = SessionRow(
+            number=max(last_number + 1, int(now_s * 1e6)),
+            owner_id=owner_id,
+            session_id=session_id,
+            model=file.model,
+            expires_s=now_s + settings.ttl_s,
+            settings=encode_settings(settings),
+            num_tokens=len(file.token_ids),
+            num_turns=len(file.ended_turns),
+            num_uses=0,
+        )
+        with database.transaction():
+            database.put(row, encode_entry(entry))
     print(f"imported {session_id}, {row.num_turns:,} turns, {row.num_tokens:,} tokens")
 
 
-def _delete(database: Database, args: argparse.Namespace) -> None:
-    rows = [_find(database, name, args.owner) for name in args.words]
-    files = database.path.parent / KV_DIRECTORY
+def _delete(directory: Path, args: argparse.Namespace) -> None:
+    files = directory / KV_DIRECTORY
     has_files = files.is_dir() and any(files.iterdir())
-    # The KV of a session is found by its tokens, which only a server of its model can do.
-    end = database.retire if has_files else database.delete
-    with database.transaction():
-        for row in rows:
-            end(row.number)
+    with closing(Database(directory)) as database:
+        rows = [_exact(database, name, args.owner) for name in dict.fromkeys(args.words)]
+        # The KV of a session is found by its tokens, which only a server of its model can do.
+        end = database.retire if has_files else database.delete
+        with database.transaction():
+            for row in rows:
+                end(row.number)
     for row in rows:
         print(f"deleted {row.session_id}")
     if has_files:
         print(f"Their tokens and KV go when a server of this store starts. Before: rm -r {files}")
 
 
-def _vacuum(database: Database, _args: argparse.Namespace) -> None:
-    before = database.path.stat().st_size
-    database.vacuum()
-    print(f"{before:,} bytes before, {database.path.stat().st_size:,} now")
+def _vacuum(directory: Path, _args: argparse.Namespace) -> None:
+    with closing(Database(directory)) as database:
+        before = database.path.stat().st_size
+        database.vacuum()
+        after = database.path.stat().st_size
+    print(f"{before:,} bytes before, {after:,} now")
 
 
 _ACTIONS: Final = {
@@ -228,22 +242,49 @@ _ACTIONS: Final = {
 }
 
 
-def _find(database: Database, session_id: str, owner_id: str | None) -> SessionRow:
-    """Return a session by its id, or by how its id begins."""
-    found = [row for row in database.walk(owner_id) if row.session_id.startswith(session_id)]
-    exact = [row for row in found if row.session_id == session_id]
-    match exact or found:
+def _read(directory: Path, session_id: str, owner_id: str | None) -> SessionFile:
+    """Read a session by its id, or by how that begins."""
+    with closing(Database(directory, is_read_only=True)) as database:
+        exact = database.named(owner_id, session_id, session_id, limit=_MAX_NAMED)
+        row = _only(exact or _beginning(database, session_id, owner_id), session_id)
+        log = database.entries(row.number)
+    try:
+        return file_of(row, log)
+    except Damaged as error:
+        raise _Refused(
+            f"{row.session_id} is damaged ({error}): `session-server doctor --store {directory}` "
+            "says what to do"
+        ) from error
+
+
+def _exact(database: Database, session_id: str, owner_id: str | None) -> SessionRow:
+    """Return the session of an id: one that is deleted by how its id begins may be another one."""
+    exact = database.named(owner_id, session_id, session_id, limit=_MAX_NAMED)
+    begin_so = [] if exact else _beginning(database, session_id, owner_id)
+    if begin_so:
+        raise _Refused(
+            f"no session has the id {session_id}; give all of it to delete {_names(begin_so)}"
+        )
+    return _only(exact, session_id)
+
+
+def _beginning(database: Database, prefix: str, owner_id: str | None) -> list[SessionRow]:
+    return database.named(owner_id, prefix, f"{prefix}{_LAST_CHARACTER}", limit=_MAX_NAMED)
+
+
+def _only(rows: Sequence[SessionRow], session_id: str) -> SessionRow:
+    match rows:
         case [row]:
             return row
         case []:
-            raise _Refused(f"no session has the id {session_id}, or one that begins so")
+            raise _Refused(f"no session has the id {session_id}")
         case several:
-            owners = ", ".join(sorted({row.owner_id for row in several}))
             raise _Refused(
-                f"{len(several)} sessions have an id that is or begins with {session_id}: give "
-                f"more of it, or an --owner of {owners}"
+                f"more than one session has the id {session_id}, or one that begins so: give more "
+                f"of it, or an --owner: {_names(several)}"
             )
 
 
-def _entries(database: Database, row: SessionRow) -> list[LogEntry]:
-    return [decode_entry(data) for data in database.entries(row.number)]
+def _names(rows: Sequence[SessionRow]) -> str:
+    more = ", ..." if len(rows) == _MAX_NAMED else ""
+    return ", ".join(f"{row.session_id} of {row.owner_id}" for row in rows) + more

@@ -51,7 +51,7 @@ from session_server.sessions.journal import JournalLimits
 from session_server.sessions.manager import SessionManager
 from session_server.sessions.quotas import QuotaLimits, SessionLimits
 from session_server.sessions.salts import TenantSalts
-from session_server.sessions.store.database import StoreUnusable
+from session_server.sessions.store.lock import StoreIsBusy, StoreUnusable, once_free
 from session_server.sessions.store.places import default_directory
 from session_server.sessions.store.session_store import SessionStore
 from session_server.text.model_text import ModelText
@@ -392,10 +392,11 @@ async def opened_store(
     """Open the store for sessions of this model, and close it after the block; None without one.
 
     Raises:
+        StoreIsBusy: a command has it open, and goes on.
         StoreUnusable: the directory that was asked for cannot be used, or another server has it
             open. A server that was asked for none goes on without one, and warns.
     """
-    store = _open_store(settings, text, environment)
+    store = await _open_store(settings, text, environment)
     if store is None:
         yield None
         return
@@ -406,7 +407,7 @@ async def opened_store(
         await store.close()
 
 
-def _open_store(
+async def _open_store(
     settings: Settings, text: ModelText, environment: Mapping[str, str]
 ) -> SessionStore | None:
     asked, port = settings.sessions.store, settings.http.port
@@ -420,9 +421,12 @@ def _open_store(
     assert directory is not None, "a store without a place"
     model, durability = text.fingerprint, settings.sessions.durability
     try:
-        store = SessionStore(directory, model=model, durability=durability)
+        store = await once_free(
+            partial(SessionStore, directory, model=model, durability=durability)
+        )
     except StoreUnusable as error:
-        if asked != "auto":
+        # One that a command has open holds what was told to be durable: none of it may seem lost.
+        if asked != "auto" or isinstance(error, StoreIsBusy):
             raise
         _logger.warning("sessions end with this server, because they cannot be kept: %s", error)
         return None

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from contextlib import closing
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from session_server import cli
+from session_server.config import Settings
 from session_server.core.errors import SessionNotFound
 from session_server.sessions.store.database import Database
+from session_server.sessions.store.lock import StoreIsBusy, StoreUnusable
+from session_server.sessions.store.session_file import MAX_TTL_S
 from tests.sessions.test_stored_sessions import Disk, state_of
 from tests.sessions.world import OWNER, completed, turn
 
@@ -60,8 +69,10 @@ def test_a_session_is_shown_by_how_its_id_begins(disk: Disk, name: str, capsys: 
     assert "another question" in said
     status, _, told = sessions(capsys, disk.directory, "show", "s_")
     assert status == 1
-    assert "2 sessions have an id" in told
-    assert "owner, stranger" in told
+    assert "more than one session has the id s_, or one that begins so" in told
+    assert " of owner, " in told
+    assert " of stranger" in told
+    assert sessions(capsys, disk.directory, "show", name, "--owner", "stranger")[0] == 1
 
 
 def test_a_session_goes_on_in_another_store_token_for_token(
@@ -109,8 +120,12 @@ def test_a_store_is_read_beside_a_server_and_not_changed(
     disk: Disk, name: str, capsys: Shown
 ) -> None:
     server = Database(disk.directory)
+    server.lock.serve()
     assert sessions(capsys, disk.directory, "show", name)[0] == 0
-    for words in (("delete", name), ("vacuum",), ("import", __file__)):
+    _, exported, _ = sessions(capsys, disk.directory, "export", name)
+    (disk.directory.parent / "talk.json").write_text(exported)
+    talk = str(disk.directory.parent / "talk.json")
+    for words in (("delete", name), ("vacuum",), ("import", talk, "--id", "fresh")):
         status, _, told = sessions(capsys, disk.directory, *words)
         assert (status, "another server has it open" in told) == (1, True)
     server.close()
@@ -156,16 +171,146 @@ def test_the_store_is_that_of_a_server_on_the_default_port(
     assert "no home directory" in capsys.readouterr().err
 
 
+def change(disk: Disk, statement: str, *values: object) -> None:
+    """Change a store behind its back."""
+    with closing(Database(disk.directory)) as database, database.transaction():
+        database._writer.execute(statement, values)
+
+
+def test_only_whole_ids_are_deleted(disk: Disk, name: str, capsys: Shown) -> None:
+    status, _, told = sessions(capsys, disk.directory, "delete", name, name[:20])
+    assert status == 1
+    assert f"give all of it to delete {name} of owner" in told
+    assert name in sessions(capsys, disk.directory, "list")[1], "all of them or none"
+    status, _, told = sessions(capsys, disk.directory, "delete", "other")
+    assert (status, "no session has the id other" in told) == (1, True)
+    with disk.world() as world:
+        for owner in ("one", "two"):
+            world.create(owner=owner, is_stored=True, session_id="same")
+    status, _, told = sessions(capsys, disk.directory, "delete", "same")
+    assert (status, "same of one, same of two" in told) == (1, True)
+    words = ("delete", "same", "same", "--owner", "one")
+    assert sessions(capsys, disk.directory, *words) == (0, "deleted same\n", "")
+    assert sessions(capsys, disk.directory, "show", "same", "--owner", "two")[0] == 0
+
+
+def test_a_session_is_found_without_a_look_at_the_others(disk: Disk, name: str) -> None:
+    with closing(Database(disk.directory)) as database:
+        (row,) = database.named(None, name, name, limit=9)
+        with database.transaction():
+            for number in range(1, 300):
+                other = structs.replace(row, number=number, session_id=f"{name}{number}")
+                database.put(other, b"")
+        looks = [0]
+
+        def count() -> None:
+            looks[0] += 1
+
+        database._reader.set_progress_handler(count, 1)
+        for owner_id in (None, "owner"):
+            assert database.named(owner_id, name, name, limit=9) == [row]
+            assert len(database.named(owner_id, name, f"{name}~", limit=9)) == 9
+        assert looks[0] < 4 * 300, "steps of SQLite's machine"
+
+
+def test_a_store_that_is_listed_is_free_while_nobody_reads_what_is_printed(
+    disk: Disk, name: str
+) -> None:
+    """A pager may show the first page for hours."""
+    with closing(Database(disk.directory)) as database:
+        (row,) = database.named(None, name, name, limit=9)
+        with database.transaction():
+            for number in range(1, 10_001):
+                database.put(
+                    structs.replace(row, number=number, session_id=f"n{number}", num_entries=0), b""
+                )
+    command = [sys.executable, "-m", "session_server", "sessions", "list"]
+    command += ["--store", str(disk.directory)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as listing:
+        assert listing.stdout is not None
+        head, first = listing.stdout.readline(), listing.stdout.readline()
+        Database(disk.directory).close()  # as a server that begins
+        ids = [line.split()[0] for line in listing.stdout]
+    assert listing.returncode == 0
+    assert [line.split()[0] for line in (head, first)] == ["id", "n1"]
+    assert ids[:9_999] == [f"n{number}" for number in range(2, 10_001)]
+    assert len(ids) == 10_001
+
+
+@pytest.mark.parametrize("words", [("delete", "NAME"), ("vacuum",)])
+def test_a_server_can_tell_that_a_command_changes_its_store(
+    disk: Disk, name: str, *, capsys: Shown, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    """It waits then, and does not go on without what it has told to be durable."""
+    refused = list[type[Exception]]()
+
+    def begin_a_server(_database: Database) -> None:
+        monkeypatch.undo()
+        try:
+            Database(disk.directory)
+        except StoreUnusable as error:
+            refused.append(type(error))
+
+    monkeypatch.setattr(Database, "_check_files", begin_a_server)
+    monkeypatch.setattr(Database, "vacuum", begin_a_server)
+    words = tuple(word.replace("NAME", name) for word in words)
+    assert sessions(capsys, disk.directory, *words)[0] == 0
+    assert refused == [StoreIsBusy]
+
+
+def test_what_is_damaged_is_not_shown_as_if_it_were_whole(
+    disk: Disk, name: str, capsys: Shown, tmp_path: Path
+) -> None:
+    place = f"session = (SELECT number FROM sessions WHERE id = '{name}')"
+    change(disk, f"DELETE FROM entries WHERE {place} AND position = 3")
+    for words in (("show", name), ("export", name, str(tmp_path / "talk.json"))):
+        status, said, told = sessions(capsys, disk.directory, *words)
+        assert (status, said) == (1, "")
+        assert f"{name} is damaged" in told
+        assert f"session-server doctor --store {disk.directory}" in told
+    assert not (tmp_path / "talk.json").exists()
+
+
+def test_one_with_damaged_settings_is_listed_and_deleted_with_the_others(
+    disk: Disk, name: str, capsys: Shown
+) -> None:
+    change(disk, "UPDATE sessions SET settings = x'00' WHERE id = ?", name)
+    status, table, _ = sessions(capsys, disk.directory, "list")
+    (line,) = (line for line in table.splitlines() if name in line)
+    assert (status, "damaged" in line, len(table.splitlines())) == (0, True, 3)
+    assert sessions(capsys, disk.directory, "delete", name)[0] == 0
+
+
 @pytest.mark.parametrize(
     "change",
     [
-        {"version": 2},
+        {"version": 1},
         {"answer_len": 10**6},
+        {"answer_len": 2**31},
         {"num_open": -1},
+        {"num_open": 10**6},
+        {"num_made": 1},
         {"token_ids": [-1]},
-        {"answer_ends": [[10**6, 1]]},
-        {"answer_ends": [[0, 10**6]]},
+        {"token_ids": [1 << 31]},
+        {"answers": [{"item": 10**6, "end": 1, "is_end_replaced": False}]},
+        {"answers": [{"item": 0, "end": 1, "is_end_replaced": False}] * 2},
+        {"items.0.role": "king"},
+        {"items.0": {"role": "raw", "end_len": 10**6}},
+        {"ended_turns.0.input_tokens": 1 << 32},
+        {"ended_turns.0.index": -1},
+        {"ended_turns.0.kind": "vanished"},
+        {"ended_turns.0.first_token_ms": 1e300},
+        {"ended_turns.0.id_digest": "0"},
+        {"settings.ttl_s": 1e12},
+        {"settings.ttl_s": 0},
+        {"settings.created_s": 1e300},
+        {"settings.now_s": 1e300},
+        {"settings.now_s": -1},
+        {"settings.metadata": {"k": "v" * 200_000}},
+        {"settings.metadata": {f"{number}": "" for number in range(17)}},
+        {"settings.history": "append", "answers.0.end": 10**6},
         {"surplus": 1},
+        {"settings.surplus": 1},
         {"items": [{}]},
     ],
 )
@@ -173,10 +318,32 @@ def test_a_file_that_is_no_session_changes_nothing(
     disk: Disk, name: str, *, capsys: Shown, tmp_path: Path, change: dict[str, object]
 ) -> None:
     _, exported, _ = sessions(capsys, disk.directory, "export", name)
-    path = tmp_path / "file.json"
-    path.write_text(json.dumps(json.loads(exported) | change))
-    status, _, told = sessions(capsys, disk.directory, "import", str(path), "--id", "new")
+    path, file = tmp_path / "file.json", json.loads(exported)
+    for place, value in change.items():
+        *outer, last = (int(key) if key.isdigit() else key for key in place.split("."))
+        holder = reduce(getitem, outer, file)
+        holder[last] = holder[last] | value if isinstance(last, int) else value
+    path.write_text(json.dumps(file))
+    status, _, told = sessions(capsys, disk.directory, "import", str(path), "--id", "fresh")
     assert status == 1
     assert told.startswith("session-server sessions: ")
     assert "Traceback" not in told
-    assert "new" not in sessions(capsys, disk.directory, "list")[1]
+    assert "fresh" not in sessions(capsys, disk.directory, "list")[1]
+
+
+def test_every_value_of_a_file_has_a_name(disk: Disk, name: str, capsys: Shown) -> None:
+    """It is read by people, and the log may change how it writes the same."""
+    file = json.loads(sessions(capsys, disk.directory, "export", name)[1])
+    assert file["version"] == 2
+    assert file["settings"].keys() == {
+        *("ttl_s", "metadata", "is_pinned", "history", "created_s", "now_s")
+    }
+    lists = {key for key, value in file.items() if isinstance(value, list)}
+    assert lists == {"token_ids", "items", "tools", "answers", "ended_turns"}
+    assert all(isinstance(each, dict) for key in ("items", "answers") for each in file[key])
+    assert file["ended_turns"][0]["kind"] in ("stop", "length")
+
+
+def test_a_file_may_have_the_longest_time_to_live_that_a_server_gives() -> None:
+    schema = Settings.model_json_schema()["$defs"]["SessionOptions"]["properties"]["ttl_s"]
+    assert schema["maximum"] == MAX_TTL_S

@@ -169,11 +169,13 @@ class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseDeleted(msgspec.Struct, frozen=True, kw_only=True):
-    """A response that is gone."""
+    """A response that is gone. `durable`: whether it is gone from the disk too; null for one that
+    was never there."""
 
     id: str
     object: Literal["response.deleted"] = "response.deleted"
     deleted: Literal[True] = True
+    durable: bool | None = None
 
 
 class InputTokenCount(msgspec.Struct, frozen=True, kw_only=True):
@@ -203,11 +205,13 @@ class ConversationBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConversationDeleted(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversation that is gone."""
+    """A conversation that is gone. `durable`: whether it is gone from the disk too; null for one
+    that was never there."""
 
     id: str
     object: Literal["conversation.deleted"] = "conversation.deleted"
     deleted: Literal[True] = True
+    durable: bool | None = None
 
 
 class ResponseItems(msgspec.Struct, frozen=True, kw_only=True):

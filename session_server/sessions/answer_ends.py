@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from array import array
 from bisect import bisect_left
+from itertools import pairwise
 from typing import Self
 
 from session_server.sessions.history_change import AnswersChange
@@ -62,6 +63,16 @@ class Answers:
         self._indexes.extend(change.indexes)
         self._ends.extend(change.ends)
         self._num_kept = len(self._indexes)
+
+    def check(self, *, num_items: int, num_tokens: int) -> None:
+        """Raise ValueError if answers are not in order among so many items, or end behind so many
+        tokens."""
+        indexes = (-1, *self._indexes, num_items)
+        if len(self._indexes) != len(self._ends) or any(a >= b for a, b in pairwise(indexes)):
+            raise ValueError(f"the answers are not in order among {num_items} items")
+        last_end = max((max(end, ~end) for end in self._ends), default=0)
+        if last_end > num_tokens:
+            raise ValueError(f"an answer ends at token {last_end} of {num_tokens}")
 
     def last_before(self, num_items: int) -> int:
         """Return how many items there are up to the last answer among the first ones; 0 without

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -14,6 +15,7 @@ from session_server.sessions.drain import Drain
 from session_server.sessions.parts import SessionParts
 from session_server.sessions.session import Session
 from session_server.sessions.turn_flow import TurnFlow
+from session_server.sessions.views import SessionView
 
 EXPIRY_SLACK_S: Final = 1.0
 """By how much the end of a session's time on disk may differ from that in memory."""
@@ -33,6 +35,31 @@ class SessionExits:
         close = partial(self.close, reason="draining")
         self.drain = Drain(parts.sessions, flow, parts.link, close)
         parts.quotas.room_makers.unload = self._unload_one
+
+    async def delete(self, owner: Owner, session_id: str) -> SessionView:
+        """Close a session as `close_named` does, and wait until that is on disk, or cannot be.
+
+        Returns:
+            The session as it closes; `is_durable` says whether it is gone from the disk, which it
+            is not while the turn goes on that was canceled. None for one that was never there.
+        """
+        sessions, logs = self._parts.sessions, self._parts.logs
+        session, number = sessions.find(owner, session_id), sessions.order_of(owner, session_id)
+        is_stored = session is None or session.life.log is not None
+        view = self.close_named(owner, session_id, "client")
+        await logs.flush()  # the end of a turn, with which the session goes
+        await logs.flush()
+        is_open = session is not None and session is sessions.find(owner, session_id)
+        is_gone = not is_open and logs.is_gone(number)
+        return replace(view, is_durable=is_gone if is_stored else None)
+
+    def close_named(self, owner: Owner, session_id: str, reason: CloseReason) -> SessionView:
+        """Close a session, in memory or on disk alone, by its id. Raises SessionNotFound."""
+        if (view := self._parts.sessions.close_on_disk(owner, session_id)) is not None:
+            return view
+        session = self._parts.sessions.get(owner, session_id)
+        self.close(session, reason)
+        return session.view()
 
     def close(self, session: Session, reason: CloseReason) -> None:
         """Reject new turns, end waiting ones, cancel a running one; `finish` does the rest when the

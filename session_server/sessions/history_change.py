@@ -8,27 +8,34 @@ default, and none changes what it means.
 from __future__ import annotations
 
 from array import array
+from typing import Annotated
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from session_server.core.session_events import ConversationItem
+
+Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
+"""What an int32 holds that counts something. Whoever reads another one refuses it."""
+
+_End = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
 
 
 class ItemsChange(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Keep the first `num_kept` items, add others. `num_made`: ids given to items so far."""
 
-    num_kept: int
+    num_kept: Count
     added: tuple[ConversationItem, ...]
-    num_made: int
+    num_made: Count
 
 
 class AnswersChange(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Keep where the first `num_kept` answers end, add others; see `Answers`."""
 
-    num_kept: int
-    indexes: tuple[int, ...]
-    ends: tuple[int, ...]
+    num_kept: Count
+    indexes: tuple[Count, ...]
+    ends: tuple[_End, ...]
 
 
 class HistoryChange(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -38,14 +45,14 @@ class HistoryChange(msgspec.Struct, frozen=True, gc=False, array_like=True):
     items, which the next turn renders. `answer_len`, `is_end_replaced`: see `Transcript`.
     """
 
-    num_kept: int
+    num_kept: Count
     tokens: bytes
     items: ItemsChange
     answers: AnswersChange
     tools: tuple[str, ...] | None
-    answer_len: int
+    answer_len: Count
     is_end_replaced: bool
-    num_open: int
+    num_open: Count
 
 
 def apply_tokens(tokens: array[int], change: HistoryChange) -> None:

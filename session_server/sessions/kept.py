@@ -170,6 +170,16 @@ class KeptRecords(Generic[_RecordT]):
         self._remove(slot)
         return slot.made_in
 
+    def number_of(self, owner: Owner, key: str) -> int:
+        """Return the number that a record has on disk; 0 if it was never written, or is unknown."""
+        slot = self._by_owner.get(owner, {}).get(key)
+        return 0 if slot is None else slot.number
+
+    def is_gone(self, number: int) -> bool | None:
+        """Return whether it is on disk that a record of this number was removed; None for one that
+        was never there. Ask once all was written that was asked for."""
+        return not self._log.is_behind(number) if number else None
+
     def remove_some(self, owner: Owner, most: int) -> int:
         """Forget up to so many records of an owner; return their number."""
         oldest = tuple(islice(self._by_owner.get(owner, {}).values(), most))

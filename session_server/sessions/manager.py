@@ -154,7 +154,7 @@ class SessionManager:
             self._quotas.owned_sessions.add(Owner(owner_id), num_sessions)
             self._quotas.stored_bytes.add(Owner(owner_id), num_bytes)
         ends = StoredEnds(store, self.edits.parts, self._flow.copies, self._clock)
-        stored = StoredSessions(store, ends, self._sessions, self._quotas, self._maker)
+        stored = StoredSessions(store, ends, self._sessions, self._quotas, self._maker, self._link)
         self._sessions.on_disk = stored
         self._quotas.room_makers.delete = stored.make_room
 
@@ -274,11 +274,7 @@ class SessionManager:
         `SessionClosed` ends the journal, at once when no turn runs; then the id is free. Closing
         twice is closing once. Raises SessionNotFound.
         """
-        if (view := self._sessions.close_on_disk(owner, session_id)) is not None:
-            return view
-        session = self._sessions.get(owner, session_id)
-        self.exits.close(session, reason)
-        return session.view()
+        return self.exits.close_named(owner, session_id, reason)
 
     async def encode(self, owner: Owner, raw: RawInput, *, add_bos: bool) -> tuple[int, ...]:
         """Return the token ids of raw input; encode a long text off the event loop. Raises

@@ -147,15 +147,19 @@ class SessionRegistry:
 
     def check_free(self, owner: Owner, session_id: str) -> None:
         """Raise SessionExists if the owner has an open session with this id."""
-        is_stored = (
-            self.on_disk is not None and self.on_disk.order_of(owner, session_id) is not None
-        )
-        if is_stored or self.find(owner, session_id) is not None:
+        if self.order_of(owner, session_id) is not None:
             raise SessionExists("the session id is in use", param="id")
 
     def find(self, owner: Owner, session_id: str) -> Session | None:
         """Return an open session that is in memory, or None."""
         return self._by_owner.get(owner, {}).get(session_id)
+
+    def order_of(self, owner: Owner, session_id: str) -> int | None:
+        """Return the place in the order of an open session, in memory or on disk, or None."""
+        session = self.find(owner, session_id)
+        if session is not None or self.on_disk is None:
+            return None if session is None else session.life.order
+        return self.on_disk.order_of(owner, session_id)
 
     def get(self, owner: Owner, session_id: str) -> Session:
         """Return an open session; raise SessionNotFound for an unknown id and for another owner's
@@ -227,10 +231,7 @@ class SessionRegistry:
         cursor = _CURSOR.fullmatch(after)
         if cursor is not None:
             return min(int(cursor[1]), _LAST_ORDER)
-        session = self.find(owner, after)
-        order = None if session is None else session.life.order
-        if order is None and self.on_disk is not None:
-            order = self.on_disk.order_of(owner, after)
+        order = self.order_of(owner, after)
         if order is None:
             raise InvalidRequest("neither a cursor nor the id of an open session", param="after")
         return order

@@ -163,6 +163,10 @@ class SessionLogs:
         end = self.store.retire if leaves_kv else self.store.delete
         end(session.life.order, told)
 
+    def is_gone(self, number: int | None) -> bool:
+        """Return whether nothing is on disk of a session that was deleted, by its number."""
+        return self.store is None or self.store.is_gone(number)
+
     def outlives(self, session: Session) -> bool:
         """Return whether a session that closes stays on disk, for another process."""
         is_stored = session.life.log is not None and self.store is not None

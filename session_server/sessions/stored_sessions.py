@@ -20,10 +20,12 @@ from session_server.core.errors import (
 from session_server.core.owner import Owner
 from session_server.core.session_events import SessionState
 from session_server.sessions.backlog import SLICE
+from session_server.sessions.engine_link import EngineLink
 from session_server.sessions.opening import SessionMaker, history_modes
 from session_server.sessions.quotas import Quotas
 from session_server.sessions.registry import SessionRegistry
 from session_server.sessions.session import LogPlace, Session, SessionConfig, SessionLife
+from session_server.sessions.session_logs import BUSY_S
 from session_server.sessions.store.records import (
     Damaged,
     SessionRow,
@@ -47,13 +49,15 @@ class StoredSessions:
     sessions: SessionRegistry
     quotas: Quotas
     maker: SessionMaker
+    link: EngineLink
     _turnstile: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def restore(self, owner: Owner, session_id: str) -> Session | None:
         """Return a session that is on disk, registered and counted, or None if there is none.
 
         Raises:
-            UnknownModel: its tokens are those of another tokenizer or chat template.
+            UnknownModel: its tokens are those of another tokenizer or chat template, or it has some
+                that the model does not have.
             UnsupportedOperation: it asked for a `history` that this model's template cannot write.
             InternalInconsistency: what is stored of it is damaged.
             QuotaExceeded, ServerBusy: there is no room for it in memory, or no disk to read.
@@ -170,7 +174,9 @@ class StoredSessions:
     def _begin(self, owner: Owner, row: SessionRow) -> Session:
         """Return a session without its conversation. Raises UnsupportedOperation, UnknownModel,
         InternalInconsistency."""
-        stored, left_s = _settings(row), row.expires_s - self.store.wall_clock()
+        stored = _settings(row)
+        # A clock that was set meanwhile gives no session more than its own time.
+        left_s = min(row.expires_s - self.store.wall_clock(), stored.ttl_s + BUSY_S)
         settings = _config(stored)
         settings.is_pinned &= self.maker.limits.allows_pinned
         life = SessionLife(
@@ -190,7 +196,7 @@ class StoredSessions:
 
     def _fill(self, session: Session, row: SessionRow) -> Iterator[None]:
         """Give a new session the conversation that is in the store, some of it with each step.
-        Raises InternalInconsistency, sqlite3.Error."""
+        Raises InternalInconsistency, UnknownModel, sqlite3.Error."""
         num_bytes = 0
         try:
             for entries, size in self.store.slices(row):
@@ -200,8 +206,12 @@ class StoredSessions:
                         session.ended.restore(turn)
                 num_bytes += size
                 yield
+            session.transcript.check_places()
         except (Damaged, ValueError) as error:
             raise _damaged(row, error) from error
+        ready = self.link.ready
+        if ready is not None and not session.transcript.has_only(ready.vocab_size):
+            raise UnknownModel("this session has token ids that the model does not have")
         session.life.log = LogPlace(row.num_entries, num_bytes, expires_s=session.expires_s)
         session.life.log.num_uses = row.num_uses
 

@@ -347,6 +347,23 @@ class Transcript:
         self._open = self._items.messages(num_items - change.num_open)
         self._taken = _Taken(len(self._tokens), self._tools, is_wanted=True)
 
+    def check_places(self) -> None:
+        """Raise ValueError if something is said to be where nothing is."""
+        num_tokens = len(self._tokens)
+        for item in self._items:
+            if item.role == "raw" and not 0 <= item.end_len <= num_tokens:
+                raise ValueError(f"{item.id} ends at token {item.end_len} of {num_tokens}")
+        # Where a template renders the answers anew, they end elsewhere.
+        is_moved = self.mode == "template"
+        self._answers.check(
+            num_items=len(self._items), num_tokens=sys.maxsize if is_moved else num_tokens
+        )
+
+    def has_only(self, vocab_size: int) -> bool:
+        """Return whether all token ids are of a vocabulary of this size. O(tokens)."""
+        tokens = np.frombuffer(self._tokens, np.int32)
+        return not len(tokens) or (int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size)
+
     def _note_replaced_end(self, prompt: Prompt) -> None:
         """Note that the prompt replaces the token which ended the last answer or raw input, if it
         does."""

@@ -100,7 +100,7 @@ async def act_on_session(
     owner, name = shown.owner, shown.view.session_id
     if action == "close":
         num_readers = caller.readers.num_readers(owner, name)
-        view = sessions.close(owner, name)  # it may be gone with this call
+        view = await sessions.exits.delete(owner, name)  # it may be gone with this call
         return JsonResponse(_body(replace(shown, view=view), None, num_readers))
     await sessions.load(owner, name)
     match action:

@@ -109,9 +109,12 @@ async def update_conversation(conversation_id: str, request: Request, caller: Ca
 @router.delete("/{conversation_id}", responses=answers(ConversationDeleted, "It is gone."))
 async def delete_conversation(conversation_id: str, request: Request, caller: Caller) -> Response:
     """Forget a conversation. Responses that were made in it stay."""
-    turns_of(request).forget_conversation(caller.owner, conversation_id)
+    turns = turns_of(request)
+    number = turns.conversations.records.number_of(caller.owner, conversation_id)
+    turns.forget_conversation(caller.owner, conversation_id)
     await caller.sessions.stored()
-    return JsonResponse(ConversationDeleted(id=conversation_id))
+    is_gone = turns.conversations.records.is_gone(number)
+    return JsonResponse(ConversationDeleted(id=conversation_id, durable=is_gone))
 
 
 @router.get(

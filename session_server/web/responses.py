@@ -164,6 +164,7 @@ async def get_response(
 async def delete_response(response_id: str, request: Request, caller: Caller) -> Response:
     """Forget a response. Others that went on from it stay."""
     turns = turns_of(request)
+    number = turns.store.records.number_of(caller.owner, response_id)
     if not turns.forget_unread(caller.owner, response_id):
         stored = _find(request, caller, response_id)
         if stored.content.state == "running":
@@ -172,7 +173,8 @@ async def delete_response(response_id: str, request: Request, caller: Caller) ->
                 caller.sessions.cancel(caller.owner, session_id, response_id, keep_partial=False)
         turns.forget(stored)
     await caller.sessions.stored()
-    return JsonResponse(ResponseDeleted(id=response_id))
+    is_gone = turns.store.records.is_gone(number)
+    return JsonResponse(ResponseDeleted(id=response_id, durable=is_gone))
 
 
 @router.post("/{response_id}/cancel", responses=answers(ResponseBody, "The response as it ends."))

@@ -153,9 +153,7 @@ async def update_session(session_id: str, request: Request, caller: Caller) -> R
 @router.delete("/{session_id}", responses=answers(SessionBody, "The session as it closes."))
 async def close_session(session_id: str, caller: Caller) -> Response:
     """Close a session; a running turn is canceled first."""
-    view = caller.sessions.close(caller.owner, session_id)
-    await caller.sessions.stored()  # the end of a turn, with which the session goes
-    await caller.sessions.stored()
+    view = await caller.sessions.exits.delete(caller.owner, session_id)
     return JsonResponse(session_body(view, caller.services.model))
 
 

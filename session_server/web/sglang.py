@@ -102,7 +102,7 @@ async def close_session(request: Request, caller: Caller) -> Response:
     """Close a session; one with a running turn closes when the turn ends."""
     body = await read_body(request, CloseSessionBody, media_type=None)
     with contextlib.suppress(SessionNotFound):
-        caller.sessions.close(caller.owner, body.session_id)
+        await caller.sessions.exits.delete(caller.owner, body.session_id)
     return Response()
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from session_server.sessions.history_change import AnswersChange, HistoryChange, ItemsChange
-from session_server.sessions.store.database import StoreUnusable
+from session_server.sessions.store.lock import StoreUnusable
 from session_server.sessions.store.records import (
     EndRecord,
     LogEntry,

@@ -19,7 +19,8 @@ from typing import Final
 from unittest import mock
 
 from session_server.sessions.store import database
-from session_server.sessions.store.database import Database, StoreUnusable
+from session_server.sessions.store.database import Database
+from session_server.sessions.store.lock import StoreUnusable
 from session_server.sessions.store.records import encode_entry
 from session_server.sessions.store.schema import SCHEMA_VERSION, VERSIONS
 from session_server.sessions.store.session_store import SessionStore

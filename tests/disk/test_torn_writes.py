@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from session_server.sessions.store.database import Database, StoreUnusable
+from session_server.sessions.store.database import Database
+from session_server.sessions.store.lock import StoreUnusable
 from session_server.sessions.store.records import Damaged
 from session_server.sessions.store.session_store import SessionStore
 from tests.disk.recording import Kind, environment
@@ -181,7 +182,8 @@ def test_a_bug_where_calls_fail_is_found(bug: str) -> None:
 def test_a_database_that_cannot_be_opened_to_write_is_not_opened_to_read() -> None:
     program = """
 from pathlib import Path
-from session_server.sessions.store.database import Database, StoreUnusable
+from session_server.sessions.store.database import Database
+from session_server.sessions.store.lock import StoreUnusable
 try:
     database = Database(Path("store"))
 except StoreUnusable as error:

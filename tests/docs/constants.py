@@ -383,6 +383,18 @@ SESSIONS = (
         "it is refused",
     ),
     _constant(
+        "sessions.store.session_file:MAX_TTL_S",
+        "time to live of a session that `sessions import` reads",
+        "s",
+        "it is refused",
+    ),
+    _constant(
+        "session_command:_MAX_NAMED",
+        "sessions that `sessions` names where an ID is not that of one",
+        "sessions",
+        "others are not named",
+    ),
+    _constant(
         "sessions.store.session_store:DISK_WAIT_S",
         "time that a write to the store may take",
         "s",
@@ -399,6 +411,12 @@ SESSIONS = (
         "time that the end of a server waits for its store",
         "s",
         "it ends without it",
+    ),
+    _constant(
+        "sessions.store.lock:COMMANDS_WAIT_S",
+        "time that a server waits for commands that have its store open",
+        "s",
+        "it does not start: exit status 2",
     ),
     _constant(
         "sessions.store.database:_BUSY_S",

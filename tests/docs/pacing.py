@@ -122,6 +122,18 @@ SLICES = (
         _NEXT,
     ),
     _constant(
+        "session_command:LISTED_AT_ONCE",
+        "sessions that `sessions list` reads before it prints them and lets others have the store",
+        "sessions",
+        _NEXT,
+    ),
+    _constant(
+        "sessions.store.lock:_LOOK_S",
+        "time after which a server looks again whether a command has its store open",
+        "s",
+        _NEXT,
+    ),
+    _constant(
         "sessions.store.database:_PAGE_ROWS",
         "sessions read by `sessions list` and `doctor`",
         "sessions",
@@ -320,7 +332,6 @@ BOUND_NOTHING = frozenset(
         "session_server.runner.packed_formats:WORD_BITS",
         # How much is converted at a time.
         "session_server.models.layers.block_weight:CHUNK_ELEMENTS",
-        "session_server.session_command:_PIPED_COLUMNS",
         "session_server.sessions.registry:_LAST_ORDER",
         # Of the store: what marks its file, and the bytes of a secret and a checksum.
         "session_server.sessions.store.schema:APPLICATION_ID",
@@ -328,6 +339,9 @@ BOUND_NOTHING = frozenset(
         "session_server.sessions.store.lost_pages:_FRAME_HEADER_BYTES",
         "session_server.sessions.store.lost_pages:_LOG_HEADER_BYTES",
         "session_server.sessions.store.records:_CHECKSUM_BYTES",
+        "session_server.sessions.store.session_file:_VERSION",
+        # The end of every calendar.
+        "session_server.sessions.store.records:LAST_S",
         # How much of a digest is shown.
         "session_server.web.key_store:SHORT_DIGEST_CHARS",
         # Of what is known of copies of KV: the bytes of a hash, and what one counts for.

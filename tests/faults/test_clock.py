@@ -30,7 +30,7 @@ MAY_SHOW_THE_TIME = {
     ("session_server/sessions/store/session_store.py", "_steady_clock"): (
         "when the server began: sessions on disk expire by it, whatever it says later"
     ),
-    ("session_server/session_command.py", "_list"): "what is left of a session's time",
+    ("session_server/session_command.py", "_line_of"): "what is left of a session's time",
     ("session_server/session_command.py", "_import"): "when a session was imported",
     ("session_server/sessions/response_turns.py", "_measure"): "the template's date, in a count",
     (

@@ -20,7 +20,8 @@ import pytest
 
 from session_server.sessions.history_change import AnswersChange, HistoryChange, ItemsChange
 from session_server.sessions.store import session_store, writer
-from session_server.sessions.store.database import Behind, Database, StoreUnusable
+from session_server.sessions.store.database import Behind, Database
+from session_server.sessions.store.lock import StoreIsBusy, StoreUnusable
 from session_server.sessions.store.records import (
     Damaged,
     EndRecord,
@@ -160,6 +161,7 @@ def test_only_the_user_may_read_a_store(tmp_path: Path) -> None:
 
 def test_a_store_has_one_server(tmp_path: Path) -> None:
     database = Database(tmp_path / "store")
+    database.lock.serve()
     program = (
         "import sys; from pathlib import Path;"
         "from session_server.sessions.store.database import Database;"
@@ -325,13 +327,25 @@ def test_reading_a_store_changes_no_file_of_it(tmp_path: Path, state: str) -> No
     assert after == before
 
 
-def test_no_server_begins_while_its_store_is_read(tmp_path: Path) -> None:
+def test_no_server_begins_while_a_command_has_its_store_open(tmp_path: Path) -> None:
     Database(tmp_path).close()
-    reader = Database(tmp_path, is_read_only=True)
-    with pytest.raises(StoreUnusable, match="a command that reads it"):
+    readers = [Database(tmp_path, is_read_only=True) for _ in range(2)]
+    for reader in readers:
+        with pytest.raises(StoreIsBusy, match="a command has it open"):
+            Database(tmp_path)
+        reader.close()
+    command = Database(tmp_path)
+    with pytest.raises(StoreIsBusy, match="a command has it open"):
         Database(tmp_path)
-    reader.close()
-    Database(tmp_path).close()
+    command.close()
+    server = Database(tmp_path)
+    server.lock.serve()
+    beside = Database(tmp_path, is_read_only=True)
+    with pytest.raises(StoreUnusable, match="another server has it open") as refused:
+        Database(tmp_path)
+    assert refused.type is StoreUnusable, "nobody waits for a server"
+    for each in (beside, server):
+        each.close()
 
 
 @pytest.mark.parametrize("place", range(len(DATA)))

@@ -769,3 +769,20 @@ def test_what_changes_during_a_write_is_on_disk_before_its_client_is_told(disk: 
         world.do(world.manager.stored())
     with disk.world() as world:
         assert world.history(name) == ()
+
+
+def test_one_that_closes_with_its_turn_is_not_gone_before(disk: Disk) -> None:
+    with disk.world() as world:
+        stored, other = world.create(is_stored=True), world.create()
+        world.submit(stored, turn("t"))
+        view = world.do(world.manager.exits.delete(OWNER, stored))
+        assert (view.state, view.is_durable) == ("closing", False)
+        world.engine.run()
+        world.do(world.manager.stored())
+        with pytest.raises(SessionNotFound):
+            world.do(world.manager.exits.delete(OWNER, stored))
+        assert world.do(world.manager.exits.delete(OWNER, other)).is_durable is None
+        stored = world.create(is_stored=True)
+        assert world.do(world.manager.exits.delete(OWNER, stored)).is_durable is True
+    with World() as world:
+        assert world.do(world.manager.exits.delete(OWNER, world.create())).is_durable is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,51 @@ def test_a_session_is_told_of_once_it_is_on_disk(tmp_path: Path, opens: Any) -> 
     run(check)
 
 
+def fail(_database: Database) -> None:
+    raise OSError("no disk")
+
+
+def on_disk(directory: Path) -> set[str]:
+    """The ids of what another process would find."""
+    with closing(Database(directory, is_read_only=True)) as reader:
+        sessions = [row.session_id for row in reader.walk(None)]
+        return {*sessions, *(row.record_id for row in reader.records())}
+
+
+@pytest.mark.parametrize("is_failing", [False, True])
+def test_a_deletion_is_durable_once_it_is_on_disk_and_not_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_failing: bool
+) -> None:
+    """What a client was told is gone must not come back with the next process."""
+    paths = list[str]()
+
+    async def begin() -> None:
+        async with served_from(tmp_path) as this:
+            for name in ("read", "unread"):
+                await this.open(id=name)
+                paths.append(f"/v1/sessions/{name}")
+                body = {"input": "Hello", "model": "paper", "max_output_tokens": 2}
+                said = await this.http.post("/v1/responses", json=body)
+                paths.append(f"/v1/responses/{said.json()['id']}")
+                kept = await this.http.post("/v1/conversations", json={})
+                paths.append(f"/v1/conversations/{kept.json()['id']}")
+
+    async def check() -> None:
+        async with served_from(tmp_path) as this:
+            for path in paths[:3]:
+                assert (await this.http.get(path)).status_code == 200
+            if is_failing:
+                monkeypatch.setattr(Database, "_check_files", fail)
+            for path in paths:
+                told = (await this.http.delete(path)).json()
+                assert told["durable"] is not is_failing, path
+                assert (path.rsplit("/", 1)[1] in on_disk(tmp_path)) is is_failing
+                assert (await this.http.get(path)).status_code == 404
+
+    run(begin)
+    run(check)
+
+
 def test_a_turn_that_was_written_late_is_durable_over_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,8 +129,5 @@ def test_a_turn_that_was_written_late_is_durable_over_rest(
             while not (await this.http.get("/v1/sessions/mine")).json()["durable"]:
                 await asyncio.sleep(0.01)  # the next tick writes it
             assert (await this.http.get(f"{path}/t1")).json() == told | {"durable": True}
-
-    def fail(_database: Database) -> None:
-        raise OSError("no disk")
 
     run(check)

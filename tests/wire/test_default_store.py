@@ -8,8 +8,8 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ import pytest
 from session_server.config import Settings
 from session_server.engine_host.process import EngineProcess
 from session_server.local_server import LocalServer
+from session_server.sessions.store import lock
 from session_server.sessions.store.database import Database
+from session_server.sessions.store.lock import StoreIsBusy
 from session_server.sessions.store.places import default_directory
 from session_server.wiring import make_engine, opened_store, with_store
 from tests.web.serving import model_text
@@ -80,7 +82,8 @@ def test_a_default_server_starts_without_a_store_that_it_cannot_have_and_says_so
         state = {"XDG_STATE_HOME": str(tmp_path)}
         kept = opened(state)
         assert kept is not None
-        held = Database(kept)  # by another server, on another address of this port
+        held = Database(kept)
+        held.lock.serve()  # another server, on another address of this port
         assert opened(state) is None
         held.close()
     told = [record.getMessage() for record in caplog.records]
@@ -89,16 +92,48 @@ def test_a_default_server_starts_without_a_store_that_it_cannot_have_and_says_so
     assert "another server has it open" in told[1]
 
 
+def test_a_server_waits_for_a_command_that_reads_its_store_and_does_not_start_without_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would serve 404 for what it has told to be durable, and keep nothing."""
+    state = {"XDG_STATE_HOME": str(tmp_path)}
+    kept = opened(state)
+    assert kept is not None
+    reader, looks = Database(kept, is_read_only=True), list[float]()
+    sleep = asyncio.sleep
+
+    async def pass_time(delay_s: float) -> None:
+        looks.extend([delay_s] if delay_s else [])
+        if len(looks) == 3:
+            reader.close()
+        await sleep(0)
+
+    monkeypatch.setattr(lock.asyncio, "sleep", pass_time)
+    with caplog.at_level(logging.WARNING):
+        assert opened(state) == kept
+    assert len(looks) == 3
+    assert [record.getMessage() for record in caplog.records] == [
+        f"waiting for 30 s at most: --store {kept}: a command has it open, such as "
+        "doctor or sessions vacuum"
+    ]
+    with closing(Database(kept, is_read_only=True)):
+        with pytest.raises(StoreIsBusy):
+            opened(state)
+        assert sum(looks[3:]) == lock.COMMANDS_WAIT_S
+
+
 @pytest.mark.timeout(180)
 def test_sessions_of_a_default_server_are_there_after_a_crash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two servers at once, each with its own; one is killed and started again."""
+    """Two servers at once, each with its own; one is killed, and started again while a command
+    reads its store."""
     ports = [free_port(), free_port()]
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
 
-    def serve(port: int) -> LocalServer:
-        return LocalServer(["--port", str(port), "--store", "auto", "--threads", "1"])
+    def serve(port: int, on_line: Callable[[str], None] | None = None) -> LocalServer:
+        flags = ["--port", str(port), "--store", "auto", "--threads", "1"]
+        return LocalServer(flags, on_line=on_line)
 
     def http(server: LocalServer) -> httpx.Client:
         return httpx.Client(base_url=server.url, trust_env=False)
@@ -111,7 +146,13 @@ def test_sessions_of_a_default_server_are_there_after_a_crash(
             assert client.get(f"/v1/sessions/{made['id']}").status_code == 404
         os.kill(killed.pid, signal.SIGKILL)
         killed.wait()
-        with serve(ports[0]) as again, http(again) as client:
+        reader = Database(tmp_path / f"session-server/port-{ports[0]}", is_read_only=True)
+
+        def close_reader(line: str) -> None:
+            if "a command has it open" in line:
+                reader.close()
+
+        with serve(ports[0], close_reader) as again, http(again) as client:
             assert client.get(f"/v1/sessions/{made['id']}").status_code == 200
     stores = sorted(path.name for path in (tmp_path / "session-server").iterdir())
     assert stores == sorted(f"port-{port}" for port in ports)

@@ -7,7 +7,6 @@ database of a store has one server: a lock on a file beside it says whose it is.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import secrets
 import sqlite3
@@ -16,12 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, TypeVar
 
-from session_server.sessions.store.directories import (
-    make_directory,
-    sync_above,
-    sync_directory,
-    write_again,
-)
+from session_server.sessions.store.directories import sync_directory, write_again
+from session_server.sessions.store.lock import StoreLock, StoreUnusable
 from session_server.sessions.store.lost_pages import check_pages, index_of, log_of, size_of
 from session_server.sessions.store.records import Parts, RecordRow, SessionRow
 from session_server.sessions.store.schema import (
@@ -34,10 +29,6 @@ from session_server.sessions.store.schema import (
 
 Durability = Literal["turn", "relaxed"]
 
-_LOCK_NAME: Final = "lock"
-_MADE: Final = b"sessions were kept here\n"
-"""What the lock says once a store was made beside it: a database without content has lost it."""
-
 _SECRET_BYTES: Final = 32
 _MIN_PAGE_BYTES: Final = 512
 """The least that a page of SQLite has. Of a file with less it drops the log."""
@@ -46,14 +37,14 @@ _PAGE_ROWS: Final = 256
 _RENAMED: Final = "id = id || '/' || number"
 """What frees the id of a session: no id that a client may choose has this character."""
 
+_EACH_OWNER: Final = (
+    "SELECT min(owner) FROM sessions UNION ALL SELECT (SELECT min(owner) FROM sessions"
+    " WHERE owner > owners.owner) FROM owners WHERE owner IS NOT NULL"
+)
 _BEHIND: Final = "number > ? ORDER BY number LIMIT ?"
 _RowT = TypeVar("_RowT", SessionRow, RecordRow)
 _BUSY_S: Final = 1.0
 """How long a statement waits for whoever else has locked the database."""
-
-
-class StoreUnusable(Exception):
-    """Report a store that this server cannot open; the message says what to do."""
 
 
 class Behind(Exception):
@@ -76,13 +67,14 @@ class Database:
         open beside a server, has no verbs, and changes no file.
 
         Raises:
+            StoreIsBusy: a command has it open; see `StoreLock`.
             StoreUnusable: the directory cannot be used, another server has it open, or what is in
                 it was written by a later version, is no store, or has lost its content.
         """
         self.path = directory / self.FILE
         self._is_read_only = is_read_only
         self._connections: list[sqlite3.Connection] = []
-        self._lock_fd = _find_lock(directory) if is_read_only else _lock(directory)
+        self.lock = (StoreLock.shared if is_read_only else StoreLock.alone)(directory)
         try:
             self._check_content()
             if is_read_only:
@@ -133,7 +125,7 @@ class Database:
         """Open the database to read it, whether or not a server has it open. Raises StoreUnusable,
         OSError, sqlite3.Error."""
         # SQLite would make the files of a log; where nothing is in one, nobody needs them.
-        is_still = not self._has_server and not size_of(log_of(self.path))
+        is_still = not self.lock.is_anothers and not size_of(log_of(self.path))
         mode = "mode=ro&immutable=1" if is_still else "mode=ro"
         self._has_index = index_of(self.path).exists()
         self._writer = self._reader = self._connect(f"{self.path.absolute().as_uri()}?{mode}")
@@ -151,33 +143,24 @@ class Database:
             with contextlib.closing(_connect(f"{self.path.absolute().as_uri()}?mode=ro")) as probe:
                 check_pages(probe, self.path)
 
-    @property
-    def _has_server(self) -> bool:
-        return self._lock_fd is None and self.path.with_name(_LOCK_NAME).exists()
-
     def _check_content(self) -> None:
         """Raise StoreUnusable if the database has no content, and had some: SQLite would begin a
         new one, and drop what its log still has of the old one."""
         size = size_of(self.path)
-        is_new = not (self._is_read_only or self._was_made or size_of(log_of(self.path)))
+        is_new = not (self._is_read_only or self.lock.says_made or size_of(log_of(self.path)))
         if size == 0 and not is_new:
             raise StoreUnusable(self._say("is empty" if self.path.exists() else "is gone"))
         # Whoever made a new one may have been cut off in the midst of its first page.
         if 0 < size < _MIN_PAGE_BYTES and not is_new:
             raise StoreUnusable(self._say(f"is damaged ({size} bytes are no database)"))
 
-    @property
-    def _was_made(self) -> bool:
-        return self._lock_fd is not None and os.fstat(self._lock_fd).st_size > 0
-
     def _note_made(self) -> None:
         """Have it on disk that this store was made, behind the store itself."""
-        if self._was_made or self._lock_fd is None:
+        if self.lock.says_made:
             return
         self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         sync_directory(self.path.parent)
-        os.write(self._lock_fd, _MADE)
-        os.fsync(self._lock_fd)
+        self.lock.say_made()
 
     def _say(self, how: str) -> str:
         """Return what is wrong with the database, and what to do."""
@@ -195,8 +178,7 @@ class Database:
 
     def _release(self) -> None:
         self._disconnect()
-        if self._lock_fd is not None:
-            os.close(self._lock_fd)
+        self.lock.release()
 
     def close(self) -> None:
         """Close the database; another server may open it then."""
@@ -205,7 +187,7 @@ class Database:
             with contextlib.suppress(sqlite3.Error):
                 self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self._disconnect()
-        if self._is_read_only and not self._has_server and not self._has_index:
+        if self._is_read_only and not self.lock.is_anothers and not self._has_index:
             index_of(self.path).unlink(missing_ok=True)  # made to read a log that a crash left
         self._release()
 
@@ -240,7 +222,7 @@ class Database:
             raise sqlite3.OperationalError("the store's files were replaced")
 
     def _find_inodes(self) -> tuple[int, int]:
-        return os.stat(self.path).st_ino, os.stat(self.path.with_name(_LOCK_NAME)).st_ino
+        return os.stat(self.path).st_ino, os.stat(self.path.with_name(StoreLock.NAME)).st_ino
 
     def put(self, row: SessionRow, entry: bytes) -> None:
         """Write a session with one entry, in place of all that was there of it."""
@@ -371,9 +353,23 @@ class Database:
         )
         return [entry for (entry,) in rows]
 
-    def walk(self, owner_id: str | None) -> Iterator[SessionRow]:
-        """Yield all sessions of an owner, or of everybody, in order, without retired ones."""
-        after = 0
+    def named(
+        self, owner_id: str | None, first_id: str, last_id: str, *, limit: int
+    ) -> list[SessionRow]:
+        """Return up to `limit` sessions of an owner, or of everybody, whose ids lie between two, in
+        order. Looks at one session of each owner, and at those."""
+        owners = "VALUES (:owner)" if owner_id is not None else _EACH_OWNER
+        query = (
+            f"WITH RECURSIVE owners (owner) AS ({owners}) SELECT {COLUMNS} FROM owners"  # noqa: S608
+            " CROSS JOIN sessions USING (owner) WHERE id BETWEEN :first AND :last"
+            " AND expires > 0 LIMIT :limit"
+        )
+        values = {"owner": owner_id, "first": first_id, "last": last_id, "limit": limit}
+        return [SessionRow(*columns) for columns in self._reader.execute(query, values)]
+
+    def walk(self, owner_id: str | None, *, after: int = 0) -> Iterator[SessionRow]:
+        """Yield all sessions of an owner, or of everybody, in order, without retired ones, behind a
+        number."""
         while True:
             condition = (
                 "number > ? AND owner = ifnull(?, owner) AND expires > 0 ORDER BY number LIMIT ?"
@@ -461,7 +457,7 @@ class Database:
     def _migrate(self) -> None:
         """Bring the tables to this version, those of a new store too. Raises StoreUnusable."""
         version = self._check_version()
-        if version == 0 and self._was_made:
+        if version == 0 and self.lock.says_made:
             raise StoreUnusable(self._say("has no content"))
         if version < SCHEMA_VERSION:
             with self.transaction():
@@ -498,42 +494,3 @@ def _connect(place: Path | str) -> sqlite3.Connection:
     return sqlite3.connect(
         place, timeout=_BUSY_S, isolation_level=None, check_same_thread=False, uri=is_uri
     )
-
-
-def _find_lock(directory: Path) -> int | None:
-    """Keep servers from a store while it is read; return the descriptor of the lock, or None where
-    a server has it, or there is none. Raises StoreUnusable."""
-    try:
-        fd = os.open(directory / _LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise StoreUnusable(f"--store {directory}: {error}") from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        os.close(fd)
-        return None
-    return fd
-
-
-def _lock(directory: Path) -> int:
-    """Make the directory and lock it for this process; return the descriptor that holds the lock.
-    Raises StoreUnusable."""
-    try:
-        make_directory(directory)
-        sync_above(directory.resolve())
-        fd = os.open(
-            directory / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
-        )
-    except OSError as error:
-        raise StoreUnusable(f"--store {directory}: {error}") from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(fd)
-        raise StoreUnusable(
-            f"--store {directory}: another server has it open, or a command that reads it; pass "
-            "another directory, or stop that server"
-        ) from error
-    return fd

@@ -11,16 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from session_server.sessions.store.database import Database, StoreUnusable
-from session_server.sessions.store.records import (
-    Damaged,
-    Parts,
-    SessionRow,
-    check_part,
-    decode_entry,
-)
+from session_server.sessions.store.database import Database
+from session_server.sessions.store.lock import StoreUnusable
+from session_server.sessions.store.records import Damaged, Parts, SessionRow, check_part
 from session_server.sessions.store.schema import SCHEMA_VERSION
-from session_server.sessions.store.session_file import UnusableFile, entry_of, file_of
+from session_server.sessions.store.session_file import file_of
 
 MAX_NAMED: Final = 8
 """Faults of one kind that are named; others are counted."""
@@ -152,16 +147,11 @@ def _walked(topic: str, found: str, damaged: Sequence[str], advice: str) -> Stor
 
 def _fault_of(row: SessionRow, database: Database) -> str | None:
     """Return why a session cannot be read; None if it can."""
-    entries = database.entries(row.number)
-    if len(entries) != row.num_entries:
-        return f"{len(entries)} entries of {row.num_entries}"
     try:
-        file = file_of(row, [decode_entry(data) for data in entries])
-        entry_of(file)
-    except (Damaged, UnusableFile, ValueError) as error:
+        file_of(row, database.entries(row.number))
+    except Damaged as error:
         return str(error)
-    num_tokens = len(file.token_ids)
-    return None if num_tokens == row.num_tokens else f"{num_tokens} tokens of {row.num_tokens}"
+    return None
 
 
 def _disk(directory: Path) -> StoreFinding:

@@ -10,13 +10,20 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Final, Generic, Literal, TypeVar
+from typing import Annotated, Final, Generic, Literal, TypeVar
 
 import msgspec
+from msgspec import Meta, structs
 
 from session_server.sessions.history_change import HistoryChange
 
 _T = TypeVar("_T")
+
+LAST_S: Final = 32_503_680_000
+"""The year 3000: the last time that a session may tell of, in wall-clock seconds."""
+
+Number = Annotated[int, Meta(ge=0, lt=1 << 32)]
+"""What fits into the record of a turn. Whoever reads another one refuses it."""
 
 _CHECKSUM_BYTES: Final = 4
 
@@ -102,14 +109,14 @@ class EndRecord(msgspec.Struct, frozen=True, gc=False, array_like=True):
     fingerprint: bytes
     kind: str
     detail: str
-    item: int
-    index: int
-    input_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    drafted_tokens: int
-    retry_after_s: int
-    first_token_ms: float
+    item: Number
+    index: Number
+    input_tokens: Number
+    cached_tokens: Number
+    output_tokens: Number
+    drafted_tokens: Number
+    retry_after_s: Number
+    first_token_ms: Annotated[float, Meta(ge=-1, le=1e9)]
 
 
 class LogEntry(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -141,8 +148,14 @@ def encode_settings(settings: StoredSettings) -> bytes:
 
 
 def decode_settings(data: bytes) -> StoredSettings:
-    """Return the settings that `encode_settings` wrote. Raises Damaged."""
-    return _decoded(_settings, data, "settings")
+    """Return the settings that `encode_settings` wrote. Times that no calendar has are the nearest
+    that one has: they can be shown. Raises Damaged."""
+    found = _decoded(_settings, data, "settings")
+    times = {name: getattr(found, name) for name in ("ttl_s", "created_s", "now_s")}
+    if all(0 <= time_s <= LAST_S for time_s in times.values()):
+        return found
+    bounded = {name: min(max(0.0, time_s), LAST_S) for name, time_s in times.items()}
+    return structs.replace(found, **bounded)
 
 
 class PartCodec(Generic[_T]):

@@ -1,111 +1,238 @@
-"""A session as a file: everything that a store has of it, to read and to move to another one."""
+"""A session as a file: everything that a store has of it, to read and to move to another one.
+
+The file has a format of its own, in which every value has a name: the log may change its encoding.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 import numpy as np
+from msgspec import Meta, structs
 
+from session_server.core.errors import InvalidRequest
 from session_server.core.session_events import ConversationItem
-from session_server.sessions.history_change import AnswersChange, HistoryChange, ItemsChange
+from session_server.sessions.history_change import (
+    AnswersChange,
+    Count,
+    HistoryChange,
+    ItemsChange,
+)
+from session_server.sessions.items import message_of
+from session_server.sessions.quotas import SessionLimits
 from session_server.sessions.store.records import (
+    LAST_S,
+    Damaged,
     EndRecord,
     LogEntry,
+    Number,
     SessionRow,
     StoredSettings,
+    decode_entry,
     decode_settings,
 )
 from session_server.sessions.transcript import Transcript
-from session_server.sessions.views import HistoryModes
+from session_server.sessions.validation import check_metadata, check_ttl
+from session_server.sessions.views import HistoryMode, HistoryModes
+from session_server.text.chat_encoder import check_roles
 
 MAX_FILE_BYTES: Final = 1 << 30
 """A session of a hundred million tokens."""
+
+MAX_TTL_S: Final = 30 * 86_400.0
+"""The longest time to live that a server gives a session: the most of its --session-ttl."""
+
+_MADE_ID: Final = re.compile(r"i_[0-9]{1,12}", re.ASCII)
+_FORMAT: Final = "session-server.session"
+_VERSION: Final = 2
+
+Second = Annotated[float, Meta(ge=0, le=LAST_S)]
 
 
 class UnusableFile(Exception):
     """Report a file that holds no session; the message says why."""
 
 
-class SessionFile(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
-    """Hold a session. `model`: its `ModelText.fingerprint`. `settings`, `answer_ends`,
-    `answer_len`, `is_end_replaced`, `num_open`, `num_made`, `ended_turns`: as the store has
-    them."""
+class _Named(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+    """Is written with the names of its fields, all of which a file must have."""
+
+
+class FileSettings(_Named, frozen=True):
+    """Hold what a client chose; see `StoredSettings`."""
+
+    ttl_s: float
+    metadata: dict[str, str]
+    is_pinned: bool
+    history: HistoryMode | None
+    created_s: Second
+    now_s: Second
+
+
+class FileAnswer(_Named, frozen=True):
+    """Say which item is an answer, how many tokens there are up to its `end`, and whether the
+    template has replaced the token that ended it."""
+
+    item: Count
+    end: Count
+    is_end_replaced: bool
+
+
+class FileTurn(_Named, frozen=True):
+    """Say how a turn has ended; see `EndRecord`. `id_digest`: its `key`, in hexadecimal digits,
+    because many readers of JSON round such numbers."""
+
+    id_digest: Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
+    request_digest: bytes
+    kind: Literal["stop", "length", "kept", "dropped", "failed"]
+    detail: str
+    item: Number
+    index: Number
+    input_tokens: Number
+    cached_tokens: Number
+    output_tokens: Number
+    drafted_tokens: Number
+    retry_after_s: Number
+    first_token_ms: Annotated[float, Meta(ge=-1, le=1e9)]
+
+
+class SessionFile(_Named, frozen=True):
+    """Hold a session. `model`: its `ModelText.fingerprint`. `answer_len`, `is_end_replaced`,
+    `num_open`: see `HistoryChange`. `num_made`: ids given to items so far."""
 
     format: Literal["session-server.session"]
-    version: Literal[1]
+    version: Literal[2]
     session_id: str
     model: bytes
-    settings: StoredSettings
-    token_ids: list[int]
+    settings: FileSettings
+    token_ids: list[Count]
     items: tuple[ConversationItem, ...]
     tools: tuple[str, ...]
-    answer_ends: tuple[tuple[int, int], ...]
-    answer_len: int
+    answers: tuple[FileAnswer, ...]
+    answer_len: Count
     is_end_replaced: bool
-    num_open: int
-    num_made: int
-    ended_turns: tuple[EndRecord, ...]
+    num_open: Count
+    num_made: Count
+    ended_turns: tuple[FileTurn, ...]
 
 
-def file_of(row: SessionRow, entries: list[LogEntry]) -> SessionFile:
-    """Return a session as a file. Raises Damaged; ValueError if its entries do not follow each
-    other."""
+def file_of(row: SessionRow, log: Sequence[bytes]) -> SessionFile:
+    """Return a session as a file. `log`: its entries, as they are in the store. Raises Damaged if
+    they are not all that the row tells of."""
+    if len(log) != row.num_entries:
+        raise Damaged(f"{len(log)} entries of {row.num_entries}")
     settings = decode_settings(row.settings)
-    said = Transcript(
-        HistoryModes("append", "append"), (), now=datetime.fromtimestamp(settings.now_s)
-    )
-    for entry in entries:
-        said.apply(entry.change)
+    entries = [decode_entry(data) for data in log]
+    try:
+        said = _said(settings.history, [entry.change for entry in entries])
+    except ValueError as error:
+        raise Damaged(str(error)) from error
     said.forget_taken()
     whole = said.take_change()
+    if len(said) != row.num_tokens:
+        raise Damaged(f"{len(said)} tokens of {row.num_tokens}")
     # The last record of a turn counts, where one was written twice.
     ended = {turn.key: turn for entry in entries for turn in entry.turns}
+    answers = zip(whole.answers.indexes, whole.answers.ends, strict=True)
     return SessionFile(
-        format="session-server.session",
-        version=1,
+        format=_FORMAT,
+        version=_VERSION,
         session_id=row.session_id,
         model=row.model,
-        settings=settings,
+        settings=FileSettings(
+            ttl_s=settings.ttl_s,
+            metadata=settings.metadata,
+            is_pinned=settings.is_pinned,
+            history=settings.history,
+            created_s=settings.created_s,
+            now_s=settings.now_s,
+        ),
         token_ids=np.frombuffer(whole.tokens, "<i4").tolist(),
         items=whole.items.added,
         tools=whole.tools or (),
-        answer_ends=tuple(zip(whole.answers.indexes, whole.answers.ends, strict=True)),
+        answers=tuple(FileAnswer(index, max(end, ~end), end < 0) for index, end in answers),
         answer_len=whole.answer_len,
         is_end_replaced=whole.is_end_replaced,
         num_open=whole.num_open,
         num_made=whole.items.num_made,
-        ended_turns=tuple(ended.values()),
+        ended_turns=tuple(map(_file_turn, ended.values())),
     )
 
 
 def entry_of(file: SessionFile) -> LogEntry:
     """Return what a store keeps of a session in a file. Raises UnusableFile."""
-    num_tokens, num_items = len(file.token_ids), len(file.items)
-    indexes = tuple(index for index, _ in file.answer_ends)
-    ends = tuple(end for _, end in file.answer_ends)
-    is_whole = (
-        0 <= file.answer_len <= num_tokens
-        and 0 <= file.num_open <= num_items
-        and list(indexes) == sorted({index for index in indexes if 0 <= index < num_items})
-        and all(0 <= max(end, ~end) <= num_tokens for end in ends)
-        and all(0 <= token < 1 << 31 for token in file.token_ids)
-    )
-    if not is_whole:
-        raise UnusableFile("its parts do not fit each other")
     change = HistoryChange(
         0,
         np.asarray(file.token_ids, "<i4").tobytes(),
         ItemsChange(0, file.items, file.num_made),
-        AnswersChange(0, indexes, ends),
+        AnswersChange(
+            0,
+            tuple(answer.item for answer in file.answers),
+            tuple(~answer.end if answer.is_end_replaced else answer.end for answer in file.answers),
+        ),
         file.tools,
         file.answer_len,
         file.is_end_replaced,
         file.num_open,
     )
-    return LogEntry(change, file.ended_turns)
+    try:
+        check_roles([message_of(item) for item in file.items if item.role != "raw"])
+        _said(file.settings.history, [change])
+        made = (int(item.id[2:]) for item in file.items if _MADE_ID.fullmatch(item.id))
+        if max(made, default=0) > file.num_made:
+            raise ValueError(f"more ids are there than {file.num_made}")
+    except InvalidRequest as error:
+        raise UnusableFile(error.message) from error
+    except ValueError as error:
+        raise UnusableFile(f"its parts do not fit each other: {error}") from error
+    return LogEntry(change, tuple(map(_end_record, file.ended_turns)))
+
+
+def settings_of(file: SessionFile) -> StoredSettings:
+    """Return the settings of a session in a file, which may be those that a client may choose.
+    Raises UnusableFile."""
+    chosen, limits = file.settings, SessionLimits(max_ttl_s=MAX_TTL_S)
+    try:
+        check_ttl(chosen.ttl_s, limits)
+        check_metadata(chosen.metadata, limits)
+    except InvalidRequest as error:
+        raise UnusableFile(error.message) from error
+    # A key of the client is one of the server that it was sent to; who imports a session uses it.
+    return StoredSettings(
+        chosen.ttl_s,
+        chosen.metadata,
+        chosen.is_pinned,
+        chosen.created_s,
+        b"",
+        chosen.history,
+        chosen.now_s,
+    )
+
+
+def _said(history: HistoryMode | None, changes: Sequence[HistoryChange]) -> Transcript:
+    """Return the conversation that changes leave. Raises ValueError if they do not follow each
+    other, or places in it are none."""
+    # Who asked for nothing may have a model whose template renders all of it anew.
+    mode = history or "template"
+    said = Transcript(HistoryModes(mode, mode), (), now=datetime.min)
+    for change in changes:
+        said.apply(change)
+    said.check_places()
+    return said
+
+
+def _file_turn(record: EndRecord) -> FileTurn:
+    key, *others = structs.astuple(record)
+    return FileTurn(f"{key:016x}", *others)
+
+
+def _end_record(turn: FileTurn) -> EndRecord:
+    digest, *others = structs.astuple(turn)
+    return EndRecord(int(digest, 16), *others)
 
 
 def write_file(file: SessionFile) -> bytes:
@@ -122,4 +249,4 @@ def read_file(path: Path) -> SessionFile:
     try:
         return msgspec.json.decode(data, type=SessionFile)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise UnusableFile(f"{path} holds no session of this version: {error}") from error
+        raise UnusableFile(f"{path} holds no session of version {_VERSION}: {error}") from error

@@ -69,6 +69,7 @@ class SessionStore:
     ) -> None:
         """Open the store. Raises StoreUnusable."""
         self._database = Database(directory, durability=durability)
+        self._database.lock.serve()
         self.directory = directory
         self.model, self.durability = model, durability
         self.wall_clock = wall_clock or _steady_clock()
@@ -232,6 +233,10 @@ class SessionStore:
         that is on disk it is one that has expired; `told` as in `put`. Where that fails it is
         deleted."""
         self._end(number, told, lambda database: database.retire(number))
+
+    def is_gone(self, number: int | None) -> bool:
+        """Return whether it is on disk that a session was deleted; None is that of none."""
+        return number not in self._dropped
 
     def retry_deletes(self) -> None:
         """Delete what could not be deleted: one session, and more once that succeeds."""
