@@ -86,7 +86,11 @@ KILLED: Final = {
     "what was left is believed": Mutant(
         "what a killed process had not synced is told of by the next one as it is",
         "systematic",
-        Edit(f"{_DATABASE}:Database.__init__", "write_again(log_of(self.path))", "pass"),
+        Edit(
+            f"{_DATABASE}:Database.__init__",
+            "write_again(log_of(self.path), committed_bytes(log_of(self.path)))",
+            "pass",
+        ),
         Edit(f"{_DATABASE}:Database._note_made", '"PRAGMA wal_checkpoint(TRUNCATE)"', '"SELECT 1"'),
     ),
     "only a new directory is synced": Mutant(

@@ -180,7 +180,7 @@ class User:
             if error is not None:
                 self._undeleted[asked.number] = asked
 
-        self._store.delete(asked.number, told)
+        self._store.deletions.delete(asked.number, told)
 
     async def _recover(self) -> None:
         """There is room again: write what is missing, and go on."""
@@ -190,8 +190,8 @@ class User:
         for asked in self._undeleted.values():
             self._last += 1
             again.append(self._asked("delete", asked.name, asked.number, 0))
-        while self._store.num_undeleted:
-            self._store.retry_deletes()
+        while self._store.deletions.num_failed:
+            self._store.deletions.retry(is_failing=False)
             await self._store.flush()
         for asked in again:
             self._note_told(asked, None)

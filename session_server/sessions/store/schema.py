@@ -50,12 +50,26 @@ CREATE TABLE parts (
     PRIMARY KEY (record, position)
 ) STRICT, WITHOUT ROWID;
 """
-VERSIONS: Final = (_SESSIONS, _RECORDS)
+_SIZES: Final = """
+ALTER TABLE sessions ADD COLUMN num_bytes INTEGER NOT NULL DEFAULT 0;
+UPDATE sessions SET num_bytes =
+    (SELECT coalesce(sum(length(entry)), 0) FROM entries WHERE session = number);
+"""
+VERSIONS: Final = (_SESSIONS, _RECORDS, _SIZES)
 """What each version of the schema adds to the one before it."""
 
 SCHEMA_VERSION: Final[int] = len(VERSIONS)
 
 COLUMNS: Final = (
-    "number, owner, id, model, expires, settings, num_tokens, num_turns, num_uses, num_entries"
+    "number, owner, id, model, expires, settings, num_tokens, num_turns, num_uses, num_entries,"
+    " num_bytes"
 )
+_UNSIZED: Final = 2
+"""The last version whose sessions do not say how many bytes they have."""
+
 RECORD_COLUMNS: Final = "number, kind, owner, id, session, num_bytes, used, num_writes"
+
+
+def columns_of(version: int) -> str:
+    """Return what is read of a session in a store of this version."""
+    return COLUMNS if version > _UNSIZED else COLUMNS.replace("num_bytes", "0")
