@@ -38,8 +38,9 @@ from session_server.sessions.store.schema import (
     COLUMNS,
     RECORD_COLUMNS,
     SCHEMA_VERSION,
-    VERSIONS,
     columns_of,
+    migrate,
+    move_into_rows,
 )
 
 Durability = Literal["turn", "relaxed"]
@@ -223,7 +224,9 @@ class Database:
         self._release()
 
     def vacuum(self) -> None:
-        """Give the space of what was deleted back to the disk."""
+        """Give back the space of what was deleted, and of how earlier versions wrote."""
+        with self.transaction():
+            move_into_rows(self._writer)
         self._writer.execute("VACUUM")
         self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
@@ -481,13 +484,10 @@ class Database:
             raise StoreUnusable(self._say("has no content"))
         if version < SCHEMA_VERSION:
             with self.transaction():
-                for statement in "".join(VERSIONS[version:]).split(";\n"):
-                    self._writer.execute(statement)
+                migrate(self._writer, version)
                 if version == 0:
                     secret = secrets.token_bytes(_SECRET_BYTES)
                     self._writer.execute("INSERT INTO facts VALUES ('secret', ?)", (secret,))
-                self._writer.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-                self._writer.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     def _check_writable(self) -> None:
         """Raise sqlite3.OperationalError if nothing can be written. Where SQLite cannot open a file
