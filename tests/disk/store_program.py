@@ -85,22 +85,24 @@ class User:
         await self._close()
         self._vacuum()
 
-    def _connect(self, mode: str) -> contextlib.closing[sqlite3.Connection]:
-        uri = f"{(self._directory / Database.FILE).absolute().as_uri()}?mode={mode}"
-        return contextlib.closing(sqlite3.connect(uri, uri=True, isolation_level=None))
-
     def _find_version(self) -> int:
         """Return the version of a store that is there; that of a new one without one."""
-        with contextlib.suppress(sqlite3.Error), self._connect("ro") as found:
-            (version,) = found.execute("PRAGMA user_version").fetchone()
+        uri = f"{(self._directory / Database.FILE).absolute().as_uri()}?mode=ro"
+        with contextlib.suppress(sqlite3.OperationalError):
+            with contextlib.closing(sqlite3.connect(uri, uri=True)) as found:
+                (version,) = found.execute("PRAGMA user_version").fetchone()
             return int(version)
         return SCHEMA_VERSION
 
     def _make_older(self) -> bool:
         """Have the store be of version 1, if that succeeds; return whether it is."""
-        with contextlib.suppress(sqlite3.Error), self._connect("rw") as opened:
-            for statement in ("BEGIN IMMEDIATE", *_OLDER, "COMMIT"):
-                opened.execute(statement)
+        with (
+            contextlib.suppress(StoreUnusable, sqlite3.Error),
+            contextlib.closing(Database(self._directory)) as opened,
+            opened.transaction(),
+        ):
+            for statement in _OLDER:
+                opened._writer.execute(statement)
         return self._find_version() == 1
 
     async def _open(self, heal: Callable[[], None], phase: str) -> None:
