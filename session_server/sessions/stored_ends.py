@@ -76,14 +76,14 @@ class StoredEnds:
     def expire(self, now_s: float) -> bool:
         """Delete a slice of the sessions whose time is over, or read a slice of one; return whether
         there is more to do at once. What waits for the disk goes on when that has answered, and the
-        rest with the next tick, which has another `now_s`."""
+        rest with the next tick, which has another `now_s`. A disk that fails is asked nothing."""
         if now_s != self._now_s:
             self._now_s, self._num_told = now_s, 0
             times = -math.inf, _LEAST_S, self._store.wall_clock()
             for kind, work in enumerate(self._passes):
                 if work is None:
                     self._passes[kind] = self._pass(times[kind], times[kind + 1])
-        if self._num_asked:
+        if self._num_asked or self._store.failure is not None:
             return False
         # Each has its part: many that are retired do not keep others from expiring.
         has_more = [self._step(kind) for kind in range(len(self._passes))]

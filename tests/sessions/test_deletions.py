@@ -100,6 +100,22 @@ def test_many_that_expired_while_no_server_ran_keep_nobody_waiting(
         assert counted(world) == 0
 
 
+def test_a_disk_that_fails_is_asked_for_no_more_than_a_slice(disk: Disk) -> None:
+    fill(disk.directory, 5 * SLICE, expires_s=1.5)
+    with disk.world() as world:
+        disk.store.fails = True
+        for _ in range(3):
+            world.now_s += 1.0
+            world.manager.tick()
+            world.spin(50)
+        assert 0 < disk.store.deletions.num_failed <= SLICE
+        assert num_rows(disk) == 5 * SLICE
+        disk.store.fails = False
+        for _ in range(4):
+            tick(world)
+        assert num_rows(disk) == disk.store.deletions.num_failed == 0
+
+
 def test_all_that_expire_in_memory_at_once_keep_nobody_waiting(tmp_path: Path) -> None:
     with served(tmp_path) as (world, store):
         for _ in range(5 * SLICE):
