@@ -258,5 +258,5 @@ def test_a_store_of_an_earlier_version_is_told_and_not_walked(
     status, found = examined(tmp_path / "store", capsys)
     assert contents(tmp_path / "store") == before
     assert status == 0
-    assert found["schema"][:2] == ("warning", "version 1, before 2")
+    assert found["schema"][:2] == ("warning", "version 1, before 3")
     assert not {"sessions", "records", "database"} & set(found)

@@ -77,7 +77,8 @@ class EngineCopies:
                 CloseSession(session_id=copy.session_id, is_deleted=not comes_back)
             )
             return False
-        if comes_back or not self.must_drop_end(session):
+        # One that has run no turn has computed nothing: what it has of another one is that one's.
+        if comes_back or not (len(session.ended) and self.must_drop_end(session)):
             return False
         if log is None:
             self.drop_end(session, session.transcript.tokens(), 0)

@@ -150,10 +150,8 @@ class SessionManager:
         logs = self._flow.conclusion.logs
         logs.keep_in(store)
         self._sessions.number_from(store.last_number)
-        for owner_id, num_sessions, num_bytes in store.holdings():
-            self._quotas.owned_sessions.add(Owner(owner_id), num_sessions)
-            self._quotas.stored_bytes.add(Owner(owner_id), num_bytes)
-        ends = StoredEnds(store, self.edits.parts, self._flow.copies, self._clock)
+        ends = StoredEnds(store, self.edits.parts, self._flow, self._clock)
+        ends.count()
         stored = StoredSessions(store, ends, self._sessions, self._quotas, self._maker, self._link)
         self._sessions.on_disk = stored
         self._quotas.room_makers.delete = stored.make_room

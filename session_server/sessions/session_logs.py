@@ -76,7 +76,9 @@ class SessionLogs:
             num_writes=counts.num_writes,
             num_failed=counts.num_failed,
             commit_s=counts.commit_s,
-            num_behind=len(self._behind) + self.store.num_undeleted + self.records.num_behind,
+            num_behind=len(self._behind)
+            + self.store.deletions.num_failed
+            + self.records.num_behind,
             is_failing=self.store.failure is not None,
         )
 
@@ -154,14 +156,18 @@ class SessionLogs:
                 self._write(session, place)  # a last time: there may be room again
             return
         session.life.log = None
-        self._count_bytes(session.owner, -place.num_bytes)
         self._behind.pop(session, None)
 
         def told(_error: Exception | None) -> None:
             on_gone()
 
-        end = self.store.retire if leaves_kv else self.store.delete
-        end(session.life.order, told)
+        number, deletions = session.life.order, self.store.deletions
+        is_urgent = session.closing != "expired"
+        if leaves_kv:
+            owner_id, num_bytes = session.owner.owner_id, place.num_bytes
+            deletions.retire(number, owner_id, num_bytes, told, is_urgent=is_urgent)
+        else:
+            deletions.delete(number, told, is_urgent=is_urgent)
 
     def is_gone(self, number: int | None) -> bool:
         """Return whether nothing is on disk of a session that was deleted, by its number."""
@@ -177,7 +183,7 @@ class SessionLogs:
         those that could not be deleted."""
         if self.store is None:
             return
-        self.store.retry_deletes()
+        self.store.deletions.retry(is_failing=self.store.failure is not None)
         self.records.retry()
         num_left = 1 if self.store.failure is not None else SLICE
         num_bytes = 0
@@ -230,8 +236,8 @@ class SessionLogs:
         def written(error: Exception | None) -> None:
             place.is_writing = False
             if error is None:
-                if session.life.log is place:  # else it counts no more
-                    self._count_bytes(session.owner, after[1] - place.num_bytes)
+                # Of one that was deleted meanwhile too: it counts until it is gone.
+                self._count_bytes(session.owner, after[1] - place.num_bytes)
                 place.num_entries, place.num_bytes = after
                 place.is_behind = False
                 self._behind.pop(session, None)

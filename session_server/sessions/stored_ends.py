@@ -12,23 +12,30 @@ import logging
 import math
 import sqlite3
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Final
 
 from session_server.core.errors import EngineUnavailable
 from session_server.core.owner import Owner
 from session_server.sessions.backlog import SLICE
-from session_server.sessions.engine_copies import EngineCopies
 from session_server.sessions.history_change import apply_tokens
 from session_server.sessions.parts import SessionParts
 from session_server.sessions.store.records import Damaged, SessionRow, decode_settings
 from session_server.sessions.store.session_store import SessionStore
+from session_server.sessions.turn_flow import TurnFlow
 
 _logger: Final = logging.getLogger("session_server.store")
 
 MAX_TOLD_TOKENS: Final = 1 << 17
 """Tokens of deleted sessions that the engine is told between two ticks; the last session may exceed
 it. Its thread takes some 20 ms for them."""
+
+AT_ONCE: Final = SLICE // 2
+"""Of those that are retired, and of those whose time is over, that are read at a time. They are
+gone before others are asked for: whoever waits for the disk waits for no more of them."""
+
+_LEAST_S: Final = 1.0
+"""When those expire that are not retired, at the earliest: see `Database.put`."""
 
 
 class StoredEnds:
@@ -38,56 +45,97 @@ class StoredEnds:
         self,
         store: SessionStore,
         parts: SessionParts,
-        copies: EngineCopies,
+        flow: TurnFlow,
         clock: Callable[[], float],
     ) -> None:
-        self._store, self._parts, self._copies = store, parts, copies
-        self._clock = clock
-        self._work = self._delete_expired()
-        self._now_s, self._num_told = -math.inf, 0
+        self._store, self._parts, self._copies = store, parts, flow.copies
+        self._clock, self._backlog = clock, flow.backlog
+        self._passes: list[Iterator[None] | None] = [None, None]
+        self._now_s, self._num_told, self._num_asked = -math.inf, 0, 0
+        self._is_deferred = False
+        store.deletions.on_freed = self._uncount_bytes
+
+    def count(self) -> None:
+        """Count what owners have on disk. Raises sqlite3.Error."""
+        holdings, quotas = self._store.holdings(), self._parts.quotas
+        self._store.deletions.count(holdings)
+        for holding in holdings:
+            owner = Owner(holding.owner_id)
+            quotas.owned_sessions.add(owner, holding.num_sessions)
+            quotas.stored_bytes.add(owner, holding.num_bytes)
 
     def delete(self, row: SessionRow) -> None:
-        """Delete a session whose time is not over. Raises sqlite3.Error."""
-        self._uncount(row)
+        """Delete a session whose time is not over."""
+        self._parts.quotas.owned_sessions.add(Owner(row.owner_id), -1)
+        deletions = self._store.deletions
         if self._may_leave_kv(row):
-            self._store.retire(row.number)
+            deletions.retire(row.number, row.owner_id, row.num_bytes)
         else:
-            self._store.delete(row.number)
+            deletions.delete(row.number)
 
     def expire(self, now_s: float) -> bool:
         """Delete a slice of the sessions whose time is over, or read a slice of one; return whether
-        there may be more to do before the next tick, which has another `now_s`."""
+        there is more to do at once. What waits for the disk goes on when that has answered, and the
+        rest with the next tick, which has another `now_s`. A disk that fails is asked nothing."""
         if now_s != self._now_s:
             self._now_s, self._num_told = now_s, 0
-        if self._num_told >= MAX_TOLD_TOKENS:
+            times = -math.inf, _LEAST_S, self._store.wall_clock()
+            for kind, work in enumerate(self._passes):
+                if work is None:
+                    self._passes[kind] = self._pass(times[kind], times[kind + 1])
+        if self._num_asked or self._store.failure is not None:
             return False
+        # Each has its part: many that are retired do not keep others from expiring.
+        has_more = [self._step(kind) for kind in range(len(self._passes))]
+        return any(has_more)
+
+    def _step(self, kind: int) -> bool:
+        """Go on with those that are retired, or that expire; return whether there is more."""
+        work = self._passes[kind]
         try:
-            for _ in self._work:
+            for _ in work or ():
                 return True
         except sqlite3.Error as error:
             _logger.error("the store cannot be read: %s", error)
-        except EngineUnavailable:
-            pass  # the session is still there when there is an engine
-        self._work = self._delete_expired()
+        self._passes[kind] = None
         return False
 
-    def _delete_expired(self) -> Iterator[None]:
-        """Delete what has expired, a slice with each step. One that is in memory expires there.
-        Raises EngineUnavailable, sqlite3.Error."""
-        while True:
-            num_deleted = 0
-            for row in self._store.expired(limit=SLICE):
-                if self._is_in_memory(row):
+    def _pass(self, since_s: float, until_s: float) -> Iterator[None]:
+        """Delete those that expire in this time, some with each step, each read once. One that is
+        in memory expires there. Ends early where the engine can be told no more. Raises
+        sqlite3.Error."""
+        place, num_found = (since_s, -1), AT_ONCE
+        while num_found == AT_ONCE:
+            rows = self._store.expired(place, until_s, limit=AT_ONCE)
+            num_found = len(rows)
+            for row in rows:
+                place = row.expires_s, row.number
+                if row.number in self._store.deletions.hidden or self._is_in_memory(row):
                     continue
                 if self._may_leave_kv(row):
-                    yield from self._drop_kv(row)
-                if not row.is_retired:
-                    self._uncount(row)
-                self._store.delete(row.number)
-                num_deleted += 1
-            if num_deleted < SLICE:
-                return
+                    is_told = yield from self._drop_kv(row)
+                    if not is_told:
+                        return
+                self._end(row)
             yield
+
+    def _end(self, row: SessionRow) -> None:
+        if not row.is_retired:
+            self._parts.quotas.owned_sessions.add(Owner(row.owner_id), -1)
+        self._num_asked += 1
+        self._store.deletions.delete(row.number, self._on_deleted, is_urgent=False)
+
+    def _on_deleted(self, _error: Exception | None) -> None:
+        self._num_asked -= 1
+        if not self._num_asked and not self._is_deferred:
+            self._is_deferred = True
+            self._backlog.defer(self._go_on)
+
+    def _go_on(self) -> None:
+        self._is_deferred = False
+        if self.expire(self._now_s):
+            self._is_deferred = True
+            self._backlog.defer(self._go_on)
 
     def _is_in_memory(self, row: SessionRow) -> bool:
         session = self._parts.sessions.find(Owner(row.owner_id), row.session_id)
@@ -99,7 +147,8 @@ class StoredEnds:
 
     def _may_leave_kv(self, row: SessionRow) -> bool:
         """Return whether KV of a session may be outside of the pools, where its tokens find it."""
-        if row.model != self._store.model:
+        # One without a turn has computed nothing: what it has of another one is that one's.
+        if row.model != self._store.model or not (row.is_whole and row.num_turns):
             return False
         if row.is_retired:
             return self._copies.may_leave_kv(self._clock())
@@ -110,25 +159,29 @@ class StoredEnds:
         idle_s = self._store.wall_clock() - (row.expires_s - ttl_s)
         return self._copies.may_leave_kv(self._clock() - idle_s)
 
-    def _drop_kv(self, row: SessionRow) -> Iterator[None]:
-        """Have the engine drop the KV of a session, whose tokens are read a slice with each step.
-        Raises EngineUnavailable, sqlite3.Error."""
-        self._parts.link.check_up()
+    def _drop_kv(self, row: SessionRow) -> Generator[None, None, bool]:
+        """Have the engine drop the KV of a session, whose tokens are read a slice with each step;
+        return whether that is all that can be done for it. Raises sqlite3.Error."""
+        if self._num_told >= MAX_TOLD_TOKENS:
+            return False
         tokens = array("i")
         try:
+            self._parts.link.check_up()
             for entries, _ in self._store.slices(row):
                 for entry in entries:
                     apply_tokens(tokens, entry.change)
                 yield
+            self._copies.forget(Owner(row.owner_id), row.name, tokens)
+        except EngineUnavailable:
+            return False  # the session is still there when there is an engine
         except (Damaged, ValueError) as error:
             _logger.error("session %s cannot be read, so its KV ages out: %s", row.name, error)
-            return
-        self._copies.forget(Owner(row.owner_id), row.name, tokens)
+            return True
         self._num_told += len(tokens)
+        return True
 
-    def _uncount(self, row: SessionRow) -> None:
-        """Count a session on disk no longer. Raises sqlite3.Error."""
-        owner, stored = Owner(row.owner_id), self._parts.quotas.stored_bytes
-        # Of one that is damaged there may be more now than was counted.
-        stored.add(owner, -min(self._store.num_bytes(row), stored.held_by(owner)))
-        self._parts.quotas.owned_sessions.add(owner, -1)
+    def _uncount_bytes(self, owner_id: str, num_bytes: int) -> None:
+        """Count bytes on disk no longer."""
+        owner, stored = Owner(owner_id), self._parts.quotas.stored_bytes
+        # A write that was given up, and came to be later, was not counted.
+        stored.add(owner, -min(num_bytes, stored.held_by(owner)))

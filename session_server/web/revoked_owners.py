@@ -56,14 +56,14 @@ class RevokedOwners:
     async def _close(self, owner: Owner) -> None:
         self._unnamed.resting.close_all(owner)
         while not self._has_key(owner) and self._responses.forget_some(owner, CLOSED_AT_ONCE):
-            await asyncio.sleep(0)
+            await self._sessions.stored()  # whoever waits for the disk waits for no more
         after: str | None = None
         while not self._has_key(owner):
             page = self._sessions.list(owner, limit=CLOSED_AT_ONCE, after=after)
             for view in page.sessions:
                 with contextlib.suppress(SessionNotFound):
                     self._sessions.close(owner, view.session_id, reason="revoked")
+            await self._sessions.stored()
             if not page.has_more:
                 return
             after = page.next_after
-            await asyncio.sleep(0)

@@ -27,8 +27,8 @@ WRITING: Final = {
             f"{_WRITER}._run",
             "errors = self._commit(group)",
             "errors, held = [None] * len(group), getattr(self, 'held', [])\n"
-            "                self.held = group\n"
-            "                self._commit(held)",
+            "            self.held = group\n"
+            "            self._commit(held)",
         ),
     ),
     "parent not synced": Mutant(
@@ -86,7 +86,11 @@ KILLED: Final = {
     "what was left is believed": Mutant(
         "what a killed process had not synced is told of by the next one as it is",
         "systematic",
-        Edit(f"{_DATABASE}:Database.__init__", "write_again(log_of(self.path))", "pass"),
+        Edit(
+            f"{_DATABASE}:Database.__init__",
+            "write_again(log, committed_bytes(log))",
+            "pass",
+        ),
         Edit(f"{_DATABASE}:Database._note_made", '"PRAGMA wal_checkpoint(TRUNCATE)"', '"SELECT 1"'),
     ),
     "only a new directory is synced": Mutant(

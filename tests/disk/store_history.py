@@ -13,6 +13,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from msgspec.structs import replace
+
 from session_server.sessions.history_change import AnswersChange, HistoryChange, ItemsChange
 from session_server.sessions.store.lock import StoreUnusable
 from session_server.sessions.store.records import (
@@ -188,7 +190,8 @@ def state_of(store: SessionStore) -> State | str:
             if entry != entry_of(tag):
                 return f"entry {tag} of session {row.number} was never written so"
         asked = Asked(0, "", row.number, row.session_id, 0, row.num_turns)
-        if row != row_of(asked, len(tags)):
+        num_bytes = sum(len(encode_entry(entry)) for entry in entries)
+        if row != replace(row_of(asked, len(tags)), num_bytes=num_bytes):
             return f"the row of session {row.number} was never written so: {row}"
         state[row.number] = Held(row.session_id, tags, row.num_turns)
     return state

@@ -12,17 +12,16 @@ import contextlib
 import json
 import sqlite3
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Final
-from unittest import mock
 
-from session_server.sessions.store import database
+from session_server.sessions.store import deleted_rows
 from session_server.sessions.store.database import Database
 from session_server.sessions.store.lock import StoreUnusable
 from session_server.sessions.store.records import encode_entry
-from session_server.sessions.store.schema import SCHEMA_VERSION, VERSIONS
+from session_server.sessions.store.schema import SCHEMA_VERSION
 from session_server.sessions.store.session_store import SessionStore
 from tests.disk.recording import Notes
 from tests.disk.seeded import FAILING, KILLED, WRITING
@@ -31,16 +30,26 @@ from tests.rig.decisions import Decisions
 
 NUM_NAMES: Final = 6
 ROUNDS: Final = 7
+DELETED_ENTRIES: Final = 2
+"""Of a session in one write, so that many are deleted in parts."""
+
 CHECKPOINT_PAGES: Final = 16
 """Of the log, so that checkpoints come often: SQLite's own is 1,000."""
 
 
-@contextlib.contextmanager
-def of_version(version: int) -> Iterator[None]:
-    """Make stores as a server of this version of the schema does."""
-    known = {"SCHEMA_VERSION": version, "VERSIONS": VERSIONS[:version]}
-    with mock.patch.multiple(database, **known):
-        yield
+_OLDER: Final = (
+    "DROP TABLE parts",
+    "DROP TABLE records",
+    "CREATE TABLE older (session INTEGER NOT NULL REFERENCES sessions (number) ON DELETE CASCADE,"
+    " position INTEGER NOT NULL, entry BLOB NOT NULL, PRIMARY KEY (session, position))"
+    " STRICT, WITHOUT ROWID",
+    "INSERT INTO older SELECT * FROM entries",
+    "DROP TABLE entries",
+    "ALTER TABLE older RENAME TO entries",
+    "ALTER TABLE sessions DROP COLUMN num_bytes",
+    "PRAGMA user_version = 1",
+)
+"""What makes a store one of version 1, with what it has."""
 
 
 class User:
@@ -59,31 +68,43 @@ class User:
         self._undeleted: dict[int, Asked] = {}
 
     async def live(self, heal: Callable[[], None]) -> None:
-        """Use a store that is opened and closed a few times, and made smaller. A new one is of
-        version 1 at first, and brought to this one when it is opened again."""
+        """Use a store that is opened and closed a few times, and made smaller. It is made one of
+        version 1, and brought to this one when it is opened again."""
         is_new, found = not self._directory.exists(), self._find_version()
-        phases = ("creation" if is_new else "opening", "migration" if found == 1 else "opening")
-        for version, phase in zip((found, SCHEMA_VERSION), phases, strict=True):
-            with of_version(version):
-                await self._open(heal, phase)
-                for _ in range(ROUNDS):
-                    await self._round()
-                await self._close()
-                self._vacuum()
+        await self._use(heal, "creation" if is_new else "migration" if found == 1 else "opening")
+        await self._use(heal, "migration" if self._make_older() else "opening")
         await self._open(heal, "opening")
         await self._round()
         heal()
         await self._recover()
         await self._close()
 
+    async def _use(self, heal: Callable[[], None], phase: str) -> None:
+        await self._open(heal, phase)
+        for _ in range(ROUNDS):
+            await self._round()
+        await self._close()
+        self._vacuum()
+
     def _find_version(self) -> int:
-        """Return the version of a store that is there; 1 for a new one."""
+        """Return the version of a store that is there; that of a new one without one."""
         uri = f"{(self._directory / Database.FILE).absolute().as_uri()}?mode=ro"
         with contextlib.suppress(sqlite3.OperationalError):
             with contextlib.closing(sqlite3.connect(uri, uri=True)) as found:
                 (version,) = found.execute("PRAGMA user_version").fetchone()
-            return max(1, int(version))
-        return 1
+            return int(version)
+        return SCHEMA_VERSION
+
+    def _make_older(self) -> bool:
+        """Have the store be of version 1, if that succeeds; return whether it is."""
+        with (
+            contextlib.suppress(StoreUnusable, sqlite3.Error),
+            contextlib.closing(Database(self._directory)) as opened,
+            opened.transaction(),
+        ):
+            for statement in _OLDER:
+                opened._writer.execute(statement)
+        return self._find_version() == 1
 
     async def _open(self, heal: Callable[[], None], phase: str) -> None:
         self._notes.add(phase=phase)
@@ -181,7 +202,7 @@ class User:
             if error is not None:
                 self._undeleted[asked.number] = asked
 
-        self._store.delete(asked.number, told)
+        self._store.deletions.delete(asked.number, told)
 
     async def _recover(self) -> None:
         """There is room again: write what is missing, and go on."""
@@ -191,8 +212,8 @@ class User:
         for asked in self._undeleted.values():
             self._last += 1
             again.append(self._asked("delete", asked.name, asked.number, 0))
-        while self._store.num_undeleted:
-            self._store.retry_deletes()
+        while self._store.deletions.num_failed:
+            self._store.deletions.retry(is_failing=False)
             await self._store.flush()
         for asked in again:
             self._note_told(asked, None)
@@ -214,6 +235,7 @@ def main() -> None:
         print("now", flush=True)
         sys.stdin.readline()
 
+    deleted_rows.DELETED_ENTRIES = DELETED_ENTRIES  # type: ignore[misc]
     with (WRITING | KILLED | FAILING)[bug].apply() if bug else contextlib.nullcontext():
         for line in sys.stdin:
             asked = json.loads(line)

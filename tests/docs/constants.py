@@ -395,10 +395,24 @@ SESSIONS = (
         "others are not named",
     ),
     _constant(
-        "sessions.store.session_store:DISK_WAIT_S",
-        "time that a write to the store may take",
+        "sessions.store.patience:DISK_WAIT_S",
+        "time in which the disk of a store answers nothing that somebody waits for",
         "s",
         "it counts as failed: `durable` is false, and the session is written again",
+    ),
+    _constant(
+        "sessions.store.log_frames:MAX_LOG_BYTES",
+        "log of a store (`sessions.sqlite3-wal`) behind a commit",
+        "bytes",
+        "it is emptied into the database; while somebody reads what it has it grows until he is "
+        "done",
+    ),
+    _constant(
+        "sessions.store.deletions:MAX_RETIRED_BYTES",
+        "stored sessions of one owner that are deleted and kept until the engine is told their "
+        "tokens",
+        "bytes",
+        "further ones are deleted at once, and their KV outside of the pools ages out",
     ),
     _constant(
         "sessions.store.session_store:MAX_WAITING_BYTES",

@@ -98,7 +98,32 @@ SLICES = (
         _NEXT,
     ),
     _constant(
-        "sessions.store.session_store:_DELETED_AT_ONCE",
+        "sessions.store.writer:LATER_AT_ONCE",
+        "deletions in one commit, of sessions whose time is over and of parts of long ones",
+        "writes",
+        _NEXT,
+    ),
+    _constant(
+        "sessions.stored_ends:AT_ONCE",
+        "sessions on disk that expire, and deleted ones whose tokens were kept, that are gone "
+        "before others are read",
+        "of each",
+        _NEXT,
+    ),
+    _constant(
+        "sessions.store.deleted_rows:DELETED_ENTRIES",
+        "entries of a session that one write deletes",
+        "entries",
+        "the rest is hidden, and comes next",
+    ),
+    _constant(
+        "sessions.store.deleted_rows:DELETED_BYTES",
+        "bytes of entries that one write deletes; a single one may exceed it",
+        "bytes",
+        "the rest is hidden, and comes next",
+    ),
+    _constant(
+        "sessions.store.deletions:RETRIED_AT_ONCE",
         "sessions that are deleted again once that has failed",
         "sessions",
         "the rest a second later",
@@ -336,12 +361,15 @@ BOUND_NOTHING = frozenset(
         # Of the store: what marks its file, and the bytes of a secret and a checksum.
         "session_server.sessions.store.schema:APPLICATION_ID",
         "session_server.sessions.store.database:_SECRET_BYTES",
-        "session_server.sessions.store.lost_pages:_FRAME_HEADER_BYTES",
-        "session_server.sessions.store.lost_pages:_LOG_HEADER_BYTES",
+        "session_server.sessions.store.log_frames:FRAME_HEADER_BYTES",
+        "session_server.sessions.store.log_frames:LOG_HEADER_BYTES",
         "session_server.sessions.store.records:_CHECKSUM_BYTES",
         "session_server.sessions.store.session_file:_VERSION",
         # The end of every calendar.
         "session_server.sessions.store.records:LAST_S",
+        # Of a store's rows: from when on they expire, and before which version they had no size.
+        "session_server.sessions.stored_ends:_LEAST_S",
+        "session_server.sessions.store.schema:_UNSIZED",
         # How much of a digest is shown.
         "session_server.web.key_store:SHORT_DIGEST_CHARS",
         # Of what is known of copies of KV: the bytes of a hash, and what one counts for.

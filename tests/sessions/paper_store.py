@@ -49,6 +49,13 @@ class PaperStore(SessionStore):
         if not self.is_slow:
             self.tell()
 
+    def _ask_to_delete(self, write: Write, written: Told, told: Told, *, is_urgent: bool) -> None:
+        def tell(error: Exception | None) -> None:
+            written(error)
+            told(error)
+
+        self._ask(write, tell, num_bytes=0)
+
     def _write(self, write: Write, told: Told) -> None:
         error: Exception | None = None
         try:

@@ -310,6 +310,8 @@ def test_another_owner_has_another_namespace(disk: Disk) -> None:
     with disk.world(kv_tiers="disk") as world:
         for owner in (OWNER, other):
             world.create(owner=owner, is_stored=True, session_id="one")
+            world.submit("one", turn("1"), owner=owner)
+            world.engine.run()
     with disk.world(kv_tiers="disk") as world:
         for owner in (OWNER, other):
             world.manager.close(owner, "one")

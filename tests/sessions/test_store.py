@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import shutil
 import sqlite3
@@ -19,7 +20,7 @@ import msgspec
 import pytest
 
 from session_server.sessions.history_change import AnswersChange, HistoryChange, ItemsChange
-from session_server.sessions.store import session_store, writer
+from session_server.sessions.store import patience, session_store, writer
 from session_server.sessions.store.database import Behind, Database
 from session_server.sessions.store.lock import StoreIsBusy, StoreUnusable
 from session_server.sessions.store.records import (
@@ -73,7 +74,10 @@ def test_a_session_and_its_entries_are_read_as_they_were_written(database: Datab
         database.append(row(7, num_entries=1), DATA + b"")
         database.touch(row(7, num_entries=2, expires_s=5.0))
     found = database.find("owner", "s7")
-    assert found == row(7, num_entries=2, expires_s=5.0)
+    num_bytes = 2 * len(DATA)
+    assert found == msgspec.structs.replace(
+        row(7, num_entries=2, expires_s=5.0), num_bytes=num_bytes
+    )
     assert [decode_entry(data) for data in database.entries(7)] == [ENTRY, ENTRY]
     assert database.count() == (1, 7)
     assert database.find("stranger", "s7") is None
@@ -111,7 +115,7 @@ def test_a_session_written_again_replaces_what_had_its_number_and_ends_what_had_
     found = database.find("owner", "s2")
     assert found is not None
     assert found.number == 1
-    (ended,) = database.expired(2.0, limit=9)
+    (ended,) = database.expired((0.0, 0), 2.0, limit=9)
     assert (ended.number, ended.name, ended.is_retired) == (2, "s2", False)
 
 
@@ -120,11 +124,11 @@ def test_a_retired_session_has_its_tokens_and_frees_its_id(database: Database) -
         database.put(row(1, name="s"), DATA)
         database.retire(1)
     assert database.find("owner", "s") is None
-    assert database.holdings() == []
+    assert database.holdings() == [("owner", 0, len(DATA), len(DATA))]
     assert not list(database.walk(None))
     with database.transaction():
         database.put(row(2, name="s"), DATA)
-    (retired,) = database.expired(0.5, limit=9)
+    (retired,) = database.expired((-math.inf, 0), 0.5, limit=9)
     assert (retired.number, retired.name, retired.is_retired) == (1, "s", True)
     assert database.entries(1) == [DATA]
 
@@ -141,7 +145,9 @@ def test_pages_and_what_has_expired_come_in_order_and_no_more_than_asked_for(
         5,
         9,
     ]
-    assert [each.number for each in database.expired(9.0, limit=9)] == [3, 5]
+    assert [each.number for each in database.expired((0.0, 0), 9.0, limit=9)] == [3, 5]
+    assert [each.number for each in database.expired((0.0, 0), 9.0, limit=1)] == [3]
+    assert [each.number for each in database.expired((3.0, 3), 9.5, limit=9)] == [5, 9]
     assert database.page("stranger", after=0, now_s=0.0, limit=9) == []
 
 
@@ -190,7 +196,7 @@ def test_a_store_of_a_later_version_is_refused_and_left_alone(tmp_path: Path) ->
     other.close()
     before = (tmp_path / "sessions.sqlite3").read_bytes()
     for _ in range(2):  # the lock is free again after the first
-        with pytest.raises(StoreUnusable, match=r"version 99.*knows 2"):
+        with pytest.raises(StoreUnusable, match=r"version 99.*knows 3"):
             Database(tmp_path)
     assert (tmp_path / "sessions.sqlite3").read_bytes() == before
 
@@ -470,10 +476,9 @@ def test_a_deleted_session_is_not_found_while_it_is_being_deleted(tmp_path: Path
         store.put(row(1), DATA, lambda _error: None)
         await store.flush()
         assert store.find("owner", "s1") is not None
-        store.delete(1)
+        store.deletions.delete(1)
         assert store.find("owner", "s1") is None
         assert store.page("owner", after=0, limit=9) == []
-        assert store.expired(limit=9) == []
         store.put(row(2, name="s1"), DATA, lambda _error: None)
         await store.flush()
         found = store.find("owner", "s1")
@@ -557,7 +562,7 @@ def test_what_was_deleted_is_not_left_in_the_files(tmp_path: Path) -> None:
         store = await opened(tmp_path)
         store.put(row(1), encode_entry(LogEntry(change, ENTRY.turns)), lambda _error: None)
         await store.flush()
-        store.delete(1)
+        store.deletions.delete(1)
         await store.close()
 
     asyncio.run(run())
@@ -568,7 +573,7 @@ def test_what_was_deleted_is_not_left_in_the_files(tmp_path: Path) -> None:
 def test_a_write_to_a_disk_that_hangs_fails_after_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session_store, "DISK_WAIT_S", 0.1)
+    monkeypatch.setattr(patience, "DISK_WAIT_S", 0.1)
     monkeypatch.setattr(session_store, "MAX_WAITING_BYTES", 2 * len(DATA))
     goes_on = threading.Event()
 

@@ -20,7 +20,7 @@ def disk(tmp_path: Path) -> Disk:
 
 def on_disk(disk: Disk) -> int:
     """The bytes of all entries, as the database has them."""
-    return sum(num_bytes for _, _, num_bytes in disk.store.holdings())
+    return sum(holding.num_bytes for holding in disk.store.holdings())
 
 
 def counted(world: World) -> int:

@@ -28,6 +28,7 @@ from session_server.sessions.responses import Asked, ResponseContent, StoredResp
 from session_server.sessions.store.database import Database
 from session_server.sessions.store.schema import SCHEMA_VERSION
 from session_server.sessions.turn_ends import is_kept
+from tests.sessions.test_store import row
 from tests.sessions.test_stored_sessions import Disk, state_of
 from tests.sessions.world import OWNER, World, completed, turn
 
@@ -164,9 +165,37 @@ def test_a_store_of_version_1_is_brought_to_this_one(disk: Disk) -> None:
         first = this.ask("one")
     with closing(sqlite3.connect(disk.directory / Database.FILE)) as database:
         assert database.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
+        assert is_clustered(database)
+        query = (
+            "SELECT num_bytes - (SELECT sum(length(entry)) FROM entries WHERE session = number)"
+            " FROM sessions WHERE num_bytes > 0"
+        )
+        assert set(database.execute(query)) == {(0,)}
+    with closing(Database(disk.directory)) as store:
+        store.vacuum()
+    with closing(sqlite3.connect(disk.directory / Database.FILE)) as database:
+        assert not is_clustered(database)
     with desk(disk) as this:
         assert told(this.find("resp_one")) == told(first)
         assert state_of(this.world, "told")["num_turns"] == 4
+
+
+def is_clustered(database: sqlite3.Connection) -> bool:
+    """Whether entries and parts are kept as earlier versions did."""
+    made = database.execute("SELECT sql FROM sqlite_schema WHERE name IN ('entries', 'parts')")
+    found = {"WITHOUT ROWID" in sql for (sql,) in made}
+    assert len(found) == 1
+    return found.pop()
+
+
+def test_a_store_takes_little_more_than_what_is_counted(disk: Disk) -> None:
+    with closing(Database(disk.directory)) as database, database.transaction():
+        assert not is_clustered(database._writer)
+        for number in range(1, 301):
+            database.put(row(number), bytes(1200))
+            database.append(row(number, num_entries=1), bytes(2000))
+    counted = 300 * 3200
+    assert counted < (disk.directory / Database.FILE).stat().st_size < 1.5 * counted
 
 
 def test_a_store_of_version_1_is_read_as_it_is_beside_a_server(disk: Disk) -> None:

@@ -391,13 +391,13 @@ class StoredMachine(SessionMachine):
             row
             for row in rows
             if sessions.find(OWNER, row.session_id) is None
-            and row.number not in self.store._dropped
+            and row.number not in self.store.deletions.hidden
         ]
         assert quotas.sessions.total == len(sessions)
         assert quotas.owned_sessions.total == len(sessions) + len(unread)
-        num_bytes = self.store._database.num_bytes
-        left = (row.number for row in rows if row.number not in self.store._dropped)
-        assert quotas.stored_bytes.total == sum(map(num_bytes, left))
+        # What is deleted counts until it is gone.
+        num_bytes = sum(holding.num_bytes for holding in self.store.holdings())
+        assert quotas.stored_bytes.total == num_bytes
 
     def _submit(self, name: str, request: TurnRequest) -> None:
         was_unloaded = name in self.unloaded

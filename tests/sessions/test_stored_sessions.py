@@ -529,7 +529,7 @@ def test_a_tick_asks_once_for_sessions_whose_time_on_disk_is_over(disk: Disk) ->
         disk.store.tell()
         world.manager.tick()
         disk.store.tell()
-        assert disk.store.expired(limit=99) == []
+        assert disk.store.expired((0.0, 0), disk.now_s, limit=99) == []
 
 
 def test_a_list_goes_on_behind_sessions_that_are_gone(disk: Disk) -> None:
@@ -562,7 +562,7 @@ def test_a_session_that_could_not_be_deleted_is_deleted_later(disk: Disk) -> Non
         for _ in range(3):
             world.manager.tick()
         assert disk.store.num_sessions == 0
-        assert disk.store.num_undeleted == 0
+        assert disk.store.deletions.num_failed == 0
 
 
 def test_what_cannot_be_served_can_be_listed_and_deleted(disk: Disk) -> None:

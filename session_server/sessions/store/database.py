@@ -15,16 +15,27 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, TypeVar
 
+from session_server.sessions.store.deleted_rows import RENAMED, Freed, delete_some
 from session_server.sessions.store.directories import sync_directory, write_again
 from session_server.sessions.store.lock import StoreLock, StoreUnusable
-from session_server.sessions.store.lost_pages import check_pages, index_of, log_of, size_of
-from session_server.sessions.store.records import Parts, RecordRow, SessionRow
+from session_server.sessions.store.log_frames import (
+    MAX_LOG_BYTES,
+    committed_bytes,
+    index_of,
+    log_of,
+    shorten,
+    size_of,
+)
+from session_server.sessions.store.lost_pages import check_pages
+from session_server.sessions.store.records import Holding, Parts, RecordRow, SessionRow
 from session_server.sessions.store.schema import (
     APPLICATION_ID,
     COLUMNS,
     RECORD_COLUMNS,
     SCHEMA_VERSION,
-    VERSIONS,
+    columns_of,
+    migrate,
+    move_into_rows,
 )
 
 Durability = Literal["turn", "relaxed"]
@@ -34,8 +45,6 @@ _MIN_PAGE_BYTES: Final = 512
 """The least that a page of SQLite has. Of a file with less it drops the log."""
 
 _PAGE_ROWS: Final = 256
-_RENAMED: Final = "id = id || '/' || number"
-"""What frees the id of a session: no id that a client may choose has this character."""
 
 _EACH_OWNER: Final = (
     "SELECT min(owner) FROM sessions UNION ALL SELECT (SELECT min(owner) FROM sessions"
@@ -59,6 +68,7 @@ class Database:
     """
 
     FILE: ClassVar = "sessions.sqlite3"
+    _columns = COLUMNS
 
     def __init__(
         self, directory: Path, *, durability: Durability = "turn", is_read_only: bool = False
@@ -82,7 +92,8 @@ class Database:
                 return
             # From now on it is told of as what is on disk. What a checkpoint has copied of it is
             # copied once more, because nothing says how far that came.
-            write_again(log_of(self.path))
+            log = log_of(self.path)
+            write_again(log, committed_bytes(log))
             self._probe()
             # SQLite would make its files with the permissions that the umask leaves.
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
@@ -93,6 +104,7 @@ class Database:
                 raise StoreUnusable(f"--store {directory}: no WAL there: use a local file system")
             # What a client deletes is not left behind in free pages.
             self._writer.execute("PRAGMA secure_delete = ON")
+            self._writer.execute(f"PRAGMA journal_size_limit = {MAX_LOG_BYTES}")
             # FULL waits for the disk in every commit, NORMAL leaves that to the system: a commit
             # then outlives the process, and not always the machine.
             level = "FULL" if durability == "turn" else "NORMAL"
@@ -130,8 +142,10 @@ class Database:
         self._has_index = index_of(self.path).exists()
         self._writer = self._reader = self._connect(f"{self.path.absolute().as_uri()}?{mode}")
         check_pages(self._reader, self.path)
-        if self._check_version() == 0:
+        version = self._check_version()
+        if version == 0:
             raise StoreUnusable(self._say("has no content"))
+        self._columns = columns_of(version)
         self.secret = b""
 
     def _probe(self) -> None:
@@ -192,9 +206,15 @@ class Database:
         self._release()
 
     def vacuum(self) -> None:
-        """Give the space of what was deleted back to the disk."""
+        """Give back the space of what was deleted, and of how earlier versions wrote."""
+        with self.transaction():
+            move_into_rows(self._writer)
         self._writer.execute("VACUUM")
         self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def shorten_log(self) -> None:
+        """Empty a log that has grown long; see `shorten`. Raises OSError, sqlite3.Error."""
+        shorten(self._writer, self.path)
 
     # -- verbs, inside a transaction
 
@@ -231,44 +251,49 @@ class Database:
         # An earlier session of this name may still be there: it has expired, or to delete it has
         # failed. It expires by another name.
         execute(
-            f"UPDATE sessions SET {_RENAMED}, expires = min(expires, 1) WHERE owner = ? AND id = ?",  # noqa: S608
+            f"UPDATE sessions SET {RENAMED}, expires = min(expires, 1) WHERE owner = ? AND id = ?",  # noqa: S608
             (row.owner_id, row.session_id),
         )
         values = (
             *(row.number, row.owner_id, row.session_id, row.model, row.expires_s),
-            *(row.settings, row.num_tokens, row.num_turns, row.num_uses, 1),
+            *(row.settings, row.num_tokens, row.num_turns, row.num_uses, 1, len(entry)),
         )
-        execute(f"INSERT INTO sessions ({COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?)", values)  # noqa: S608
+        execute(f"INSERT INTO sessions ({COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?,?)", values)  # noqa: S608
         execute("INSERT INTO entries VALUES (?, 0, ?)", (row.number, entry))
 
     def append(self, row: SessionRow, entry: bytes) -> None:
         """Write an entry behind `row.num_entries` others. Raises Behind if there are not as many,
         or no such session."""
-        self._update(row, row.num_entries + 1)
+        self._update(row, row.num_entries + 1, len(entry))
         values = (row.number, row.num_entries, entry)
         self._writer.execute("INSERT INTO entries VALUES (?, ?, ?)", values)
 
     def touch(self, row: SessionRow) -> None:
         """Write what the row says, but no entry. Raises Behind as `append` does."""
-        self._update(row, row.num_entries)
+        self._update(row, row.num_entries, 0)
 
     def delete(self, number: int) -> None:
         """Delete a session and its entries, if it is there."""
         self._writer.execute("DELETE FROM sessions WHERE number = ?", (number,))
 
+    def delete_some(self, number: int) -> Freed | None:
+        """Delete a session, or the last entries of a long one; None if it is not there."""
+        return delete_some(self._writer, number)
+
     def retire(self, number: int) -> None:
         """Let a session have expired long ago, and its id be free; its tokens can be read."""
-        query = f"UPDATE sessions SET {_RENAMED}, expires = 0 WHERE number = ?"  # noqa: S608
+        query = f"UPDATE sessions SET {RENAMED}, expires = 0 WHERE number = ?"  # noqa: S608
         self._writer.execute(query, (number,))
 
-    def _update(self, row: SessionRow, num_entries: int) -> None:
+    def _update(self, row: SessionRow, num_entries: int, num_bytes: int) -> None:
         values = (
             *(row.expires_s, row.settings, row.num_tokens, row.num_turns),
-            *(row.num_uses, num_entries, row.number, row.num_entries),
+            *(row.num_uses, num_entries, num_bytes, row.number, row.num_entries),
         )
         found = self._writer.execute(
             "UPDATE sessions SET expires = ?, settings = ?, num_tokens = ?, num_turns = ?,"
-            " num_uses = ?, num_entries = ? WHERE number = ? AND num_entries = ?",
+            " num_uses = ?, num_entries = ?, num_bytes = num_bytes + ?"
+            " WHERE number = ? AND num_entries = ?",
             values,
         )
         if found.rowcount != 1:
@@ -324,25 +349,19 @@ class Database:
         condition = "owner = ? AND number > ? AND expires >= ? ORDER BY number LIMIT ?"
         return self._rows(condition, (owner_id, after, now_s, limit))
 
-    def holdings(self) -> list[tuple[str, int, int]]:
-        """Return how many sessions each owner has, and the bytes of their entries; expired ones
-        among them, and no retired ones. Reads of each entry how long it is."""
+    def holdings(self) -> list[Holding]:
+        """Return what each owner has; expired sessions are counted among the others."""
         query = (
-            "SELECT owner, count(*), coalesce(sum(num_bytes), 0) FROM sessions LEFT JOIN"
-            " (SELECT session, sum(length(entry)) AS num_bytes FROM entries GROUP BY session)"
-            " ON session = number WHERE expires > 0 GROUP BY owner"
+            "SELECT owner, sum(expires > 0), sum(num_bytes), sum(iif(expires = 0, num_bytes, 0))"
+            " FROM sessions GROUP BY owner"
         )
-        return [(owner_id, int(n), int(size)) for owner_id, n, size in self._reader.execute(query)]
+        return [Holding(*found) for found in self._reader.execute(query)]
 
-    def num_bytes(self, number: int) -> int:
-        """Return the bytes of a session's entries."""
-        query = "SELECT coalesce(sum(length(entry)), 0) FROM entries WHERE session = ?"
-        (found,) = self._reader.execute(query, (number,)).fetchone()
-        return int(found)
-
-    def expired(self, now_s: float, *, limit: int) -> list[SessionRow]:
-        """Return up to `limit` sessions that have expired."""
-        return self._rows("expires < ? ORDER BY expires LIMIT ?", (now_s, limit))
+    def expired(self, after: tuple[float, int], until_s: float, *, limit: int) -> list[SessionRow]:
+        """Return up to `limit` sessions that expire before a time, behind one that is given by when
+        it expires and its number."""
+        condition = "expires < ? AND (expires, number) > (?, ?) ORDER BY expires, number LIMIT ?"
+        return self._rows(condition, (until_s, *after, limit))
 
     def entries(self, number: int, *, start: int = 0, limit: int = -1) -> list[bytes]:
         """Return the entries of a session from a position on, in order; up to `limit`, -1: all."""
@@ -427,7 +446,7 @@ class Database:
         return self._reader.execute(query, (number,)).fetchall()
 
     def _rows(self, condition: str, values: Sequence[Any]) -> list[SessionRow]:
-        query = f"SELECT {COLUMNS} FROM sessions WHERE {condition}"  # noqa: S608 - our own words
+        query = f"SELECT {self._columns} FROM sessions WHERE {condition}"  # noqa: S608
         return [SessionRow(*columns) for columns in self._reader.execute(query, values)]
 
     def _record_rows(self, condition: str, *values: int) -> list[RecordRow]:
@@ -461,13 +480,10 @@ class Database:
             raise StoreUnusable(self._say("has no content"))
         if version < SCHEMA_VERSION:
             with self.transaction():
-                for statement in "".join(VERSIONS[version:]).split(";\n"):
-                    self._writer.execute(statement)
+                migrate(self._writer, version)
                 if version == 0:
                     secret = secrets.token_bytes(_SECRET_BYTES)
                     self._writer.execute("INSERT INTO facts VALUES ('secret', ?)", (secret,))
-                self._writer.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-                self._writer.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     def _check_writable(self) -> None:
         """Raise sqlite3.OperationalError if nothing can be written. Where SQLite cannot open a file

@@ -38,17 +38,17 @@ def sync_above(directory: Path) -> None:
             sync_directory(parent)
 
 
-def write_again(path: Path) -> None:
-    """Have a file on disk as it is, if it is there. What a process that was killed had written may
-    be in the system's memory alone, and to sync it is not enough: that says nothing of what an
-    earlier sync could not write. Raises OSError."""
+def write_again(path: Path, num_bytes: int) -> None:
+    """Have so many bytes of a file on disk as they are, if it is there. What a process that was
+    killed had written may be in the system's memory alone, and to sync it is not enough: that says
+    nothing of what an earlier sync could not write. Raises OSError."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         return
     try:
         offset = 0
-        while piece := os.pread(fd, _PIECE_BYTES, offset):
+        while piece := os.pread(fd, min(_PIECE_BYTES, num_bytes - offset), offset):
             offset += os.pwrite(fd, piece, offset)
         os.fsync(fd)
     finally:

@@ -8,28 +8,13 @@ from __future__ import annotations
 import os
 import sqlite3
 from pathlib import Path
-from typing import Final
 
-_LOG_HEADER_BYTES: Final = 32
-_FRAME_HEADER_BYTES: Final = 24
-
-
-def log_of(path: Path) -> Path:
-    """Return the path of the log (WAL) that SQLite keeps beside a database."""
-    return path.with_name(f"{path.name}-wal")
-
-
-def index_of(path: Path) -> Path:
-    """Return the path of the index of that log, by which those who have the database open agree."""
-    return path.with_name(f"{path.name}-shm")
-
-
-def size_of(path: Path) -> int:
-    """Return the bytes of a file, 0 if there is none. Raises OSError."""
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
+from session_server.sessions.store.log_frames import (
+    FRAME_HEADER_BYTES,
+    LOG_HEADER_BYTES,
+    log_of,
+    size_of,
+)
 
 
 def check_pages(database: sqlite3.Connection, path: Path) -> None:
@@ -56,8 +41,8 @@ def _logged_pages(log: Path, page_bytes: int) -> frozenset[int]:
         return frozenset()
     pages = set[int]()
     with log.open("rb") as file:
-        file.seek(_LOG_HEADER_BYTES)
-        while len(header := file.read(_FRAME_HEADER_BYTES)) == _FRAME_HEADER_BYTES:
+        file.seek(LOG_HEADER_BYTES)
+        while len(header := file.read(FRAME_HEADER_BYTES)) == FRAME_HEADER_BYTES:
             pages.add(int.from_bytes(header[:4], "big"))
             file.seek(page_bytes, os.SEEK_CUR)
     return frozenset(pages)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Annotated, Final, Generic, Literal, TypeVar
+from typing import Annotated, Final, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta, structs
@@ -51,7 +51,7 @@ class SessionRow(msgspec.Struct, frozen=True, gc=False):
 
     `number` orders the sessions of an owner. `model`: the `ModelText.fingerprint` that its
     token ids are of. `expires_s`: wall-clock seconds. `settings`: as `encode_settings` gives them.
-    `num_entries` are there already.
+    `num_entries` of `num_bytes` are there already.
     """
 
     number: int
@@ -64,16 +64,33 @@ class SessionRow(msgspec.Struct, frozen=True, gc=False):
     num_turns: int
     num_uses: int
     num_entries: int = 0
+    num_bytes: int = 0
 
     @property
     def is_retired(self) -> bool:
-        """Return whether it was deleted, and is there for the sake of its tokens alone."""
+        """Return whether it was deleted: it is there for the sake of its tokens, or a part of it
+        is."""
         return self.expires_s <= 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether all of it is there: a long session is deleted in parts."""
+        return self.expires_s >= 0
 
     @property
     def name(self) -> str:
         """Return the id that its client gave it, or was given: see `Database.retire`."""
         return self.session_id.partition("/")[0]
+
+
+class Holding(NamedTuple):
+    """Say what an owner has: sessions that are not deleted, bytes of all, and those of retired
+    ones."""
+
+    owner_id: str
+    num_sessions: int
+    num_bytes: int
+    num_retired: int
 
 
 class RecordRow(msgspec.Struct, frozen=True, gc=False):

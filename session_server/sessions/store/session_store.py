@@ -9,13 +9,16 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import islice
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from session_server.sessions.store.database import Behind, Database, Durability
+from session_server.sessions.store.deletions import Deletions
+from session_server.sessions.store.patience import NO_ANSWER, Patience
 from session_server.sessions.store.records import (
     Damaged,
+    Holding,
     LogEntry,
     Parts,
     RecordRow,
@@ -37,17 +40,11 @@ _logger: Final = logging.getLogger("session_server.store")
 CLOSE_WAIT_S: Final = 5.0
 """How long the end of a server waits for its disk."""
 
-DISK_WAIT_S: Final = 10.0
-"""How long a write may take before it counts as failed."""
-
 MAX_WAITING_BYTES: Final = 64 << 20
 """Entries that wait for the disk; a further write fails. One session has one write under way."""
 
 ENTRIES_AT_ONCE: Final = 16
 """Entries that are read before others are served: a millisecond or two."""
-
-_DELETED_AT_ONCE: Final = 64
-_NO_ANSWER: Final = "the disk does not answer"
 
 
 class SessionStore:
@@ -76,12 +73,8 @@ class SessionStore:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._commits = GroupCommits(self._database, self._deliver)
         self._num_waiting = 0
-        self._dropped: set[int] = set()
-        """Numbers of sessions that are being deleted: they may still be found on disk."""
-
-        self._undeleted: dict[int, None] = {}
-        """Those of them that could not be deleted yet."""
-
+        self._patience = Patience()
+        self.deletions = Deletions(self._ask_to_delete)
         self.failure: str | None = None
         """Why the last commit failed; None if it did not."""
 
@@ -122,7 +115,8 @@ class SessionStore:
             _logger.error("the store was not closed: the disk does not answer")
 
     async def flush(self) -> None:
-        """Wait until all that was asked for is written and told of, or could not be."""
+        """Wait until all that was asked for is written and told of, or could not be; but not what
+        nobody waits for."""
         assert self._loop is not None, "a store that was not started"
         done = self._loop.create_future()
 
@@ -130,10 +124,8 @@ class SessionStore:
             if not done.done():
                 done.set_result(None)
 
-        self._commits.ask(None, told)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(DISK_WAIT_S):
-                await done
+        self._commits.ask(None, self._patience.wait(self._loop, told))
+        await done
 
     # -- reading
 
@@ -147,13 +139,13 @@ class SessionStore:
         return self._if_open(self._database.numbered(number))
 
     def _if_open(self, row: SessionRow | None) -> SessionRow | None:
-        if row is None or row.number in self._dropped or row.expires_s < self.wall_clock():
+        if row is None or row.number in self.deletions.hidden or row.expires_s < self.wall_clock():
             return None
         return row
 
     async def survey(self, question: SurveyQuestion) -> SurveyAnswer:
         """Look through all sessions on disk, on another thread. Raises sqlite3.Error."""
-        without = question.without | self._dropped
+        without = question.without | self.deletions.hidden
         asked = replace(question, now_s=self.wall_clock(), without=without)
         return await asyncio.to_thread(survey, self._database.path, asked)
 
@@ -163,25 +155,20 @@ class SessionStore:
         now_s, found = self.wall_clock(), list[SessionRow]()
         while len(found) < limit:
             rows = self._database.page(owner_id, after=after, now_s=now_s, limit=limit)
-            found += [row for row in rows if row.number not in self._dropped]
+            found += [row for row in rows if row.number not in self.deletions.hidden]
             if len(rows) < limit:
                 break
             after = rows[-1].number
         return found[:limit]
 
-    def holdings(self) -> list[tuple[str, int, int]]:
-        """Return how many sessions each owner has on disk, and their bytes. O(entries)."""
+    def holdings(self) -> list[Holding]:
+        """Return what each owner has on disk. O(sessions)."""
         return self._database.holdings()
 
-    def num_bytes(self, row: SessionRow) -> int:
-        """Return the bytes of a session on disk. Raises sqlite3.Error."""
-        return self._database.num_bytes(row.number)
-
-    def expired(self, *, limit: int) -> list[SessionRow]:
-        """Return up to `limit` sessions whose time has come. Raises sqlite3.Error."""
-        num_dropped = len(self._dropped)
-        rows = self._database.expired(self.wall_clock(), limit=limit + num_dropped)
-        return [row for row in rows if row.number not in self._dropped][:limit]
+    def expired(self, after: tuple[float, int], until_s: float, *, limit: int) -> list[SessionRow]:
+        """Return up to `limit` sessions that expire before a time, in that order, behind one that
+        is given by when it expires and its number. Raises sqlite3.Error."""
+        return self._database.expired(after, until_s, limit=limit)
 
     def slices(self, row: SessionRow) -> Iterator[tuple[list[LogEntry], int]]:
         """Yield the entries of a session, in order, some at a time with their bytes. Raises
@@ -223,44 +210,9 @@ class SessionStore:
         """Write what the row says, but no entry; `told` as in `put`."""
         self.ask(lambda database: database.touch(row), told)
 
-    def delete(self, number: int, told: Told = lambda _error: None) -> None:
-        """Delete a session. From now on it is not found; `told` as in `put`. Where that fails it is
-        tried again."""
-        self._end(number, told, lambda database: database.delete(number))
-
-    def retire(self, number: int, told: Told = lambda _error: None) -> None:
-        """Delete a session whose tokens are still to be read: from now on it is not found, and once
-        that is on disk it is one that has expired; `told` as in `put`. Where that fails it is
-        deleted."""
-        self._end(number, told, lambda database: database.retire(number))
-
     def is_gone(self, number: int | None) -> bool:
         """Return whether it is on disk that a session was deleted; None is that of none."""
-        return number not in self._dropped
-
-    def retry_deletes(self) -> None:
-        """Delete what could not be deleted: one session, and more once that succeeds."""
-        num_tried = 1 if self.failure is not None else _DELETED_AT_ONCE
-        for number in list(islice(self._undeleted, num_tried)):
-            del self._undeleted[number]
-            self.delete(number)
-
-    @property
-    def num_undeleted(self) -> int:
-        """Return the sessions that are to be deleted, and could not be."""
-        return len(self._undeleted)
-
-    def _end(self, number: int, told: Told, write: Write) -> None:
-        self._dropped.add(number)
-
-        def forget(error: Exception | None) -> None:
-            if error is None:
-                self._dropped.discard(number)
-            else:
-                self._undeleted[number] = None
-            told(error)
-
-        self.ask(write, forget)
+        return self.deletions.is_gone(number)
 
     def ask(
         self, write: Write, told: Told, num_bytes: int = 0, beside: Beside | None = None
@@ -275,25 +227,27 @@ class SessionStore:
     def _ask(self, write: Write, told: Told, *, num_bytes: int) -> None:
         assert self._loop is not None, "a store that was not started"
         if self._num_waiting + num_bytes > MAX_WAITING_BYTES:
-            self._loop.call_soon(self._note, told, sqlite3.OperationalError(_NO_ANSWER))
+            self._loop.call_soon(self._note, told, sqlite3.OperationalError(NO_ANSWER))
             return
         self._num_waiting += num_bytes
-        is_told = False
 
-        def tell(error: Exception | None) -> None:
-            nonlocal is_told
-            if not is_told:
-                is_told = True
-                timer.cancel()
-                self._note(told, error)
-
-        def written(error: Exception | None) -> None:
+        def written(_error: Exception | None) -> None:
             self._num_waiting -= num_bytes
-            tell(error)
 
-        error = sqlite3.OperationalError(_NO_ANSWER)
-        timer = self._loop.call_later(DISK_WAIT_S, tell, error)
-        self._commits.ask(write, written)
+        self._watch(write, written, told)
+
+    def _watch(self, write: Write, written: Told, told: Told) -> None:
+        """Have something written; `told` is called no later than `Patience` allows."""
+        assert self._loop is not None, "a store that was not started"
+        answered = self._patience.wait(self._loop, partial(self._note, told))
+        self._commits.ask(write, partial(_tell_both, written, answered))
+
+    def _ask_to_delete(self, write: Write, written: Told, told: Told, *, is_urgent: bool) -> None:
+        if is_urgent:
+            self._watch(write, written, told)
+        else:
+            told = partial(self._note, told)
+            self._commits.ask_later(write, partial(_tell_both, written, told))
 
     def _note(self, told: Told, error: Exception | None) -> None:
         # A log that lacks something is no fault of the disk: its session is written again.
@@ -314,3 +268,8 @@ class SessionStore:
 def _steady_clock() -> Callable[[], float]:
     ahead_s = time.time() - time.monotonic()
     return lambda: time.monotonic() + ahead_s
+
+
+def _tell_both(first: Told, second: Told, error: Exception | None) -> None:
+    first(error)
+    second(error)

@@ -6,12 +6,14 @@ together next, so a hundred turns that end at once cost as much as one.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import sqlite3
 import threading
 import time
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +26,9 @@ _logger: Final = logging.getLogger("session_server.store")
 
 MAX_GROUP: Final = 512
 """Writes that one commit takes, so that none waits for more than that."""
+
+LATER_AT_ONCE: Final = 64
+"""Writes for which nobody waits that one commit takes besides."""
 
 Write = Callable[[Database], None]
 """Calls verbs of the database, and raises what they raise."""
@@ -55,10 +60,12 @@ def together(writes: Sequence[Beside]) -> Beside:
 
 
 class _Asked(NamedTuple):
-    """Hold a write; None writes nothing, and is told when all before it is written."""
+    """Hold a write; None writes nothing, and is told when all before it is written. `place`: how
+    many were asked for before one for which nobody waits."""
 
     write: Write | None
     told: Told
+    place: int = 0
 
 
 COMMIT_BOUNDS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
@@ -95,6 +102,8 @@ class GroupCommits:
         self._database = database
         self._deliver = deliver
         self._asked: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
+        self._num_asked = 0
+        self._later: deque[_Asked] = deque()
         self._thread = threading.Thread(target=self._run, name="store-writer", daemon=True)
         self.counts = CommitCounts()
 
@@ -105,7 +114,14 @@ class GroupCommits:
     def ask(self, write: Write | None, told: Told) -> None:
         """Have something written; None only tells, after all that was asked for before. Never
         blocks."""
+        self._num_asked += 1
         self._asked.put(_Asked(write, told))
+
+    def ask_later(self, write: Write, told: Told) -> None:
+        """Have something written for which nobody waits, and which can be left undone when the
+        thread ends: behind all that was asked for before, a few such writes with each commit."""
+        self._later.append(_Asked(write, told, self._num_asked))
+        self.ask(None, _ignore)  # the thread may wait for something to do
 
     def stop(self, wait_s: float) -> bool:
         """Commit all that was asked for, and end the thread; return whether that took no longer."""
@@ -115,20 +131,31 @@ class GroupCommits:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        is_over = False
+        num_taken, is_over = 0, False
         while not is_over:
             group: list[_Asked] = []
-            while len(group) < MAX_GROUP and not (group and self._asked.empty()):
+            while len(group) < MAX_GROUP and not (self._asked.empty() and (group or self._later)):
                 asked = self._asked.get()
                 if asked is None:
                     is_over = True
                     break
                 group.append(asked)
-            if group:
-                errors = self._commit(group)
-                for start in range(0, len(group), SLICE):
-                    part = slice(start, start + SLICE)
-                    self._deliver(partial(_tell, group[part], errors[part]))
+            num_taken += len(group)
+            group += self._take_later(num_taken)
+            errors = self._commit(group)
+            for start in range(0, len(group), SLICE):
+                part = slice(start, start + SLICE)
+                self._deliver(partial(_tell, group[part], errors[part]))
+            with contextlib.suppress(OSError, sqlite3.Error):  # the next commit fails with it too
+                self._database.shorten_log()
+
+    def _take_later(self, num_taken: int) -> list[_Asked]:
+        """Return some of what nobody waits for, of which nothing was asked for before it that is
+        not taken."""
+        taken: list[_Asked] = []
+        while len(taken) < LATER_AT_ONCE and self._later and self._later[0].place <= num_taken:
+            taken.append(self._later.popleft())
+        return taken
 
     def _commit(self, group: Sequence[_Asked]) -> list[Exception | None]:
         writes = [asked for asked in group if asked.write is not None]
@@ -165,3 +192,7 @@ def _tell(group: Sequence[_Asked], errors: Sequence[Exception | None]) -> None:
             asked.told(error)
         except Exception:  # one that cannot be told must not keep the others from it
             _logger.exception("a write could not be told of")
+
+
+def _ignore(_error: Exception | None) -> None:
+    pass

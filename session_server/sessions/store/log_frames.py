@@ -1,0 +1,69 @@
+"""The log (WAL) that SQLite keeps beside a database: how long it is, and what of it counts.
+
+A log is begun again from the front once all of it is in the database; what lies behind is of an
+earlier one, and has other salts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+from pathlib import Path
+from typing import Final
+
+LOG_HEADER_BYTES: Final = 32
+FRAME_HEADER_BYTES: Final = 24
+
+MAX_LOG_BYTES: Final = 16 << 20
+"""Of a log behind a commit: a longer one is emptied, unless somebody reads what it has."""
+
+
+def log_of(path: Path) -> Path:
+    """Return the path of the log of a database."""
+    return path.with_name(f"{path.name}-wal")
+
+
+def index_of(path: Path) -> Path:
+    """Return the path of the index of that log, by which those who have the database open agree."""
+    return path.with_name(f"{path.name}-shm")
+
+
+def size_of(path: Path) -> int:
+    """Return the bytes of a file, 0 if there is none. Raises OSError."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def committed_bytes(log: Path) -> int:
+    """Return how many bytes of a log SQLite may read again: up to its last commit. Raises
+    OSError."""
+    if not log.exists():
+        return 0
+    end = 0
+    with log.open("rb") as file:
+        header = file.read(LOG_HEADER_BYTES)
+        page_bytes, salts = int.from_bytes(header[8:12], "big"), header[16:24]
+        while len(frame := file.read(FRAME_HEADER_BYTES)) == FRAME_HEADER_BYTES:
+            if frame[8:16] != salts:
+                break
+            file.seek(page_bytes, os.SEEK_CUR)
+            if any(frame[4:8]):  # a commit says here how many pages the database has
+                end = file.tell()
+    return end
+
+
+def shorten(database: sqlite3.Connection, path: Path) -> None:
+    """Empty the log of a database that has grown long, and wait for nobody who reads it: then the
+    next commit is for it. Raises OSError, sqlite3.Error."""
+    if size_of(log_of(path)) <= MAX_LOG_BYTES:
+        return
+    (wait_ms,) = database.execute("PRAGMA busy_timeout").fetchone()
+    database.execute("PRAGMA busy_timeout = 0")
+    try:
+        database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    finally:
+        with contextlib.suppress(sqlite3.Error):
+            database.execute(f"PRAGMA busy_timeout = {wait_ms}")
