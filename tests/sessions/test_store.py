@@ -582,26 +582,93 @@ def test_a_write_to_a_disk_that_hangs_fails_after_a_while(
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("how", ["gone", "replaced", "lock gone", "directory gone"])
-def test_nothing_is_written_to_files_that_are_not_there_any_more(tmp_path: Path, how: str) -> None:
+MAIN, LOG, INDEX = "sessions.sqlite3", "sessions.sqlite3-wal", "sessions.sqlite3-shm"
+
+
+CUT = [(MAIN, "cut short"), (LOG, "cut short")]
+MOVED = [
+    (name, how) for name in (MAIN, LOG, INDEX, "lock", "") for how in ("gone", "replaced", "copied")
+]
+
+
+@pytest.mark.parametrize(("name", "how"), CUT + MOVED)
+def test_nothing_is_told_to_be_written_to_files_that_are_not_there_any_more(
+    tmp_path: Path, name: str, how: str
+) -> None:
     directory = tmp_path / "store"
-    file = directory / ("lock" if how.startswith("lock") else "sessions.sqlite3")
     database = Database(directory)
     with database.transaction():
         database.put(row(1), DATA)
-    if how == "directory gone":
-        directory.rename(tmp_path / "elsewhere")
-    else:
-        file.unlink()
-        if how == "replaced":
-            file.write_bytes(b"")
+    lose(directory / name, how)
 
     def write() -> None:
         with database.transaction():
             database.put(row(2), DATA)
 
+    for _ in range(2):
+        with pytest.raises(sqlite3.OperationalError, match="store's files"):
+            write()
+    database.close()
+
+
+def lose(path: Path, how: str) -> None:
+    """Have a name lead elsewhere, or a file be cut short."""
+    if how == "cut short":
+        os.truncate(path, 0)
+        return
+    lost = path.with_name("lost")
+    path.rename(lost)
+    if how == "replaced":
+        path.write_bytes(b"")
+    elif how == "copied":
+        (shutil.copytree if lost.is_dir() else shutil.copy)(lost, path)
+
+
+@pytest.mark.parametrize("name", [MAIN, LOG])
+def test_what_is_lost_during_a_commit_is_not_told_to_be_written(tmp_path: Path, name: str) -> None:
+    database = Database(tmp_path)
+
+    def write() -> None:
+        with database.transaction():
+            database.put(row(1), DATA)
+            (tmp_path / name).unlink()
+
     with pytest.raises(sqlite3.OperationalError, match="store's files"):
         write()
+    database.close()
+
+
+def test_what_was_written_before_its_log_was_removed_outlives_the_process(tmp_path: Path) -> None:
+    database = Database(tmp_path / "store")
+    with database.transaction():
+        database.put(row(1), DATA)
+    (tmp_path / "store" / LOG).unlink()
+    with pytest.raises(sqlite3.OperationalError, match="gone"), database.transaction():
+        pytest.fail("nothing is written")
+    shutil.copytree(tmp_path / "store", tmp_path / "killed")
+    database.close()
+    again = Database(tmp_path / "killed")
+    assert again.find("owner", "s1") is not None
+    again.close()
+
+
+@pytest.mark.parametrize("what", ["VACUUM", "PRAGMA wal_checkpoint(TRUNCATE)"])
+def test_what_another_program_may_do_to_a_store_is_no_loss(tmp_path: Path, what: str) -> None:
+    database = Database(tmp_path)
+    for _ in range(2):
+        with database.transaction():
+            for number in range(1, 400):
+                database.put(row(number), DATA)
+        with database.transaction():
+            for number in range(1, 399):
+                database.delete(number)
+        other = sqlite3.connect(tmp_path / MAIN, isolation_level=None)
+        other.execute(what)
+        other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        other.close()
+    with database.transaction():
+        database.put(row(9), DATA)
+    assert database.count() == (2, 399)
     database.close()
 
 

@@ -23,6 +23,7 @@ from session_server.sessions.store.directories import (
     write_again,
 )
 from session_server.sessions.store.lost_pages import check_pages, index_of, log_of, size_of
+from session_server.sessions.store.open_files import LogGone, OpenFiles
 from session_server.sessions.store.records import Parts, RecordRow, SessionRow
 from session_server.sessions.store.schema import (
     APPLICATION_ID,
@@ -82,6 +83,7 @@ class Database:
         self.path = directory / self.FILE
         self._is_read_only = is_read_only
         self._connections: list[sqlite3.Connection] = []
+        self._files: OpenFiles | None = None
         self._lock_fd = _find_lock(directory) if is_read_only else _lock(directory)
         try:
             self._check_content()
@@ -94,7 +96,6 @@ class Database:
             self._probe()
             # SQLite would make its files with the permissions that the umask leaves.
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
-            self._inodes = self._find_inodes()
             self._writer = self._connect(self.path)
             (mode,) = self._writer.execute("PRAGMA journal_mode = WAL").fetchone()
             if mode != "wal":
@@ -112,6 +113,7 @@ class Database:
             sync_directory(directory)
             self._reader = self._connect(self.path)
             self._reader.execute("PRAGMA query_only = ON")
+            self._files = OpenFiles(self.path, directory / _LOCK_NAME)
             self.secret = self._find_secret()
             self._note_made()
         except (OSError, sqlite3.OperationalError) as error:
@@ -195,6 +197,8 @@ class Database:
 
     def _release(self) -> None:
         self._disconnect()
+        if self._files is not None:
+            self._files.close()
         if self._lock_fd is not None:
             os.close(self._lock_fd)
 
@@ -228,19 +232,19 @@ class Database:
             if self._writer.in_transaction:
                 self._writer.execute("ROLLBACK")
             raise
+        self._check_files()
 
     def _check_files(self) -> None:
-        """Raise sqlite3.OperationalError if the files are not those that were opened: what is
-        written then is lost, or another server's."""
+        """Raise sqlite3.OperationalError if the files are not those that were opened."""
+        if self._files is None:
+            return  # a new one is being made
         try:
-            found = self._find_inodes()
-        except OSError as error:
-            raise sqlite3.OperationalError(f"the store's files are gone: {error}") from error
-        if found != self._inodes:
-            raise sqlite3.OperationalError("the store's files were replaced")
-
-    def _find_inodes(self) -> tuple[int, int]:
-        return os.stat(self.path).st_ino, os.stat(self.path.with_name(_LOCK_NAME)).st_ino
+            self._files.check()
+        except LogGone:
+            # Where nobody finds the log any more, the database has all that was told.
+            with contextlib.suppress(sqlite3.Error):
+                self._writer.execute("PRAGMA wal_checkpoint(FULL)")
+            raise
 
     def put(self, row: SessionRow, entry: bytes) -> None:
         """Write a session with one entry, in place of all that was there of it."""

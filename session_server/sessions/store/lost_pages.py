@@ -32,6 +32,12 @@ def size_of(path: Path) -> int:
         return 0
 
 
+def frames_bytes(num_frames: int, page_bytes: int) -> int:
+    """Return the bytes of a log with so many frames; one without any may be empty."""
+    num_bytes = _LOG_HEADER_BYTES + num_frames * (_FRAME_HEADER_BYTES + page_bytes)
+    return num_bytes if num_frames else 0
+
+
 def check_pages(database: sqlite3.Connection, path: Path) -> None:
     """Check that each page of the database at `path` is in the file or in its log.
 
