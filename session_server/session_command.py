@@ -36,6 +36,7 @@ from session_server.config import Settings
 from session_server.core.errors import InvalidRequest
 from session_server.core.owner import ANONYMOUS
 from session_server.sessions.store.database import Database, StoreUnusable
+from session_server.sessions.store.disk_health import explain
 from session_server.sessions.store.places import (
     KV_DIRECTORY,
     default_directory,
@@ -105,7 +106,9 @@ def run(args: argparse.Namespace) -> int:
         with closing(Database(directory, is_read_only=args.action in _READS)) as database:
             _ACTIONS[args.action](database, args)
     except (*_ERRORS, OSError, ValueError) as error:
-        print(f"session-server sessions: {error}", file=sys.stderr)
+        is_of_store = isinstance(error, sqlite3.Error)
+        told = f"{directory}: {explain(error, directory)}" if is_of_store else str(error)
+        print(f"session-server sessions: {told}", file=sys.stderr)
         return 1
     return 0
 

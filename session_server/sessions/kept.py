@@ -240,7 +240,7 @@ class KeptRecords(Generic[_RecordT]):
         return row
 
     def _read(self, owner: Owner, slot: _Slot[_RecordT]) -> _RecordT:
-        with reading():
+        with reading(self._log.store):
             parts = self._log.parts(slot.number)
         try:
             return self._form.read(owner, slot.key, parts)

@@ -65,7 +65,7 @@ class StoredEnds:
             for _ in self._work:
                 return True
         except sqlite3.Error as error:
-            _logger.error("the store cannot be read: %s", error)
+            self._store.health.note_unread(error)
         except EngineUnavailable:
             pass  # the session is still there when there is an engine
         self._work = self._delete_expired()

@@ -316,6 +316,7 @@ BOUND_NOTHING = frozenset(
         "session_server.sessions.store.lost_pages:_FRAME_HEADER_BYTES",
         "session_server.sessions.store.lost_pages:_LOG_HEADER_BYTES",
         "session_server.sessions.store.records:_CHECKSUM_BYTES",
+        "session_server.sessions.store.disk_health:_PRIMARY",
         # How much of a digest is shown.
         "session_server.web.key_store:SHORT_DIGEST_CHARS",
         # Of what is known of copies of KV: the bytes of a hash, and what one counts for.

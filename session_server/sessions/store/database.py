@@ -22,6 +22,7 @@ from session_server.sessions.store.directories import (
     sync_directory,
     write_again,
 )
+from session_server.sessions.store.disk_health import explain
 from session_server.sessions.store.lost_pages import check_pages, index_of, log_of, size_of
 from session_server.sessions.store.open_files import LogGone, OpenFiles
 from session_server.sessions.store.records import Parts, RecordRow, SessionRow
@@ -118,7 +119,7 @@ class Database:
             self._note_made()
         except (OSError, sqlite3.OperationalError) as error:
             self._release()
-            raise StoreUnusable(f"--store {directory}: {error}") from error
+            raise StoreUnusable(f"--store {directory}: {explain(error, directory)}") from error
         except sqlite3.DatabaseError as error:
             self._release()
             raise StoreUnusable(self._say(f"is damaged ({error})")) from error

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from session_server.sessions.store.database import Behind, Database, Durability
+from session_server.sessions.store.disk_health import DiskHealth
 from session_server.sessions.store.records import (
     Damaged,
     LogEntry,
@@ -81,8 +82,12 @@ class SessionStore:
         self._undeleted: dict[int, None] = {}
         """Those of them that could not be deleted yet."""
 
-        self.failure: str | None = None
-        """Why the last commit failed; None if it did not."""
+        self.health = DiskHealth(directory)
+
+    @property
+    def failure(self) -> str | None:
+        """Return why the disk fails; None if it does not."""
+        return self.health.failure
 
     @property
     def secret(self) -> bytes:
@@ -292,12 +297,7 @@ class SessionStore:
 
     def _note(self, told: Told, error: Exception | None) -> None:
         # A log that lacks something is no fault of the disk: its session is written again.
-        failure = None if error is None or isinstance(error, Behind) else str(error)
-        if failure is not None and self.failure is None:
-            _logger.error("the store cannot be written to: %s", failure)
-        elif failure is None and self.failure is not None:
-            _logger.warning("the store can be written to again")
-        self.failure = failure
+        self.health.note_write(None if isinstance(error, Behind) else error)
         told(error)
 
     def _deliver(self, run: Callable[[], None]) -> None:
