@@ -51,9 +51,11 @@ class DiskHealth:
     def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._directory = directory
         self._clock = clock
-        self._unwritten: str | None = None
+        self.unwritten: str | None = None
+        """Why the last write failed; None if it did not."""
+
         self._unread: str | None = None
-        self._unread_s = self._unread_logged_s = self._unwritten_logged_s = -math.inf
+        self._unread_s = self._read_logged_s = self._write_logged_s = -math.inf
         self._is_told = False
         """Whether the log says last that it cannot be written to."""
 
@@ -61,24 +63,24 @@ class DiskHealth:
     def failure(self) -> str | None:
         """Return why the last commit failed, or else a read within `QUIET_S`; None if none did."""
         is_unread = self._clock() < self._unread_s + QUIET_S
-        return self._unwritten or (self._unread if is_unread else None)
+        return self.unwritten or (self._unread if is_unread else None)
 
     def note_write(self, error: Exception | None) -> None:
         """Note how a write has ended, and log where that has changed: while a disk is full, small
         writes still find room now and then."""
-        self._unwritten = None if error is None else explain(error, self._directory)
-        if self._unwritten is None:
+        self.unwritten = None if error is None else explain(error, self._directory)
+        if self.unwritten is None:
             if self._is_told:
                 _logger.warning("the store in %s can be written to again", self._directory)
             self._is_told = False
-        elif not self._is_told and self._clock() >= self._unwritten_logged_s + QUIET_S:
-            self._is_told, self._unwritten_logged_s = True, self._clock()
+        elif not self._is_told and self._clock() >= self._write_logged_s + QUIET_S:
+            self._is_told, self._write_logged_s = True, self._clock()
             told = "the store in %s cannot be written to, and turns are not durable: %s"
-            _logger.error(told, self._directory, self._unwritten)
+            _logger.error(told, self._directory, self.unwritten)
 
     def note_unread(self, error: Exception) -> None:
         """Note that something could not be read, and log it."""
         self._unread, self._unread_s = explain(error, self._directory), self._clock()
-        if self._unread_s >= self._unread_logged_s + QUIET_S:
-            self._unread_logged_s = self._unread_s
+        if self._unread_s >= self._read_logged_s + QUIET_S:
+            self._read_logged_s = self._unread_s
             _logger.error("the store in %s cannot be read: %s", self._directory, self._unread)

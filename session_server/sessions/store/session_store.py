@@ -124,6 +124,22 @@ class SessionStore:
             self._database.close()
         else:
             _logger.error("the store was not closed: the disk does not answer")
+            self.health.note_write(sqlite3.OperationalError(_NO_ANSWER))
+
+    def has_lost(self, num_behind: int) -> bool:
+        """Return whether a server ends with what its store does not have, and log that, once the
+        store is closed. `num_behind`: sessions and records whose last write has failed."""
+        why = self.health.unwritten
+        if num_behind == 0 and why is None:
+            return False
+        _logger.error(
+            "lost with this process: what is not on disk in %s of %s sessions, responses and "
+            "conversations: %s",
+            self.directory,
+            num_behind or "some",
+            why or "some of it could not be written",
+        )
+        return True
 
     async def flush(self) -> None:
         """Wait until all that was asked for is written and told of, or could not be."""
