@@ -195,13 +195,14 @@ class StoredSessions:
                 for entry in entries:
                     session.transcript.apply(entry.change)
                     for turn in entry.turns:
-                        session.ended.restore(turn)
+                        session.ended.restore(turn, is_durable=self.store.is_synced)
                 num_bytes += size
                 yield
         except (Damaged, ValueError) as error:
             raise _damaged(row, error) from error
         session.life.log = LogPlace(row.num_entries, num_bytes, expires_s=session.expires_s)
         session.life.log.num_uses = row.num_uses
+        session.life.log.is_synced = self.store.is_synced
 
     def _register(self, session: Session) -> None:
         """Count and register a session. Raises QuotaExceeded, ServerBusy."""
@@ -235,7 +236,7 @@ class StoredSessions:
             is_pinned=settings.is_pinned,
             history=history,
             created_s=settings.created_s,
-            is_durable=True,
+            is_durable=self.store.is_synced,
         )
 
 

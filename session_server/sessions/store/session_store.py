@@ -90,6 +90,12 @@ class SessionStore:
         return self.health.failure
 
     @property
+    def is_synced(self) -> bool:
+        """Return whether what is told to be written is on disk. Else only the system has it, and
+        nothing is told to be durable."""
+        return self.durability == "turn"
+
+    @property
     def secret(self) -> bytes:
         """Return random bytes that live as long as the store."""
         return self._database.secret
