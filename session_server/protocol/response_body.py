@@ -194,12 +194,13 @@ class CompactionBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConversationBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversation."""
+    """A conversation. `durable`: whether all of it is on disk; null where there is no store."""
 
     id: str
     object: Literal["conversation"] = "conversation"
     created_at: int
     metadata: dict[str, str]
+    durable: bool | None = None
 
 
 class ConversationDeleted(msgspec.Struct, frozen=True, kw_only=True):

@@ -187,6 +187,15 @@ class KeptRecords(Generic[_RecordT]):
 
     # -- on disk
 
+    def is_durable(self, record: _RecordT) -> bool | None:
+        """Return whether all of a record is on disk, once nothing is being written; None without a
+        store."""
+        slot = self._slot_of(record)
+        if not self._log.has_store:
+            return None
+        is_written = slot is not None and not self._log.is_behind(slot.number)
+        return is_written and self._log.store.is_synced
+
     def put(self, record: _RecordT, shown: _RecordT | None = None) -> None:
         """Write a record, as `shown` has it if given, if it is kept and there is a store."""
         write = self.write_of(record, record if shown is None else shown)
