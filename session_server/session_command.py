@@ -37,11 +37,8 @@ from session_server.core.errors import InvalidRequest
 from session_server.core.owner import ANONYMOUS
 from session_server.sessions.store.database import Database, StoreUnusable
 from session_server.sessions.store.disk_health import explain
-from session_server.sessions.store.places import (
-    KV_DIRECTORY,
-    default_directory,
-    found_directories,
-)
+from session_server.sessions.store.open_files import KV_DIRECTORY
+from session_server.sessions.store.places import default_directory, found_directories
 from session_server.sessions.store.records import (
     Damaged,
     LogEntry,

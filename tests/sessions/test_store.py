@@ -181,6 +181,56 @@ def test_a_link_is_not_followed(tmp_path: Path, name: str) -> None:
     assert not (tmp_path / "elsewhere").exists()
 
 
+@pytest.mark.parametrize("is_read_only", [False, True])
+@pytest.mark.parametrize(
+    ("name", "kind", "told"),
+    [
+        ("sessions.sqlite3", "directory", "is a directory, and must be a file"),
+        ("sessions.sqlite3-wal", "pipe", "is a device or a pipe, and must be a file"),
+        ("lock", "pipe", "is a device or a pipe, and must be a file"),
+        ("kv", "link", "is a link, and must be a directory"),
+        ("kv", "file", "is a file, and must be a directory"),
+    ],
+)
+def test_what_is_no_file_is_refused_and_not_waited_for(
+    tmp_path: Path, *, name: str, kind: str, told: str, is_read_only: bool
+) -> None:
+    Database(tmp_path).close()
+    path = tmp_path / name
+    path.unlink(missing_ok=True)
+    match kind:
+        case "directory":
+            path.mkdir()
+        case "pipe":
+            os.mkfifo(path)
+        case "link":
+            path.symlink_to(tmp_path.parent, target_is_directory=True)
+        case _:
+            path.touch()
+    with pytest.raises(StoreUnusable, match=f"{name} {told}"):
+        Database(tmp_path, is_read_only=is_read_only)
+
+
+def test_files_that_others_could_open_are_their_owners_alone_when_a_server_begins(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, shared = tmp_path / "store", tmp_path / "shared"
+    for directory in (store, shared):
+        Database(directory).close()
+        (directory / "kv").mkdir(mode=0o755)
+        directory.chmod(0o755)
+        (directory / "sessions.sqlite3").chmod(0o644)
+    (shared / "something else").touch(mode=0o644)
+    for directory in (store, shared):
+        Database(directory).close()
+        for file in (*directory.glob("sessions*"), directory / "lock", directory / "kv"):
+            assert not file.stat().st_mode & 0o077, file
+    assert store.stat().st_mode & 0o777 == 0o700
+    assert shared.stat().st_mode & 0o777 == 0o755
+    assert (shared / "something else").stat().st_mode & 0o777 == 0o644
+    assert f"other users could open {store / 'sessions.sqlite3'}" in caplog.text
+
+
 def test_a_store_of_a_later_version_is_refused_and_left_alone(tmp_path: Path) -> None:
     Database(tmp_path).close()
     with sqlite3.connect(tmp_path / "sessions.sqlite3") as other:

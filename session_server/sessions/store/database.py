@@ -24,7 +24,14 @@ from session_server.sessions.store.directories import (
 )
 from session_server.sessions.store.disk_health import explain
 from session_server.sessions.store.lost_pages import check_pages, index_of, log_of, size_of
-from session_server.sessions.store.open_files import LogGone, OpenFiles
+from session_server.sessions.store.open_files import (
+    DATABASE_NAME,
+    LOCK_NAME,
+    LogGone,
+    OpenFiles,
+    check_kinds,
+    tighten,
+)
 from session_server.sessions.store.records import Parts, RecordRow, SessionRow
 from session_server.sessions.store.schema import (
     APPLICATION_ID,
@@ -36,7 +43,6 @@ from session_server.sessions.store.schema import (
 
 Durability = Literal["turn", "relaxed"]
 
-_LOCK_NAME: Final = "lock"
 _MADE: Final = b"sessions were kept here\n"
 """What the lock says once a store was made beside it: a database without content has lost it."""
 
@@ -69,7 +75,7 @@ class Database:
     `secret`: random bytes that live as long as the store.
     """
 
-    FILE: ClassVar = "sessions.sqlite3"
+    FILE: ClassVar = DATABASE_NAME
 
     def __init__(
         self, directory: Path, *, durability: Durability = "turn", is_read_only: bool = False
@@ -91,6 +97,7 @@ class Database:
             if is_read_only:
                 self._open_beside()
                 return
+            tighten(directory)
             # From now on it is told of as what is on disk. What a checkpoint has copied of it is
             # copied once more, because nothing says how far that came.
             write_again(log_of(self.path))
@@ -114,7 +121,7 @@ class Database:
             sync_directory(directory)
             self._reader = self._connect(self.path)
             self._reader.execute("PRAGMA query_only = ON")
-            self._files = OpenFiles(self.path, directory / _LOCK_NAME)
+            self._files = OpenFiles(self.path, directory / LOCK_NAME)
             self.secret = self._find_secret()
             self._note_made()
         except (OSError, sqlite3.OperationalError) as error:
@@ -156,7 +163,7 @@ class Database:
 
     @property
     def _has_server(self) -> bool:
-        return self._lock_fd is None and self.path.with_name(_LOCK_NAME).exists()
+        return self._lock_fd is None and self.path.with_name(LOCK_NAME).exists()
 
     def _check_content(self) -> None:
         """Raise StoreUnusable if the database has no content, and had some: SQLite would begin a
@@ -509,7 +516,8 @@ def _find_lock(directory: Path) -> int | None:
     """Keep servers from a store while it is read; return the descriptor of the lock, or None where
     a server has it, or there is none. Raises StoreUnusable."""
     try:
-        fd = os.open(directory / _LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        check_kinds(directory)
+        fd = os.open(directory / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -528,8 +536,9 @@ def _lock(directory: Path) -> int:
     try:
         make_directory(directory)
         sync_above(directory.resolve())
+        check_kinds(directory)
         fd = os.open(
-            directory / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+            directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
         )
     except OSError as error:
         raise StoreUnusable(f"--store {directory}: {error}") from error

@@ -22,39 +22,53 @@ _INDEX_HEADER: Final = Struct("=14xHII")
 """Of an index of a log: the bytes of a page, the frames in the log, and the pages of the database
 as of its last commit. https://sqlite.org/walformat.html"""
 
+DATABASE_NAME: Final = "sessions.sqlite3"
+LOCK_NAME: Final = "lock"
+_NAMES: Final = (
+    LOCK_NAME,
+    *(f"{DATABASE_NAME}{suffix}" for suffix in ("", "-wal", "-shm", "-journal")),
+)
+
+KV_DIRECTORY: Final = "kv"
+"""Of a store, where the files of KV are."""
+
 _EXPOSED: Final = stat.S_IRWXG | stat.S_IRWXO
+_KINDS: Final = {
+    stat.S_IFREG: "a file",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFLNK: "a link",
+}
 
 
 class LogGone(sqlite3.OperationalError):
     """Report a log that cannot be found any more; what it has is there for who has it open."""
 
 
-def check_kinds(directory: Path, names: tuple[str, ...]) -> None:
-    """Raise OSError if one of these names is there, and is no file: to open a pipe would wait for
-    whoever writes to it."""
-    for path in (directory / name for name in names):
+def check_kinds(directory: Path) -> None:
+    """Raise OSError if something in a store is not the kind of file that it must be: to open a pipe
+    would wait for whoever writes to it."""
+    for path in (directory / name for name in (*_NAMES, KV_DIRECTORY)):
         try:
             mode = path.lstat().st_mode
         except (FileNotFoundError, NotADirectoryError):
             continue  # whoever opens it says so
-        if not stat.S_ISREG(mode):
-            kind = "a link" if stat.S_ISLNK(mode) else "a directory" if stat.S_ISDIR(mode) else ""
-            raise OSError(
-                f"{path} is {kind or 'a device or a pipe'}, and must be a file: remove it"
-            )
+        kind = _KINDS.get(stat.S_IFMT(mode), "a device or a pipe")
+        wanted = "a directory" if path.name == KV_DIRECTORY else "a file"
+        if kind != wanted:
+            raise OSError(f"{path} is {kind}, and must be {wanted}: put one there, or remove it")
 
 
-def tighten(directory: Path, names: tuple[str, ...]) -> None:
-    """Take from others what they may do with these files, as a backup may leave them that was put
-    there, and with a directory that has nothing else. Raises OSError."""
-    opened = [path for name in names if (path := directory / name).exists()]
-    if {entry.name for entry in os.scandir(directory)} <= set(names):
-        opened.append(directory)
-    for path in opened:
-        found = path.stat()
-        if found.st_mode & _EXPOSED and found.st_uid == os.geteuid():
-            path.chmod(stat.S_IMODE(found.st_mode) & ~_EXPOSED)
-            _logger.warning("other users could open %s: its mode was changed", path)
+def tighten(directory: Path) -> None:
+    """Take from others what they may do with the files of a store, as who puts a backup there may
+    leave them, and with its directory, if that has nothing else. Raises OSError."""
+    own = {*_NAMES, KV_DIRECTORY}
+    there = {entry.name for entry in os.scandir(directory)}
+    found = [directory / name for name in sorted(own & there)]
+    for path in [*found, directory] if there <= own else found:
+        status = path.stat()
+        if status.st_mode & _EXPOSED and status.st_uid == os.geteuid():
+            path.chmod(stat.S_IMODE(status.st_mode) & ~_EXPOSED)
+            _logger.warning("other users could open %s: from now on they cannot", path)
 
 
 class OpenFiles:
