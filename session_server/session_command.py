@@ -5,10 +5,11 @@
   export ID [FILE]         write one to a file, or to stdout: it is JSON
   import FILE              put one from a file into the store
   delete ID [ID ...]       delete some
+  backup FILE              copy the whole store, as of one moment, to a file
   vacuum                   give the space of deleted sessions back to the disk
 
-`list`, `show` and `export` work beside a server; the others need the store
-for themselves, so stop the server first. The store is that of a server on the
+`list`, `show`, `export` and `backup` work beside a server; the others need
+the store for themselves, so stop the server first. The store is that of a server on the
 default port, unless --store names another.
 
 examples:
@@ -36,6 +37,7 @@ from session_server.config import Settings
 from session_server.core.errors import InvalidRequest
 from session_server.core.owner import ANONYMOUS
 from session_server.sessions.store.database import Database, StoreUnusable
+from session_server.sessions.store.directories import new_file
 from session_server.sessions.store.disk_health import explain
 from session_server.sessions.store.open_files import KV_DIRECTORY
 from session_server.sessions.store.places import default_directory, found_directories
@@ -64,10 +66,11 @@ _WORDS: Final = {
     "export": (1, 2, "ID, and FILE perhaps"),
     "import": (1, 1, "FILE"),
     "delete": (1, sys.maxsize, "ID, one or more"),
+    "backup": (1, 1, "FILE"),
     "vacuum": (0, 0, "no id"),
 }
 _PIPED_COLUMNS: Final = 160
-_READS: Final = frozenset({"list", "show", "export"})
+_READS: Final = frozenset({"list", "show", "export", "backup"})
 
 
 class _Refused(Exception):
@@ -162,9 +165,7 @@ def _export(database: Database, args: argparse.Namespace) -> None:
     if len(args.words) == 1:
         sys.stdout.buffer.write(data)
     else:
-        path = Path(args.words[1])
-        with path.open("xb") as file:
-            path.chmod(0o600)
+        with new_file(Path(args.words[1])) as file:
             file.write(data)
 
 
@@ -212,6 +213,14 @@ def _delete(database: Database, args: argparse.Namespace) -> None:
         print(f"Their tokens and KV go when a server of this store starts. Before: rm -r {files}")
 
 
+def _backup(database: Database, args: argparse.Namespace) -> None:
+    path = Path(args.words[0])
+    with new_file(path):
+        database.back_up(path)
+    print(f"copied {path.stat().st_size:,} bytes; to go back to it, put it in a new directory as")
+    print(f"{Database.FILE}, and `serve --store` that")
+
+
 def _vacuum(database: Database, _args: argparse.Namespace) -> None:
     before = database.path.stat().st_size
     database.vacuum()
@@ -224,6 +233,7 @@ _ACTIONS: Final = {
     "export": _export,
     "import": _import,
     "delete": _delete,
+    "backup": _backup,
     "vacuum": _vacuum,
 }
 

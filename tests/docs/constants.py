@@ -414,7 +414,7 @@ SESSIONS = (
         "make room, says the error",
     ),
     _constant(
-        "sessions.store.database:_BUSY_S",
+        "sessions.store.connections:_BUSY_S",
         "time that a statement waits for another program that has locked the store",
         "s",
         "it fails",

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, TypeVar
 
+from session_server.sessions.store.connections import connect
 from session_server.sessions.store.directories import (
     make_directory,
     sync_above,
@@ -56,8 +57,6 @@ _RENAMED: Final = "id = id || '/' || number"
 
 _BEHIND: Final = "number > ? ORDER BY number LIMIT ?"
 _RowT = TypeVar("_RowT", SessionRow, RecordRow)
-_BUSY_S: Final = 1.0
-"""How long a statement waits for whoever else has locked the database."""
 
 
 class StoreUnusable(Exception):
@@ -135,7 +134,7 @@ class Database:
             raise
 
     def _connect(self, place: Path | str) -> sqlite3.Connection:
-        connection = _connect(place)
+        connection = connect(place)
         self._connections.append(connection)
         return connection
 
@@ -158,7 +157,7 @@ class Database:
         read once that is undone. Raises sqlite3.Error."""
         journal = self.path.with_name(f"{self.FILE}-journal")
         if size_of(self.path) and not size_of(journal):
-            with contextlib.closing(_connect(f"{self.path.absolute().as_uri()}?mode=ro")) as probe:
+            with contextlib.closing(connect(f"{self.path.absolute().as_uri()}?mode=ro")) as probe:
                 check_pages(probe, self.path)
 
     @property
@@ -220,6 +219,11 @@ class Database:
         if self._is_read_only and not self._has_server and not self._has_index:
             index_of(self.path).unlink(missing_ok=True)  # made to read a log that a crash left
         self._release()
+
+    def back_up(self, path: Path) -> None:
+        """Copy all of it, as of one commit, into a database at a path. Raises sqlite3.Error."""
+        with contextlib.closing(connect(path)) as copy:
+            self._reader.backup(copy)
 
     def vacuum(self) -> None:
         """Give the space of what was deleted back to the disk."""
@@ -501,15 +505,6 @@ class Database:
         if found is None:
             raise StoreUnusable(f"{self.path} has lost its secret: pass another --store")
         return bytes(found[0])
-
-
-def _connect(place: Path | str) -> sqlite3.Connection:
-    """Open a database at a path, or at a URI that says how."""
-    # Whoever opens it uses it on another thread; each connection is used by one at a time.
-    is_uri = isinstance(place, str)
-    return sqlite3.connect(
-        place, timeout=_BUSY_S, isolation_level=None, check_same_thread=False, uri=is_uri
-    )
 
 
 def _find_lock(directory: Path) -> int | None:
