@@ -24,7 +24,7 @@ from session_server.runner.loader import LoadedRunner
 from session_server.runner.native import WeightFormat
 from session_server.runner.segment_files import SegmentFiles
 from session_server.runner.segment_format import Layout, PoolLayout
-from session_server.sessions.store.places import KV_DIRECTORY
+from session_server.sessions.store.open_files import KV_DIRECTORY
 
 _FREE_DIVISOR: Final = 8
 """Part of the free host memory that copies of KV take at most."""

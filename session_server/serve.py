@@ -46,7 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve. Return 0 after a clean shutdown, 2 for invalid settings, 1 if serving failed."""
+    """Serve. Return 0 after a clean shutdown, 2 for invalid settings, 1 if serving failed, 3 if
+    sessions are lost that could not be written."""
     given = flags.given_by(args)
     try:
         sourced = sources.read_sources(given, environment=os.environ, file=args.config)

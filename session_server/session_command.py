@@ -5,11 +5,13 @@
   export ID [FILE]         write one to a file, or to stdout: it is JSON
   import FILE              put one from a file into the store
   delete ID [ID ...]       delete some, by their whole ids
+  backup FILE              copy the whole store, as of one moment, to a file
   vacuum                   give the space of deleted sessions back to the disk
 
-`list`, `show` and `export` work beside a server, and take the beginning of an
-ID; the others need the store for themselves, so stop the server first. The
-store is that of a server on the default port, unless --store names another.
+`list`, `show`, `export` and `backup` work beside a server, and take the
+beginning of an ID; the others need the store for themselves, so stop the
+server first. The store is that of a server on the default port, unless
+--store names another.
 
 examples:
   session-server sessions list
@@ -35,12 +37,11 @@ from session_server.config import Settings
 from session_server.core.errors import InvalidRequest
 from session_server.core.owner import ANONYMOUS
 from session_server.sessions.store.database import Database
+from session_server.sessions.store.directories import new_file
+from session_server.sessions.store.disk_health import explain
 from session_server.sessions.store.lock import StoreUnusable
-from session_server.sessions.store.places import (
-    KV_DIRECTORY,
-    default_directory,
-    found_directories,
-)
+from session_server.sessions.store.open_files import KV_DIRECTORY
+from session_server.sessions.store.places import default_directory, found_directories
 from session_server.sessions.store.records import (
     Damaged,
     SessionRow,
@@ -65,6 +66,7 @@ _WORDS: Final = {
     "export": (1, 2, "ID, and FILE perhaps"),
     "import": (1, 1, "FILE"),
     "delete": (1, sys.maxsize, "ID, one or more"),
+    "backup": (1, 1, "FILE"),
     "vacuum": (0, 0, "no id"),
 }
 LISTED_AT_ONCE: Final = 4096
@@ -106,12 +108,16 @@ def run(args: argparse.Namespace) -> int:
     if not least <= len(args.words) <= most:
         print(f"session-server sessions: {args.action} takes {needs}", file=sys.stderr)
         return 2
+    directory = Path()
     try:
-        _ACTIONS[args.action](_directory(args.store), args)
+        directory = _directory(args.store)
+        _ACTIONS[args.action](directory, args)
     except BrokenPipeError:
         raise  # whoever reads what is printed has seen enough
     except (*_ERRORS, OSError, ValueError) as error:
-        print(f"session-server sessions: {error}", file=sys.stderr)
+        is_of_store = isinstance(error, sqlite3.Error)
+        told = f"{directory}: {explain(error, directory)}" if is_of_store else str(error)
+        print(f"session-server sessions: {told}", file=sys.stderr)
         return 1
     return 0
 
@@ -174,9 +180,7 @@ def _export(directory: Path, args: argparse.Namespace) -> None:
     if len(args.words) == 1:
         sys.stdout.buffer.write(data)
     else:
-        path = Path(args.words[1])
-        with path.open("xb") as file:
-            path.chmod(0o600)
+        with new_file(Path(args.words[1])) as file:
             file.write(data)
 
 
@@ -224,6 +228,14 @@ def _delete(directory: Path, args: argparse.Namespace) -> None:
         print(f"Their tokens and KV go when a server of this store starts. Before: rm -r {files}")
 
 
+def _backup(directory: Path, args: argparse.Namespace) -> None:
+    path = Path(args.words[0])
+    with closing(Database(directory, is_read_only=True)) as database, new_file(path):
+        database.back_up(path)
+    print(f"copied {path.stat().st_size:,} bytes; to go back to it, put it in a new directory as")
+    print(f"{Database.FILE}, and `serve --store` that")
+
+
 def _vacuum(directory: Path, _args: argparse.Namespace) -> None:
     with closing(Database(directory)) as database:
         before = database.path.stat().st_size
@@ -238,6 +250,7 @@ _ACTIONS: Final = {
     "export": _export,
     "import": _import,
     "delete": _delete,
+    "backup": _backup,
     "vacuum": _vacuum,
 }
 

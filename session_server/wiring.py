@@ -74,6 +74,7 @@ _logger: Final = logging.getLogger(LOGGER_NAME)
 EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
 EXIT_UNUSABLE: Final = 2
+EXIT_UNWRITTEN: Final = 3
 
 _SECRET: Final = {
     "http": {"api_key", "api_key_file", "ssl_certfile", "ssl_keyfile", "otlp_traces_endpoint"}
@@ -117,8 +118,9 @@ def serve(settings: Settings, *, worded: Callable[[str], str] = str) -> int:
     """Serve until a signal, and return the exit status.
 
     0 after a clean shutdown, 1 if the engine or the address failed, 2 if the model, the keys, the
-    certificate or the flags cannot be used. Errors name settings by their flags; `worded` puts the
-    names in their place that whoever gave them knows.
+    certificate or the flags cannot be used, 3 if sessions could not be written to the store.
+    Errors name settings by their flags; `worded` puts the names in their place that whoever gave
+    them knows.
     """
     logger = configure_logging(
         settings.http.log_level,
@@ -224,14 +226,19 @@ async def _serve(settings: Settings, entrance: Entrance, logger: logging.Logger)
                 for address in _addresses(settings.http)
             ]
             async with opened_store(settings, text, os.environ) as store:
-                return await _serve_on(
+                engine = make_engine(with_store(settings, store))
+                manager = make_manager(settings, engine, text, store)
+                status = await _serve_on(
                     listeners,
                     settings,
                     entrance=entrance,
                     directory=directory,
-                    text=text,
-                    store=store,
+                    engine=engine,
+                    manager=manager,
                 )
+            use = manager.stats().store  # once the store is closed
+            is_lost = store is not None and use is not None and store.has_lost(use.num_behind)
+            return EXIT_UNWRITTEN if is_lost and status == EXIT_OK else status
     except StoreUnusable as error:
         raise _Unusable(str(error)) from error
     finally:
@@ -278,13 +285,11 @@ async def _serve_on(
     *,
     entrance: Entrance,
     directory: Path,
-    text: ModelText,
-    store: SessionStore | None,
+    engine: EngineProcess | InlineEngine,
+    manager: SessionManager,
 ) -> int:
     logger = logging.getLogger(LOGGER_NAME)
     metrics = ServerMetrics(now_s=time.monotonic)
-    engine = make_engine(with_store(settings, store))
-    manager = make_manager(settings, engine, text, store)
     logger.info("starting the engine model=%s", directory.name)
     tracing = make_tracing(settings, model=_name_of(settings, directory))
     watchers = (metrics, TurnLog(logger), *([tracing] if tracing else ()))

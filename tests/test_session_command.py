@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 import subprocess
 import sys
 from contextlib import closing
@@ -129,6 +131,44 @@ def test_a_store_is_read_beside_a_server_and_not_changed(
         status, _, told = sessions(capsys, disk.directory, *words)
         assert (status, "another server has it open" in told) == (1, True)
     server.close()
+
+
+def test_a_store_is_copied_beside_its_server_and_goes_on_from_the_copy(
+    disk: Disk, name: str, capsys: Shown, tmp_path: Path
+) -> None:
+    copy = Disk(tmp_path / "again")
+    path = copy.directory / Database.FILE
+    copy.directory.mkdir(mode=0o755)
+    copy.now_s = disk.now_s
+    with disk.world() as world:
+        tokens = world.history(name)
+        assert sessions(capsys, disk.directory, "backup", str(path))[0] == 0
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert [each.name for each in copy.directory.iterdir()] == [Database.FILE]
+        world.run(name, turn("later"))
+        status, _, told = sessions(capsys, disk.directory, "backup", str(path))
+        assert (status, "exists" in told) == (1, True)
+    with copy.world() as world:
+        assert world.history(name) == tokens
+    assert copy.directory.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("action", ["export", "backup"])
+def test_a_file_that_cannot_all_be_written_is_not_left(
+    disk: Disk, name: str, *, capsys: Shown, tmp_path: Path, action: str
+) -> None:
+    path = tmp_path / "talk"
+    words = ("export", name, str(path)) if action == "export" else ("backup", str(path))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handled = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (512, before[1]))
+    try:
+        status, _, told = sessions(capsys, disk.directory, *words)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handled)
+    assert (status, told.count("\n")) == (1, 1)
+    assert not path.exists()
 
 
 @pytest.mark.parametrize(

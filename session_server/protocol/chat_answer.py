@@ -108,7 +108,8 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished completion; `session_id` names the session that holds the conversation."""
+    """A finished completion; `session_id` names the session that holds the conversation, and
+    `durable` says whether the turn is on disk; null for a session that is not stored."""
 
     id: str
     object: Literal["chat.completion"]
@@ -118,6 +119,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     usage: ChatUsage
     system_fingerprint: None = None
     session_id: str
+    durable: bool | None
     timings: ChatTimings | None
 
 
@@ -141,7 +143,7 @@ class ChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     """A piece of a streamed completion. `session_id` is in the first and in the last with a
-    choice."""
+    choice, `durable` in the last one."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -151,6 +153,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     system_fingerprint: None = None
     usage: ChatUsage | msgspec.UnsetType | None = msgspec.UNSET
     session_id: str | msgspec.UnsetType = msgspec.UNSET
+    durable: bool | msgspec.UnsetType | None = msgspec.UNSET
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,9 +269,10 @@ class ChatAnswer(CountedAnswer):
     def closing(self, end: TurnEnd) -> ChatChunk:
         """Return the chunk that says why the answer ended."""
         self.note_usage(end.outcome.usage)
-        return self._chunk(
+        last = self._chunk(
             ChatDelta(), finish_reason=finish_reason(end), session_id=self._head.session_id
         )
+        return msgspec.structs.replace(last, durable=end.outcome.is_durable)
 
     def logprob_body(self, value: TokenLogprob) -> TokenLogprobBody:
         """Return the wire form of one token's logprob."""
@@ -326,6 +330,7 @@ def chat_completion(
         choices=choices,
         usage=usage_body(usage.total()),
         session_id=head.session_id,
+        durable=first.outcome.is_durable,
         timings=_timings(first.outcome),
     )
 

@@ -110,6 +110,8 @@ class CumulativeAnswer:
             "cached_tokens": outcome.usage.cached_tokens,
             "e2e_latency": latency_s,
         }
+        if outcome.is_durable is not None:
+            meta["durable"] = outcome.is_durable
         meta |= self._logprob_fields()
         text: Any = outcome.text
         output_ids: Any = outcome.token_ids

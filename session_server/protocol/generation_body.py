@@ -33,7 +33,8 @@ class AbortReason(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", t
 
 class GenerationMeta(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of an answer besides its text. `e2e_latency`, of a finished one: seconds since
-    the request. `weight_version` is always the same."""
+    the request. `durable`, of one in a session that is stored: whether the turn is on disk.
+    `weight_version` is always the same."""
 
     id: str
     finish_reason: StopReason | LengthReason | AbortReason | None
@@ -42,6 +43,7 @@ class GenerationMeta(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     cached_tokens: int
     e2e_latency: float | UnsetType = UNSET
+    durable: bool | UnsetType = UNSET
     input_token_logprobs: list[ScoreTriple] | UnsetType = UNSET
     output_token_logprobs: list[ScoreTriple] | UnsetType = UNSET
     input_top_logprobs: list[list[ScoreTriple] | None] | UnsetType = UNSET

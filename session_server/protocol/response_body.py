@@ -140,12 +140,12 @@ class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
             durable=None,
         )
 
-    def interrupted(self) -> ResponseBody:
+    def interrupted(self, *, is_durable: bool) -> ResponseBody:
         """Return the response as it is if the server ends before it does."""
         failure = ResponseFailure(
             code="server_error", message="The server ended before the response did: send it again."
         )
-        return structs.replace(self, status="failed", error=failure, durable=True)
+        return structs.replace(self, status="failed", error=failure, durable=is_durable)
 
     def ended(
         self, end: TurnEnd, *, now_s: int, output: tuple[OutputItem, ...] | None = None
@@ -196,12 +196,13 @@ class CompactionBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConversationBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversation."""
+    """A conversation. `durable`: whether all of it is on disk; null where there is no store."""
 
     id: str
     object: Literal["conversation"] = "conversation"
     created_at: int
     metadata: dict[str, str]
+    durable: bool | None = None
 
 
 class ConversationDeleted(msgspec.Struct, frozen=True, kw_only=True):

@@ -139,9 +139,9 @@ class EndedTurns:
         """Return all of them for another process, whose journals have none of these entries."""
         return tuple(_unpacked(key, packed) for key, packed in self._records.items())
 
-    def restore(self, record: EndRecord) -> None:
+    def restore(self, record: EndRecord, *, is_durable: bool) -> None:
         """Record a turn that has ended in another process."""
-        self._records[record.key] = _packed(record, (0, 0), is_durable=True)
+        self._records[record.key] = _packed(record, (0, 0), is_durable=is_durable)
 
     def measure(self, num_turns: int) -> tuple[int, int, list[float]]:
         """Return the tokens of the contexts of the last turns, how many of them were cached, and

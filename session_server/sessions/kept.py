@@ -197,6 +197,15 @@ class KeptRecords(Generic[_RecordT]):
 
     # -- on disk
 
+    def is_durable(self, record: _RecordT) -> bool | None:
+        """Return whether all of a record is on disk, once nothing is being written; None without a
+        store."""
+        slot = self._slot_of(record)
+        if not self._log.has_store:
+            return None
+        is_written = slot is not None and not self._log.is_behind(slot.number)
+        return is_written and self._log.store.is_synced
+
     def put(self, record: _RecordT, shown: _RecordT | None = None) -> None:
         """Write a record, as `shown` has it if given, if it is kept and there is a store."""
         write = self.write_of(record, record if shown is None else shown)
@@ -250,7 +259,7 @@ class KeptRecords(Generic[_RecordT]):
         return row
 
     def _read(self, owner: Owner, slot: _Slot[_RecordT]) -> _RecordT:
-        with reading():
+        with reading(self._log.store):
             parts = self._log.parts(slot.number)
         try:
             return self._form.read(owner, slot.key, parts)

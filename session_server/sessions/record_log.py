@@ -44,6 +44,12 @@ class RecordLog:
         return self._store is not None
 
     @property
+    def store(self) -> SessionStore:
+        """Return where records are written, if they are."""
+        assert self._store is not None, "nothing is stored"
+        return self._store
+
+    @property
     def num_behind(self) -> int:
         """Return the records that are not on disk as they are, or still there, because a write has
         failed."""
@@ -66,8 +72,7 @@ class RecordLog:
 
     def parts(self, number: int) -> Parts:
         """Return the parts of a record that is on disk. Raises sqlite3.Error."""
-        assert self._store is not None, "nothing is stored"
-        return self._store.parts(number)
+        return self.store.parts(number)
 
     def put(self, row: RecordRow, parts: Parts, again: Again) -> Beside:
         """Return the write of a whole record."""
@@ -83,8 +88,7 @@ class RecordLog:
 
     def ask(self, write: Beside) -> None:
         """Have something written."""
-        assert self._store is not None, "nothing is stored"
-        self._store.ask(*write)
+        self.store.ask(*write)
 
     def delete(self, number: int) -> None:
         """Delete a record; where that fails it is tried again."""
@@ -97,8 +101,7 @@ class RecordLog:
 
     def retry(self) -> None:
         """Do again what has failed: one write, and more once that succeeds."""
-        assert self._store is not None, "nothing is stored"
-        num_tried = 1 if self._store.failure is not None else RETRIED_AT_ONCE
+        num_tried = 1 if self.store.failure is not None else RETRIED_AT_ONCE
         for number in list(islice(self._behind, num_tried)):
             self._behind.pop(number)()
 

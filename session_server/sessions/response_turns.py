@@ -208,6 +208,11 @@ class ResponseTurns:
         is_same = session.life.order == place.number and session.closing is None
         return session if is_same else None
 
+    @property
+    def is_synced(self) -> bool:
+        """Return whether what is told to be in the store, if there is one, is on disk."""
+        return self._logs.store is not None and self._logs.store.is_synced
+
     def forget_conversation(self, owner: Owner, conversation_id: str) -> None:
         """Delete a conversation, readable or not; its session closes unless responses or somebody
         else use it. Raises ConversationNotFound, ServerBusy."""
@@ -230,7 +235,7 @@ class ResponseTurns:
 
         def beside(end: TurnEnd) -> Beside | None:
             nonlocal written
-            written = work.content_of(with_durability(end, is_durable=True))
+            written = work.content_of(with_durability(end, is_durable=self.is_synced))
             return self._write_of(work, written)
 
         def on_end(end: TurnEnd) -> None:

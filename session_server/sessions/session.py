@@ -83,7 +83,7 @@ class LogPlace:
     `has_changed` if it needs an entry, `is_touched` if not, with the `ends` of turns and those that
     are `told`. `is_behind`: a write has failed, so the next one has all of the session.
     `expires_s`, `num_uses`: when the session expires as the last write has it, in monotonic
-    seconds, and how often it was used.
+    seconds, and how often it was used. `is_synced`: a write that is told of is on disk.
     """
 
     num_entries: int = 0
@@ -96,11 +96,17 @@ class LogPlace:
     told: list[Callable[[Exception | None], None]] = field(default_factory=list)
     expires_s: float = 0.0
     num_uses: int = 0
+    is_synced: bool = True
 
     @property
     def is_written(self) -> bool:
-        """Return whether all of the session is on disk."""
+        """Return whether all of the session is in the store."""
         return not (self.is_writing or self.has_changed or self.is_touched or self.is_behind)
+
+    @property
+    def is_durable(self) -> bool:
+        """Return whether all of the session is on disk."""
+        return self.is_synced and self.is_written
 
 
 @dataclass(slots=True)
@@ -203,7 +209,7 @@ class Session:
             is_pinned=self.settings.is_pinned,
             history=self.transcript.mode,
             created_s=self.settings.created_s,
-            is_durable=None if self.life.log is None else self.life.log.is_written,
+            is_durable=None if self.life.log is None else self.life.log.is_durable,
         )
 
     def turn_view(self, turn: SessionTurn) -> TurnView:

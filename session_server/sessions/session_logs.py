@@ -92,21 +92,21 @@ class SessionLogs:
     def open(self, session: Session) -> None:
         """Begin the log of a session that was registered."""
         if self.store is not None:
-            session.life.log = LogPlace()
+            session.life.log = LogPlace(is_synced=self.store.is_synced)
             self.record(session)
 
     def begin(self, session: Session) -> None:
         """Begin the log of an open session that is not stored yet. Nothing of it is on disk before
         its next turn has ended; then all of it is."""
         if self.store is not None and session.life.log is None:
-            session.life.log = LogPlace(has_changed=True)
+            session.life.log = LogPlace(has_changed=True, is_synced=self.store.is_synced)
 
     def record_turn(
         self, session: Session, turn: EndRecord, told: Told, beside: Beside | None = None
     ) -> bool:
         """Write a turn that was computed, and what it has changed; return whether its end shall
         wait until `told` is called, which is when it is on disk, or cannot be."""
-        is_awaited = self.store is not None and self.store.durability == "turn"
+        is_awaited = self.store is not None and self.store.is_synced
         self.record(session, turn, told if is_awaited else _ignore, beside)
         return is_awaited
 
@@ -249,7 +249,7 @@ class SessionLogs:
                 for each in told:
                     each(error)
             finally:
-                if place.is_written:
+                if place.is_durable:
                     session.ended.note_written()
                 if (place.has_changed or place.is_touched) and session.life.log is place:
                     self._write(session, place)

@@ -96,7 +96,7 @@ class StoredEnds:
             for _ in work or ():
                 return True
         except sqlite3.Error as error:
-            _logger.error("the store cannot be read: %s", error)
+            self._store.health.note_unread(error)
         self._passes[kind] = None
         return False
 

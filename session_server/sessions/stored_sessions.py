@@ -63,7 +63,7 @@ class StoredSessions:
             QuotaExceeded, ServerBusy: there is no room for it in memory, or no disk to read.
             ServerDraining: this process is about to end.
         """
-        with reading():
+        with reading(self.store):
             row = self.store.find(owner.owner_id, session_id)
             if row is None:
                 return None
@@ -80,7 +80,7 @@ class StoredSessions:
         if not self._is_long(owner, session_id):
             return
         async with self._turnstile:
-            with reading():
+            with reading(self.store):
                 row = self.store.find(owner.owner_id, session_id)
                 if row is None or self.sessions.find(owner, session_id) is not None:
                     return
@@ -95,14 +95,14 @@ class StoredSessions:
     def _is_long(self, owner: Owner, session_id: str) -> bool:
         if self.sessions.find(owner, session_id) is not None:
             return False
-        with reading():
+        with reading(self.store):
             row = self.store.find(owner.owner_id, session_id)
         return row is not None and row.num_entries > ENTRIES_AT_ONCE
 
     def order_of(self, owner: Owner, session_id: str) -> int | None:
         """Return the place of a session on disk in the order of its owner's, or None. Raises
         ServerBusy if the disk cannot be read."""
-        with reading():
+        with reading(self.store):
             row = self.store.find(owner.owner_id, session_id)
         return None if row is None else row.number
 
@@ -110,7 +110,7 @@ class StoredSessions:
         """Return up to `limit` sessions of an owner that are on disk, oldest first, with their
         places in the order, without those that are in memory. Raises ServerBusy if the disk cannot
         be read."""
-        with reading():
+        with reading(self.store):
             rows = self.store.page(owner.owner_id, after=after, limit=limit)
         return [
             (row.number, self._view(row, "cold"))
@@ -121,7 +121,7 @@ class StoredSessions:
     async def survey(self, question: SurveyQuestion) -> tuple[list[StoredSummary], int]:
         """Look through all sessions on disk alone; return those that were asked for, and how many
         match. Raises ServerBusy if the disk cannot be read."""
-        with reading():
+        with reading(self.store):
             answer = await self.store.survey(question)
         found = [self._summary(row, place) for place, row in answer.found]
         return found, answer.num_matching
@@ -129,7 +129,7 @@ class StoredSessions:
     def numbered(self, number: int) -> StoredSummary | None:
         """Return the session of a number that is on disk; None if there is none. Raises ServerBusy
         if the disk cannot be read."""
-        with reading():
+        with reading(self.store):
             row = self.store.numbered(number)
         return None if row is None else self._summary(row, 0.0)
 
@@ -141,7 +141,7 @@ class StoredSessions:
     def close(self, owner: Owner, session_id: str) -> SessionView | None:
         """Delete a session that is on disk alone, whether or not it could be served; None if there
         is none. Raises ServerBusy if the disk cannot be read."""
-        with reading():
+        with reading(self.store):
             row = self.store.find(owner.owner_id, session_id)
             if row is None:
                 return None
@@ -151,7 +151,7 @@ class StoredSessions:
     def spare(self, owner: Owner, session_id: str) -> None:
         """Delete a session that is on disk alone, if only the surface that opened it for a client
         has used it. Raises ServerBusy if the disk cannot be read."""
-        with reading():
+        with reading(self.store):
             row = self.store.find(owner.owner_id, session_id)
             if row is not None and _is_spare(row):
                 self.ends.delete(row)
@@ -160,7 +160,7 @@ class StoredSessions:
         """Delete the oldest session of an owner that is on disk alone and that nobody but its
         surface has used, if one of the first ones is such; return whether it is. Raises ServerBusy
         if the disk cannot be read."""
-        with reading():
+        with reading(self.store):
             for row in self.store.page(owner.owner_id, after=0, limit=SLICE):
                 if self.sessions.find(owner, row.session_id) is None and _is_spare(row):
                     self.ends.delete(row)
@@ -203,7 +203,7 @@ class StoredSessions:
                 for entry in entries:
                     session.transcript.apply(entry.change)
                     for turn in entry.turns:
-                        session.ended.restore(turn)
+                        session.ended.restore(turn, is_durable=self.store.is_synced)
                 num_bytes += size
                 yield
             session.transcript.check_places()
@@ -214,6 +214,7 @@ class StoredSessions:
             raise UnknownModel("this session has token ids that the model does not have")
         session.life.log = LogPlace(row.num_entries, num_bytes, expires_s=session.expires_s)
         session.life.log.num_uses = row.num_uses
+        session.life.log.is_synced = self.store.is_synced
 
     def _register(self, session: Session) -> None:
         """Count and register a session. Raises QuotaExceeded, ServerBusy, ServerDraining."""
@@ -250,17 +251,17 @@ class StoredSessions:
             is_pinned=settings.is_pinned,
             history=history,
             created_s=settings.created_s,
-            is_durable=True,
+            is_durable=self.store.is_synced,
         )
 
 
 @contextlib.contextmanager
-def reading() -> Iterator[None]:
+def reading(store: SessionStore) -> Iterator[None]:
     """Raise ServerBusy where the disk cannot be read."""
     try:
         yield
     except sqlite3.Error as error:
-        _logger.error("the store cannot be read: %s", error)
+        store.health.note_unread(error)
         raise ServerBusy("the store of sessions cannot be read now") from error
 
 

@@ -47,12 +47,13 @@ def _find(request: Request, call: Call, conversation_id: str) -> KeptConversatio
     return turns_of(request).conversations.find(call.owner, conversation_id)
 
 
-def _answer(conversation: KeptConversation) -> Response:
+def _answer(request: Request, conversation: KeptConversation) -> Response:
     return JsonResponse(
         ConversationBody(
             id=conversation.key,
             created_at=conversation.created_s,
             metadata=conversation.metadata,
+            durable=turns_of(request).conversations.records.is_durable(conversation),
         )
     )
 
@@ -83,13 +84,14 @@ async def create_conversation(request: Request, caller: Caller) -> Response:
     entries = _entries(request, caller, conversation.key, body.items)
     turns_of(request).conversations.add(conversation, entries)
     await caller.sessions.stored()
-    return _answer(conversation)
+    return _answer(request, conversation)
 
 
 @router.get("/{conversation_id}", responses=answers(ConversationBody, "The conversation."))
 async def get_conversation(conversation_id: str, request: Request, caller: Caller) -> Response:
     """Show a conversation."""
-    return _answer(_find(request, caller, conversation_id))
+    await caller.sessions.stored()  # what has just been added may be on its way to the disk
+    return _answer(request, _find(request, caller, conversation_id))
 
 
 @router.post(
@@ -103,7 +105,7 @@ async def update_conversation(conversation_id: str, request: Request, caller: Ca
     conversation = _find(request, caller, conversation_id)
     turns_of(request).conversations.update(conversation, body.metadata or {})
     await caller.sessions.stored()
-    return _answer(conversation)
+    return _answer(request, conversation)
 
 
 @router.delete("/{conversation_id}", responses=answers(ConversationDeleted, "It is gone."))
@@ -177,7 +179,7 @@ async def delete_conversation_item(
     conversation = _find(request, caller, conversation_id)
     turns_of(request).conversations.delete_item(conversation, item_id)
     await caller.sessions.stored()
-    return _answer(conversation)
+    return _answer(request, conversation)
 
 
 def _item(entry: ConversationEntry) -> AnyItem:

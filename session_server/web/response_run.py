@@ -353,7 +353,8 @@ async def start_response(
     interrupted = None
     if body.background and body.store:
         # Its client is told of it now, and asks for it by its id later.
-        interrupted = ResponseContent(msgspec.json.encode(body.interrupted()), "lost")
+        lost = body.interrupted(is_durable=turns.is_synced)
+        interrupted = ResponseContent(msgspec.json.encode(lost), "lost")
     work = ResponseWork(
         response=stored,
         content_of=lambda end: _content_of(body, end, now_s=int(call.services.wall_clock_s())),

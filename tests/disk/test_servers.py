@@ -17,6 +17,7 @@ import pytest
 from session_server.core.child_process import PROGRAM
 from session_server.sessions.store.session_file import file_of
 from session_server.sessions.store.session_store import SessionStore
+from session_server.wiring import EXIT_UNWRITTEN
 from tests.disk.campaign import Campaign
 from tests.disk.recording import Kind, Notes, Watched, environment
 from tests.disk.store_runs import labels_of, watched_disk, with_any_memory
@@ -174,3 +175,26 @@ def test_a_command_on_a_full_disk_says_so_in_a_line_and_changes_nothing(
         assert (refused.returncode, refused.stderr.count("\n")) == (1, 1), refused.stderr
         assert "full" in refused.stderr
         assert sessions("list").stdout == held
+
+
+def test_a_server_that_ends_with_what_is_not_on_disk_says_so() -> None:
+    lines: list[str] = []
+    with watched_disk() as watched:
+        flags = ["--store", str(watched.root / "store")]
+        with (
+            environment(watched.environment),
+            echo_server(flags, on_line=lines.append) as server,
+        ):
+            for number in range(3):
+                httpx.post(f"{server.url}/v1/sessions", json={"id": f"s{number}"})
+            watched.fail(errno.ENOSPC, SPACE)
+            for number in range(1, 3):
+                turn = {"input_ids": [1, 2, 3], "sampling": {"max_tokens": 2}}
+                url = f"{server.url}/v1/sessions/s{number}/turns"
+                assert httpx.post(url, json=turn).json()["durable"] is False
+            assert server.stop() == EXIT_UNWRITTEN
+            watched.heal()
+        (lost,) = [line for line in lines if "lost with this process" in line]
+        assert "of 2 sessions" in lost
+        assert f"{watched.root / 'store'}" in lost
+        assert "ERROR" in lost

@@ -434,6 +434,20 @@ SESSIONS = (
     ),
     _constant(
         "sessions.store.database:_BUSY_S",
+        "sessions.store.disk_health:QUIET_S",
+        "time for which a disk that could not be read counts as failing, and between two errors of "
+        "a kind in the log",
+        "s",
+        "it is healthy again unless a write fails",
+    ),
+    _constant(
+        "sessions.store.disk_health:_FULL_BYTES",
+        "free bytes below which an I/O error of a store is told as a full disk",
+        "bytes",
+        "make room, says the error",
+    ),
+    _constant(
+        "sessions.store.connections:_BUSY_S",
         "time that a statement waits for another program that has locked the store",
         "s",
         "it fails",

@@ -370,6 +370,7 @@ BOUND_NOTHING = frozenset(
         # Of a store's rows: from when on they expire, and before which version they had no size.
         "session_server.sessions.stored_ends:_LEAST_S",
         "session_server.sessions.store.schema:_UNSIZED",
+        "session_server.sessions.store.disk_health:_PRIMARY",
         # How much of a digest is shown.
         "session_server.web.key_store:SHORT_DIGEST_CHARS",
         # Of what is known of copies of KV: the bytes of a hash, and what one counts for.

@@ -189,6 +189,56 @@ def test_a_link_is_not_followed(tmp_path: Path, name: str) -> None:
     assert not (tmp_path / "elsewhere").exists()
 
 
+@pytest.mark.parametrize("is_read_only", [False, True])
+@pytest.mark.parametrize(
+    ("name", "kind", "told"),
+    [
+        ("sessions.sqlite3", "directory", "is a directory, and must be a file"),
+        ("sessions.sqlite3-wal", "pipe", "is a device or a pipe, and must be a file"),
+        ("lock", "pipe", "is a device or a pipe, and must be a file"),
+        ("kv", "link", "is a link, and must be a directory"),
+        ("kv", "file", "is a file, and must be a directory"),
+    ],
+)
+def test_what_is_no_file_is_refused_and_not_waited_for(
+    tmp_path: Path, *, name: str, kind: str, told: str, is_read_only: bool
+) -> None:
+    Database(tmp_path).close()
+    path = tmp_path / name
+    path.unlink(missing_ok=True)
+    match kind:
+        case "directory":
+            path.mkdir()
+        case "pipe":
+            os.mkfifo(path)
+        case "link":
+            path.symlink_to(tmp_path.parent, target_is_directory=True)
+        case _:
+            path.touch()
+    with pytest.raises(StoreUnusable, match=f"{name} {told}"):
+        Database(tmp_path, is_read_only=is_read_only)
+
+
+def test_files_that_others_could_open_are_their_owners_alone_when_a_server_begins(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, shared = tmp_path / "store", tmp_path / "shared"
+    for directory in (store, shared):
+        Database(directory).close()
+        (directory / "kv").mkdir(mode=0o755)
+        directory.chmod(0o755)
+        (directory / "sessions.sqlite3").chmod(0o644)
+    (shared / "something else").touch(mode=0o644)
+    for directory in (store, shared):
+        Database(directory).close()
+        for file in (*directory.glob("sessions*"), directory / "lock", directory / "kv"):
+            assert not file.stat().st_mode & 0o077, file
+    assert store.stat().st_mode & 0o777 == 0o700
+    assert shared.stat().st_mode & 0o777 == 0o755
+    assert (shared / "something else").stat().st_mode & 0o777 == 0o644
+    assert f"other users could open {store / 'sessions.sqlite3'}" in caplog.text
+
+
 def test_a_store_of_a_later_version_is_refused_and_left_alone(tmp_path: Path) -> None:
     Database(tmp_path).close()
     with sqlite3.connect(tmp_path / "sessions.sqlite3") as other:
@@ -601,26 +651,93 @@ def test_a_write_to_a_disk_that_hangs_fails_after_a_while(
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("how", ["gone", "replaced", "lock gone", "directory gone"])
-def test_nothing_is_written_to_files_that_are_not_there_any_more(tmp_path: Path, how: str) -> None:
+MAIN, LOG, INDEX = "sessions.sqlite3", "sessions.sqlite3-wal", "sessions.sqlite3-shm"
+
+
+CUT = [(MAIN, "cut short"), (LOG, "cut short")]
+MOVED = [
+    (name, how) for name in (MAIN, LOG, INDEX, "lock", "") for how in ("gone", "replaced", "copied")
+]
+
+
+@pytest.mark.parametrize(("name", "how"), CUT + MOVED)
+def test_nothing_is_told_to_be_written_to_files_that_are_not_there_any_more(
+    tmp_path: Path, name: str, how: str
+) -> None:
     directory = tmp_path / "store"
-    file = directory / ("lock" if how.startswith("lock") else "sessions.sqlite3")
     database = Database(directory)
     with database.transaction():
         database.put(row(1), DATA)
-    if how == "directory gone":
-        directory.rename(tmp_path / "elsewhere")
-    else:
-        file.unlink()
-        if how == "replaced":
-            file.write_bytes(b"")
+    lose(directory / name, how)
 
     def write() -> None:
         with database.transaction():
             database.put(row(2), DATA)
 
+    for _ in range(2):
+        with pytest.raises(sqlite3.OperationalError, match="store's files"):
+            write()
+    database.close()
+
+
+def lose(path: Path, how: str) -> None:
+    """Have a name lead elsewhere, or a file be cut short."""
+    if how == "cut short":
+        os.truncate(path, 0)
+        return
+    lost = path.with_name("lost")
+    path.rename(lost)
+    if how == "replaced":
+        path.write_bytes(b"")
+    elif how == "copied":
+        (shutil.copytree if lost.is_dir() else shutil.copy)(lost, path)
+
+
+@pytest.mark.parametrize("name", [MAIN, LOG])
+def test_what_is_lost_during_a_commit_is_not_told_to_be_written(tmp_path: Path, name: str) -> None:
+    database = Database(tmp_path)
+
+    def write() -> None:
+        with database.transaction():
+            database.put(row(1), DATA)
+            (tmp_path / name).unlink()
+
     with pytest.raises(sqlite3.OperationalError, match="store's files"):
         write()
+    database.close()
+
+
+def test_what_was_written_before_its_log_was_removed_outlives_the_process(tmp_path: Path) -> None:
+    database = Database(tmp_path / "store")
+    with database.transaction():
+        database.put(row(1), DATA)
+    (tmp_path / "store" / LOG).unlink()
+    with pytest.raises(sqlite3.OperationalError, match="gone"), database.transaction():
+        pytest.fail("nothing is written")
+    shutil.copytree(tmp_path / "store", tmp_path / "killed")
+    database.close()
+    again = Database(tmp_path / "killed")
+    assert again.find("owner", "s1") is not None
+    again.close()
+
+
+@pytest.mark.parametrize("what", ["VACUUM", "PRAGMA wal_checkpoint(TRUNCATE)"])
+def test_what_another_program_may_do_to_a_store_is_no_loss(tmp_path: Path, what: str) -> None:
+    database = Database(tmp_path)
+    for _ in range(2):
+        with database.transaction():
+            for number in range(1, 400):
+                database.put(row(number), DATA)
+        with database.transaction():
+            for number in range(1, 399):
+                database.delete(number)
+        other = sqlite3.connect(tmp_path / MAIN, isolation_level=None)
+        other.execute(what)
+        other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        other.close()
+    with database.transaction():
+        database.put(row(9), DATA)
+    assert database.count() == (2, 399)
     database.close()
 
 

@@ -664,7 +664,7 @@ def test_a_turn_that_was_written_late_is_on_disk_for_whoever_asks_then(
         assert world.end_of(name, "2").outcome.is_durable is False
 
 
-def test_relaxed_turns_are_on_disk_once_they_are(disk: Disk) -> None:
+def test_nothing_is_told_to_be_on_disk_that_was_not_synced(disk: Disk) -> None:
     with disk.world() as world:
         disk.store.durability = "relaxed"
         name = world.create(is_stored=True)
@@ -672,6 +672,20 @@ def test_relaxed_turns_are_on_disk_once_they_are(disk: Disk) -> None:
         told = completed(world.run(name, turn("1")))
         assert told.outcome.is_durable is False
         disk.store.tell()
+        assert world.end_of(name, "1").outcome.is_durable is False
+        assert world.manager.get(OWNER, name).is_durable is False
+        rewound = world.manager.edits.rewind(OWNER, name, None)
+        disk.store.tell()
+        assert rewound.is_durable is False
+        assert world.manager.get(OWNER, name).is_durable is False
+    with disk.world() as world:
+        disk.store.durability = "relaxed"
+        (view,) = world.manager.list(OWNER).sessions
+        assert view.is_durable is False
+        assert world.end_of(name, "1").outcome.is_durable is False
+        assert world.manager.get(OWNER, name).is_durable is False
+    with disk.world() as world:  # what one that waits for the disk has found is on it
+        assert world.manager.get(OWNER, name).is_durable is True
         assert world.end_of(name, "1").outcome.is_durable is True
 
 

@@ -16,6 +16,7 @@ from session_server.sessions.overview import digest_of_owner
 from session_server.sessions.quotas import QuotaLimits
 from session_server.sessions.salts import TenantSalts
 from session_server.sessions.store import survey
+from session_server.sessions.store.database import Durability
 from session_server.sessions.store.session_store import SessionStore
 from session_server.web.keys import KeyRing
 from tests.sessions.paper_engine import PaperEngine
@@ -31,7 +32,11 @@ Check = Callable[[Served], Awaitable[None]]
 
 @contextlib.asynccontextmanager
 async def served_from(
-    directory: Path, *, max_sessions: int = 100, keys: KeyRing | None = None
+    directory: Path,
+    *,
+    max_sessions: int = 100,
+    keys: KeyRing | None = None,
+    durability: Durability = "turn",
 ) -> AsyncIterator[Served]:
     """A server with a store."""
     engine = PaperEngine(vocab_size=1536, eos_ids=(4,), next_token=lambda context: WORD)
@@ -41,7 +46,7 @@ async def served_from(
         salts=TenantSalts(bytes(32)),
         quotas=QuotaLimits(sessions=max_sessions),
     )
-    store = SessionStore(directory, model=b"model")
+    store = SessionStore(directory, model=b"model", durability=durability)
     store.start(asyncio.get_running_loop())
     manager.store_in(store)
     try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -129,5 +131,74 @@ def test_a_turn_that_was_written_late_is_durable_over_rest(
             while not (await this.http.get("/v1/sessions/mine")).json()["durable"]:
                 await asyncio.sleep(0.01)  # the next tick writes it
             assert (await this.http.get(f"{path}/t1")).json() == told | {"durable": True}
+
+    run(check)
+
+
+async def by_chat(this: Served) -> Any:
+    return (await this.http.post("/v1/chat/completions", json=CHAT)).json()["durable"]
+
+
+async def by_chunks(this: Served) -> Any:
+    answer = await this.http.post("/v1/chat/completions", json=CHAT | {"stream": True})
+    chunks = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    said = [json.loads(chunk) for chunk in chunks if chunk != "[DONE]"]
+    (durable,) = [chunk["durable"] for chunk in said if "durable" in chunk]
+    return durable
+
+
+async def by_sglang(this: Served) -> Any:
+    name = (await this.http.post("/open_session", json={"streaming": True})).json()
+    body = {"text": "Hello", "sampling_params": {"max_new_tokens": 2}}
+    answer = await this.http.post("/generate", json=body | {"session_params": {"id": name}})
+    return answer.json()["meta_info"]["durable"]
+
+
+async def by_conversation(this: Served) -> Any:
+    made = (await this.http.post("/v1/conversations", json={"items": [ITEM]})).json()
+    path = f"/v1/conversations/{made['id']}"
+    shown = (await this.http.get(path)).json()
+    changed = (await this.http.post(path, json={"metadata": {"k": "v"}})).json()
+    assert made["durable"] == shown["durable"] == changed["durable"]
+    return made["durable"]
+
+
+async def by_session(this: Served) -> Any:
+    opened = (await this.http.post("/v1/sessions", json={})).json()
+    ended = (await this.http.post(f"/v1/sessions/{opened['id']}/turns", json=turn())).json()
+    rewind = f"/v1/sessions/{opened['id']}/rewind"
+    rewound = (await this.http.post(rewind, json={"to_item": None})).json()
+    assert opened["durable"] == ended["durable"] == rewound["durable"]
+    return opened["durable"]
+
+
+ITEM = {"role": "user", "content": "Hello"}
+CHAT = {"model": "paper", "messages": [ITEM], "session_id": "named", "max_tokens": 2}
+
+
+@pytest.mark.parametrize("ask", [by_chat, by_chunks, by_sglang, by_conversation, by_session])
+def test_every_dialect_says_whether_what_it_answers_is_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Any
+) -> None:
+    async def check() -> None:
+        async with served_from(tmp_path / "store") as this:
+            assert await ask(this) is True
+            (tmp_path / "store" / "sessions.sqlite3-wal").unlink()
+            assert await ask(this) is False
+            assert (await this.http.get("/health")).json() == {"status": "store_failing"}
+        async with served_from(tmp_path / "relaxed", durability="relaxed") as this:
+            assert await ask(this) is False
+            assert (await this.http.get("/health")).json() == {"status": "ok"}
+
+    run(check)
+
+
+def test_a_store_that_cannot_be_read_is_told_to_fail(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with served_from(tmp_path) as this:
+            assert (await this.http.get("/health")).json() == {"status": "ok"}
+            os.truncate(tmp_path / "sessions.sqlite3", 0)
+            assert (await this.http.get("/v1/sessions/none")).status_code == 503
+            assert (await this.http.get("/health")).json() == {"status": "store_failing"}
 
     run(check)

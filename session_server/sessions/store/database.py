@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, TypeVar
 
+from session_server.sessions.store.connections import connect
 from session_server.sessions.store.deleted_rows import RENAMED, Freed, delete_some
 from session_server.sessions.store.directories import sync_directory, write_again
+from session_server.sessions.store.disk_health import explain
 from session_server.sessions.store.lock import StoreLock, StoreUnusable
 from session_server.sessions.store.log_frames import (
     MAX_LOG_BYTES,
@@ -27,6 +29,13 @@ from session_server.sessions.store.log_frames import (
     size_of,
 )
 from session_server.sessions.store.lost_pages import check_pages
+from session_server.sessions.store.open_files import (
+    DATABASE_NAME,
+    LOCK_NAME,
+    LogGone,
+    OpenFiles,
+    tighten,
+)
 from session_server.sessions.store.records import Holding, Parts, RecordRow, SessionRow
 from session_server.sessions.store.schema import (
     APPLICATION_ID,
@@ -52,8 +61,6 @@ _EACH_OWNER: Final = (
 )
 _BEHIND: Final = "number > ? ORDER BY number LIMIT ?"
 _RowT = TypeVar("_RowT", SessionRow, RecordRow)
-_BUSY_S: Final = 1.0
-"""How long a statement waits for whoever else has locked the database."""
 
 
 class Behind(Exception):
@@ -67,7 +74,7 @@ class Database:
     `secret`: random bytes that live as long as the store.
     """
 
-    FILE: ClassVar = "sessions.sqlite3"
+    FILE: ClassVar = DATABASE_NAME
     _columns = COLUMNS
 
     def __init__(
@@ -84,12 +91,14 @@ class Database:
         self.path = directory / self.FILE
         self._is_read_only = is_read_only
         self._connections: list[sqlite3.Connection] = []
+        self._files: OpenFiles | None = None
         self.lock = (StoreLock.shared if is_read_only else StoreLock.alone)(directory)
         try:
             self._check_content()
             if is_read_only:
                 self._open_beside()
                 return
+            tighten(directory)
             # From now on it is told of as what is on disk. What a checkpoint has copied of it is
             # copied once more, because nothing says how far that came.
             log = log_of(self.path)
@@ -97,7 +106,6 @@ class Database:
             self._probe()
             # SQLite would make its files with the permissions that the umask leaves.
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
-            self._inodes = self._find_inodes()
             self._writer = self._connect(self.path)
             (mode,) = self._writer.execute("PRAGMA journal_mode = WAL").fetchone()
             if mode != "wal":
@@ -116,11 +124,12 @@ class Database:
             sync_directory(directory)
             self._reader = self._connect(self.path)
             self._reader.execute("PRAGMA query_only = ON")
+            self._files = OpenFiles(self.path, directory / LOCK_NAME)
             self.secret = self._find_secret()
             self._note_made()
         except (OSError, sqlite3.OperationalError) as error:
             self._release()
-            raise StoreUnusable(f"--store {directory}: {error}") from error
+            raise StoreUnusable(f"--store {directory}: {explain(error, directory)}") from error
         except sqlite3.DatabaseError as error:
             self._release()
             raise StoreUnusable(self._say(f"is damaged ({error})")) from error
@@ -129,7 +138,7 @@ class Database:
             raise
 
     def _connect(self, place: Path | str) -> sqlite3.Connection:
-        connection = _connect(place)
+        connection = connect(place)
         self._connections.append(connection)
         return connection
 
@@ -154,7 +163,7 @@ class Database:
         read once that is undone. Raises sqlite3.Error."""
         journal = self.path.with_name(f"{self.FILE}-journal")
         if size_of(self.path) and not size_of(journal):
-            with contextlib.closing(_connect(f"{self.path.absolute().as_uri()}?mode=ro")) as probe:
+            with contextlib.closing(connect(f"{self.path.absolute().as_uri()}?mode=ro")) as probe:
                 check_pages(probe, self.path)
 
     def _check_content(self) -> None:
@@ -192,6 +201,8 @@ class Database:
 
     def _release(self) -> None:
         self._disconnect()
+        if self._files is not None:
+            self._files.close()
         self.lock.release()
 
     def close(self) -> None:
@@ -204,6 +215,11 @@ class Database:
         if self._is_read_only and not self.lock.is_anothers and not self._has_index:
             index_of(self.path).unlink(missing_ok=True)  # made to read a log that a crash left
         self._release()
+
+    def back_up(self, path: Path) -> None:
+        """Copy all of it, as of one commit, into a database at a path. Raises sqlite3.Error."""
+        with contextlib.closing(connect(path)) as copy:
+            self._reader.backup(copy)
 
     def vacuum(self) -> None:
         """Give back the space of what was deleted, and of how earlier versions wrote."""
@@ -230,19 +246,19 @@ class Database:
             if self._writer.in_transaction:
                 self._writer.execute("ROLLBACK")
             raise
+        self._check_files()
 
     def _check_files(self) -> None:
-        """Raise sqlite3.OperationalError if the files are not those that were opened: what is
-        written then is lost, or another server's."""
+        """Raise sqlite3.OperationalError if the files are not those that were opened."""
+        if self._files is None:
+            return  # a new one is being made
         try:
-            found = self._find_inodes()
-        except OSError as error:
-            raise sqlite3.OperationalError(f"the store's files are gone: {error}") from error
-        if found != self._inodes:
-            raise sqlite3.OperationalError("the store's files were replaced")
-
-    def _find_inodes(self) -> tuple[int, int]:
-        return os.stat(self.path).st_ino, os.stat(self.path.with_name(StoreLock.NAME)).st_ino
+            self._files.check()
+        except LogGone:
+            # Where nobody finds the log any more, the database has all that was told.
+            with contextlib.suppress(sqlite3.Error):
+                self._writer.execute("PRAGMA wal_checkpoint(FULL)")
+            raise
 
     def put(self, row: SessionRow, entry: bytes) -> None:
         """Write a session with one entry, in place of all that was there of it."""
@@ -501,12 +517,3 @@ class Database:
         if found is None:
             raise StoreUnusable(f"{self.path} has lost its secret: pass another --store")
         return bytes(found[0])
-
-
-def _connect(place: Path | str) -> sqlite3.Connection:
-    """Open a database at a path, or at a URI that says how."""
-    # Whoever opens it uses it on another thread; each connection is used by one at a time.
-    is_uri = isinstance(place, str)
-    return sqlite3.connect(
-        place, timeout=_BUSY_S, isolation_level=None, check_same_thread=False, uri=is_uri
-    )

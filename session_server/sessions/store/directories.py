@@ -1,11 +1,12 @@
-"""Make a directory that is for its user alone, and have names and files on disk."""
+"""Make directories and files that are for their user alone, and have them on disk."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 _PIECE_BYTES: Final = 1 << 20
 
@@ -36,6 +37,21 @@ def sync_above(directory: Path) -> None:
         # Where that is not permitted the user who runs this has made nothing.
         with contextlib.suppress(PermissionError):
             sync_directory(parent)
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """Make a file for this user alone, and have what the block writes there on disk; where it
+    cannot all be written, no file is left. Raises FileExistsError, OSError."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(fd)
+    except BaseException:
+        path.unlink()
+        raise
 
 
 def write_again(path: Path, num_bytes: int) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import ClassVar, Final, Self, TypeVar
 
 from session_server.sessions.store.directories import make_directory, sync_above
+from session_server.sessions.store.open_files import LOCK_NAME, check_kinds
 
 _logger: Final = logging.getLogger("session_server.store")
 
@@ -51,7 +52,7 @@ class StoreLock:
     it alone; those who read share it, so that nobody begins to change it meanwhile. A server locks
     the directory too, so that another one can tell it from a command."""
 
-    NAME: ClassVar = "lock"
+    NAME: ClassVar = LOCK_NAME
 
     def __init__(self, path: Path, *fds: int) -> None:
         self._path, self._fds = path, [*fds]
@@ -69,6 +70,7 @@ class StoreLock:
         try:
             make_directory(directory)
             sync_above(directory.resolve())
+            check_kinds(directory)
             lock._fds.append(os.open(lock._path, flags | os.O_RDWR | os.O_CREAT, 0o600))
             lock._fds.append(os.open(directory, os.O_CLOEXEC | os.O_RDONLY | os.O_DIRECTORY))
         except OSError as error:
@@ -93,6 +95,7 @@ class StoreLock:
         lock, is not locked. Raises StoreUnusable."""
         path = directory / cls.NAME
         try:
+            check_kinds(directory)
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
             return cls(path)

@@ -37,6 +37,12 @@ def size_of(path: Path) -> int:
         return 0
 
 
+def frames_bytes(num_frames: int, page_bytes: int) -> int:
+    """Return the bytes of a log with so many frames; one without any may be empty."""
+    num_bytes = LOG_HEADER_BYTES + num_frames * (FRAME_HEADER_BYTES + page_bytes)
+    return num_bytes if num_frames else 0
+
+
 def committed_bytes(log: Path) -> int:
     """Return how many bytes of a log SQLite may read again: up to its last commit. Raises
     OSError."""

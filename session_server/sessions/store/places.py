@@ -1,5 +1,5 @@
 """Find the store of a server that was told of none: one for each port, in the user's state
-directory, so that servers on one machine do not share any; and what else lies in a store."""
+directory, so that servers on one machine do not share any."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ from session_server.sessions.store.database import Database
 
 STATE_VARIABLE: Final = "XDG_STATE_HOME"
 """Environment variable with the directory for what programs keep; ~/.local/state by default."""
-
-KV_DIRECTORY: Final = "kv"
-"""Of a store, where the files of KV are."""
 
 _PROGRAM: Final = "session-server"
 

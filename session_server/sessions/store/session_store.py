@@ -15,6 +15,7 @@ from typing import Final
 
 from session_server.sessions.store.database import Behind, Database, Durability
 from session_server.sessions.store.deletions import Deletions
+from session_server.sessions.store.disk_health import DiskHealth
 from session_server.sessions.store.patience import NO_ANSWER, Patience
 from session_server.sessions.store.records import (
     Damaged,
@@ -75,8 +76,18 @@ class SessionStore:
         self._num_waiting = 0
         self._patience = Patience()
         self.deletions = Deletions(self._ask_to_delete)
-        self.failure: str | None = None
-        """Why the last commit failed; None if it did not."""
+        self.health = DiskHealth(directory)
+
+    @property
+    def failure(self) -> str | None:
+        """Return why the disk fails; None if it does not."""
+        return self.health.failure
+
+    @property
+    def is_synced(self) -> bool:
+        """Return whether what is told to be written is on disk. Else only the system has it, and
+        nothing is told to be durable."""
+        return self.durability == "turn"
 
     @property
     def secret(self) -> bytes:
@@ -113,6 +124,22 @@ class SessionStore:
             self._database.close()
         else:
             _logger.error("the store was not closed: the disk does not answer")
+            self.health.note_write(sqlite3.OperationalError(NO_ANSWER))
+
+    def has_lost(self, num_behind: int) -> bool:
+        """Return whether a server ends with what its store does not have, and log that, once the
+        store is closed. `num_behind`: sessions and records whose last write has failed."""
+        why = self.health.unwritten
+        if num_behind == 0 and why is None:
+            return False
+        _logger.error(
+            "lost with this process: what is not on disk in %s of %s sessions, responses and "
+            "conversations: %s",
+            self.directory,
+            num_behind or "some",
+            why or "some of it could not be written",
+        )
+        return True
 
     async def flush(self) -> None:
         """Wait until all that was asked for is written and told of, or could not be; but not what
@@ -251,12 +278,7 @@ class SessionStore:
 
     def _note(self, told: Told, error: Exception | None) -> None:
         # A log that lacks something is no fault of the disk: its session is written again.
-        failure = None if error is None or isinstance(error, Behind) else str(error)
-        if failure is not None and self.failure is None:
-            _logger.error("the store cannot be written to: %s", failure)
-        elif failure is None and self.failure is not None:
-            _logger.warning("the store can be written to again")
-        self.failure = failure
+        self.health.note_write(None if isinstance(error, Behind) else error)
         told(error)
 
     def _deliver(self, run: Callable[[], None]) -> None:

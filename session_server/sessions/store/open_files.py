@@ -1,0 +1,117 @@
+"""Look after the files of a store: what they are, who may read them, and whether the names still
+lead to those that a server has open.
+
+SQLite goes on writing to a file that nobody can find any more, and says nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+import stat
+from pathlib import Path
+from struct import Struct
+from typing import Final
+
+from session_server.sessions.store.log_frames import frames_bytes, index_of, log_of
+
+_logger: Final = logging.getLogger("session_server.store")
+
+_INDEX_HEADER: Final = Struct("=14xHII")
+"""Of an index of a log: the bytes of a page, the frames in the log, and the pages of the database
+as of its last commit. https://sqlite.org/walformat.html"""
+
+DATABASE_NAME: Final = "sessions.sqlite3"
+LOCK_NAME: Final = "lock"
+_NAMES: Final = (
+    LOCK_NAME,
+    *(f"{DATABASE_NAME}{suffix}" for suffix in ("", "-wal", "-shm", "-journal")),
+)
+
+KV_DIRECTORY: Final = "kv"
+"""Of a store, where the files of KV are."""
+
+_EXPOSED: Final = stat.S_IRWXG | stat.S_IRWXO
+_KINDS: Final = {
+    stat.S_IFREG: "a file",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFLNK: "a link",
+}
+
+
+class LogGone(sqlite3.OperationalError):
+    """Report a log that cannot be found any more; what it has is there for who has it open."""
+
+
+def check_kinds(directory: Path) -> None:
+    """Raise OSError if something in a store is not the kind of file that it must be: to open a pipe
+    would wait for whoever writes to it."""
+    for path in (directory / name for name in (*_NAMES, KV_DIRECTORY)):
+        try:
+            mode = path.lstat().st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # whoever opens it says so
+        kind = _KINDS.get(stat.S_IFMT(mode), "a device or a pipe")
+        wanted = "a directory" if path.name == KV_DIRECTORY else "a file"
+        if kind != wanted:
+            raise OSError(f"{path} is {kind}, and must be {wanted}: put one there, or remove it")
+
+
+def tighten(directory: Path) -> None:
+    """Take from others what they may do with the files of a store, as who puts a backup there may
+    leave them, and with its directory, if that has nothing else. Raises OSError."""
+    own = {*_NAMES, KV_DIRECTORY}
+    there = {entry.name for entry in os.scandir(directory)}
+    found = [directory / name for name in sorted(own & there)]
+    for path in [*found, directory] if there <= own else found:
+        status = path.stat()
+        if status.st_mode & _EXPOSED and status.st_uid == os.geteuid():
+            path.chmod(stat.S_IMODE(status.st_mode) & ~_EXPOSED)
+            _logger.warning("other users could open %s: from now on they cannot", path)
+
+
+class OpenFiles:
+    """Know the files that a database and its log were opened as. `others` belong to them too."""
+
+    def __init__(self, path: Path, *others: Path) -> None:
+        """Begin where all of them are open. Raises OSError."""
+        self._paths = (path, log_of(path), index_of(path), *others)
+        # SQLite's locks on a file go where any descriptor of it is closed: this one stays open.
+        self._index_fd = os.open(index_of(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            self._found = self._find()
+        except OSError:
+            os.close(self._index_fd)
+            raise
+
+    def close(self) -> None:
+        """Let go of the files, once the database is closed."""
+        os.close(self._index_fd)
+
+    def check(self) -> None:
+        """Raise sqlite3.OperationalError if the names do not lead to the files that were opened, or
+        these were cut short: what is written then is lost, or another server's."""
+        try:
+            found = self._find()
+        except FileNotFoundError as error:
+            kind = LogGone if error.filename == str(self._paths[1]) else sqlite3.OperationalError
+            raise kind(f"the store's files are gone: {error}") from error
+        except OSError as error:
+            raise sqlite3.OperationalError(f"the store's files are gone: {error}") from error
+        for path, was, now in zip(self._paths, self._found, found, strict=True):
+            if not os.path.samestat(was, now):
+                raise sqlite3.OperationalError(f"the store's files were replaced: {path}")
+        # Read behind their sizes: a log is short only after its index says so.
+        page_bytes, num_frames, num_pages = _INDEX_HEADER.unpack(
+            os.pread(self._index_fd, _INDEX_HEADER.size, 0)
+        )
+        database, log = found[0].st_size, found[1].st_size
+        # Pages that are in the log alone may be missing; of those once in the file, none.
+        least = min(self._found[0].st_size, num_pages * page_bytes)
+        if database < least or log < frames_bytes(num_frames, page_bytes):
+            raise sqlite3.OperationalError("the store's files were cut short")
+        self._found = found
+
+    def _find(self) -> tuple[os.stat_result, ...]:
+        return tuple(os.stat(path) for path in self._paths)
