@@ -98,6 +98,18 @@ SLICES = (
         _NEXT,
     ),
     _constant(
+        "sessions.store.session_store:PARTS_AT_ONCE",
+        "items of a conversation on disk that are read",
+        "items",
+        _NEXT,
+    ),
+    _constant(
+        "sessions.response_turns:CHAINED_AT_ONCE",
+        "responses without their session that are read for one which goes on from them",
+        "responses",
+        _NEXT,
+    ),
+    _constant(
         "sessions.store.session_store:_DELETED_AT_ONCE",
         "sessions that are deleted again once that has failed",
         "sessions",

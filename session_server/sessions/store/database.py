@@ -425,10 +425,13 @@ class Database:
         """Return all records, that first which was not written for longest."""
         return self._record_rows("ORDER BY used")
 
-    def parts(self, number: int) -> Parts:
-        """Return the parts of a record, in order."""
-        query = "SELECT position, part FROM parts WHERE record = ? ORDER BY position"
-        return self._reader.execute(query, (number,)).fetchall()
+    def parts(self, number: int, *, after: int = -1, limit: int = -1) -> Parts:
+        """Return the parts of a record behind a position, in order; up to `limit`, -1: all."""
+        query = (
+            "SELECT position, part FROM parts WHERE record = ? AND position > ?"
+            " ORDER BY position LIMIT ?"
+        )
+        return self._reader.execute(query, (number, after, limit)).fetchall()
 
     def _rows(self, condition: str, values: Sequence[Any]) -> list[SessionRow]:
         query = f"SELECT {COLUMNS} FROM sessions WHERE {condition}"  # noqa: S608 - our own words

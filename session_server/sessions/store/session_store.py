@@ -46,6 +46,9 @@ MAX_WAITING_BYTES: Final = 64 << 20
 ENTRIES_AT_ONCE: Final = 16
 """Entries that are read before others are served: a millisecond or two."""
 
+PARTS_AT_ONCE: Final = 256
+"""Parts of a record that are read before others are served: items of a conversation."""
+
 _DELETED_AT_ONCE: Final = 64
 _NO_ANSWER: Final = "the disk does not answer"
 
@@ -201,9 +204,12 @@ class SessionStore:
         sqlite3.Error."""
         return self._database.records()
 
-    def parts(self, number: int) -> Parts:
-        """Return the parts of a record, in order. Raises sqlite3.Error."""
-        return self._database.parts(number)
+    def part_slices(self, number: int) -> Iterator[Parts]:
+        """Yield the parts of a record, in order, some at a time. Raises sqlite3.Error."""
+        after = -1
+        while parts := self._database.parts(number, after=after, limit=PARTS_AT_ONCE):
+            yield parts
+            after, _ = parts[-1]
 
     # -- writing
 
