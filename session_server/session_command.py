@@ -36,6 +36,7 @@ from session_server.config import Settings
 from session_server.core.errors import InvalidRequest
 from session_server.core.owner import ANONYMOUS
 from session_server.sessions.store.database import Database, StoreUnusable
+from session_server.sessions.store.pieces import encode_pieces
 from session_server.sessions.store.places import (
     KV_DIRECTORY,
     default_directory,
@@ -47,7 +48,6 @@ from session_server.sessions.store.records import (
     SessionRow,
     decode_entry,
     decode_settings,
-    encode_entry,
     encode_settings,
 )
 from session_server.sessions.store.session_file import (
@@ -193,7 +193,7 @@ def _import(database: Database, args: argparse.Namespace) -> None:
         num_uses=0,
     )
     with database.transaction():
-        database.put(row, encode_entry(entry))
+        database.put(row, *encode_pieces(entry))
     print(f"imported {session_id}, {row.num_turns:,} turns, {row.num_tokens:,} tokens")
 
 

@@ -29,7 +29,7 @@ from session_server.sessions.store.records import (
     StoredSettings,
     decode_settings,
 )
-from session_server.sessions.store.session_store import ENTRIES_AT_ONCE, SessionStore
+from session_server.sessions.store.session_store import SessionStore
 from session_server.sessions.store.survey import SurveyQuestion
 from session_server.sessions.stored_ends import StoredEnds
 from session_server.sessions.views import SessionView, StoredSummary
@@ -63,7 +63,7 @@ class StoredSessions:
             if row is None:
                 return None
             session = self._begin(owner, row)
-            if self._is_long(row):
+            if self.store.is_long(row):
                 raise ServerBusy("the session has just left the memory: ask again")
             for _ in self._fill(session, row):
                 pass
@@ -95,10 +95,7 @@ class StoredSessions:
             return None
         with reading():
             row = self.store.find(owner.owner_id, session_id)
-            return row if row is not None and self._is_long(row) else None
-
-    def _is_long(self, row: SessionRow) -> bool:
-        return row.num_entries > ENTRIES_AT_ONCE
+            return row if row is not None and self.store.is_long(row) else None
 
     def order_of(self, owner: Owner, session_id: str) -> int | None:
         """Return the place of a session on disk in the order of its owner's, or None. Raises

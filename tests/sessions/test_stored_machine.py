@@ -86,6 +86,7 @@ class StoredMachine(SessionMachine):
                 self.store.tell()
                 self.read_all()
                 for name in list(self.unloaded):
+                    self.world.do(self.world.manager.load(OWNER, name))
                     self.world.manager.get(OWNER, name)
             super().teardown()
         finally:

@@ -23,6 +23,7 @@ from session_server.sessions.store.directories import (
     write_again,
 )
 from session_server.sessions.store.lost_pages import check_pages, index_of, log_of, size_of
+from session_server.sessions.store.pieces import first_rows
 from session_server.sessions.store.records import Parts, RecordRow, SessionRow
 from session_server.sessions.store.schema import (
     APPLICATION_ID,
@@ -242,8 +243,8 @@ class Database:
     def _find_inodes(self) -> tuple[int, int]:
         return os.stat(self.path).st_ino, os.stat(self.path.with_name(_LOCK_NAME)).st_ino
 
-    def put(self, row: SessionRow, entry: bytes) -> None:
-        """Write a session with one entry, in place of all that was there of it."""
+    def put(self, row: SessionRow, *entries: bytes) -> None:
+        """Write a session with these entries, in place of all that was there of it."""
         execute = self._writer.execute
         self.delete(row.number)
         # An earlier session of this name may still be there: it has expired, or to delete it has
@@ -254,17 +255,20 @@ class Database:
         )
         values = (
             *(row.number, row.owner_id, row.session_id, row.model, row.expires_s),
-            *(row.settings, row.num_tokens, row.num_turns, row.num_uses, 1),
+            *(row.settings, row.num_tokens, row.num_turns, row.num_uses, len(entries)),
         )
         execute(f"INSERT INTO sessions ({COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?)", values)  # noqa: S608
-        execute("INSERT INTO entries VALUES (?, 0, ?)", (row.number, entry))
+        self._put_entries(row.number, 0, entries)
 
-    def append(self, row: SessionRow, entry: bytes) -> None:
-        """Write an entry behind `row.num_entries` others. Raises Behind if there are not as many,
-        or no such session."""
-        self._update(row, row.num_entries + 1)
-        values = (row.number, row.num_entries, entry)
-        self._writer.execute("INSERT INTO entries VALUES (?, ?, ?)", values)
+    def append(self, row: SessionRow, *entries: bytes) -> None:
+        """Write entries behind `row.num_entries` others. Raises Behind if there are not as many, or
+        no such session."""
+        self._update(row, row.num_entries + len(entries))
+        self._put_entries(row.number, row.num_entries, entries)
+
+    def _put_entries(self, number: int, start: int, entries: Sequence[bytes]) -> None:
+        values = [(number, position, entry) for position, entry in enumerate(entries, start)]
+        self._writer.executemany("INSERT INTO entries VALUES (?, ?, ?)", values)
 
     def touch(self, row: SessionRow) -> None:
         """Write what the row says, but no entry. Raises Behind as `append` does."""
@@ -362,14 +366,17 @@ class Database:
         """Return up to `limit` sessions that have expired."""
         return self._rows("expires < ? ORDER BY expires LIMIT ?", (now_s, limit))
 
-    def entries(self, number: int, *, start: int = 0, limit: int = -1) -> list[bytes]:
-        """Return the entries of a session from a position on, in order; up to `limit`, -1: all."""
+    def entries(
+        self, number: int, *, start: int = 0, limit: int = -1, max_bytes: int | None = None
+    ) -> list[bytes]:
+        """Return the entries of a session from a position on, in order; up to `limit`, -1: all, and
+        none behind one with which they have `max_bytes`."""
         rows = self._reader.execute(
             "SELECT entry FROM entries WHERE session = ? AND position >= ?"
             " ORDER BY position LIMIT ?",
             (number, start, limit),
         )
-        return [entry for (entry,) in rows]
+        return [entry for (entry,) in first_rows(rows, 0, max_bytes)]
 
     def walk(self, owner_id: str | None) -> Iterator[SessionRow]:
         """Yield all sessions of an owner, or of everybody, in order, without retired ones."""
@@ -425,13 +432,16 @@ class Database:
         """Return all records, that first which was not written for longest."""
         return self._record_rows("ORDER BY used")
 
-    def parts(self, number: int, *, after: int = -1, limit: int = -1) -> Parts:
-        """Return the parts of a record behind a position, in order; up to `limit`, -1: all."""
-        query = (
+    def parts(
+        self, number: int, *, after: int = -1, limit: int = -1, max_bytes: int | None = None
+    ) -> Parts:
+        """Return the parts of a record behind a position, as `entries` does those of a session."""
+        rows = self._reader.execute(
             "SELECT position, part FROM parts WHERE record = ? AND position > ?"
-            " ORDER BY position LIMIT ?"
+            " ORDER BY position LIMIT ?",
+            (number, after, limit),
         )
-        return self._reader.execute(query, (number, after, limit)).fetchall()
+        return first_rows(rows, 1, max_bytes)
 
     def _rows(self, condition: str, values: Sequence[Any]) -> list[SessionRow]:
         query = f"SELECT {COLUMNS} FROM sessions WHERE {condition}"  # noqa: S608 - our own words
