@@ -5,7 +5,9 @@
   export ID [FILE]         write one to a file, or to stdout: it is JSON
   import FILE              put one from a file into the store
   delete ID [ID ...]       delete some
-  vacuum                   give the space of deleted sessions back to the disk
+  vacuum                   give the space of deleted sessions back to the disk;
+                           until it is done that takes up to twice the size of
+                           the store more
 
 `list`, `show` and `export` work beside a server; the others need the store
 for themselves, so stop the server first. The store is that of a server on the
