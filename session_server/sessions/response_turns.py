@@ -59,12 +59,8 @@ from session_server.sessions.turn import TurnHooks
 from session_server.sessions.turn_ends import with_durability
 from session_server.sessions.views import OpenRequest, TurnView
 
-MAX_CHAIN: Final = 16_384
-"""Responses that are rendered anew where their session is gone: as many as items of a
-conversation."""
-
 CHAINED_AT_ONCE: Final = 16
-"""Of these, what is read before others are served: half a millisecond."""
+"""Responses without their session that are read before others are served: half a millisecond."""
 
 Keep = Literal["nowhere", "here", "on disk"]
 """Where what a response leaves stays for the next one: in its session, and with a store on disk."""
@@ -174,7 +170,7 @@ class ResponseTurns:
 
         Raises:
             PreviousResponseNotFound: its session is gone, and so is one of those before it.
-            InvalidRequest: there are more than `MAX_CHAIN` of them.
+            InvalidRequest: they have more messages than a turn may have.
             And what `SessionManager.load` raises.
         """
         await self._load(previous.owner, previous.place)
@@ -453,10 +449,11 @@ class ResponseTurns:
         """Return all that was said up to a response, from what is kept of it and of those before
         it. Raises PreviousResponseNotFound if one of them is gone, InvalidRequest."""
         pieces: list[tuple[Message, ...]] = []
-        each = response
-        while len(pieces) < MAX_CHAIN:
+        each, room = response, self._manager.edits.limits.max_messages
+        while room > 0:
             answer = () if each.content.answer is None else (each.content.answer,)
             pieces.append((*each.asked.messages, *answer))
+            room -= max(1, len(pieces[-1]))
             if each.previous is None:
                 return tuple(message for piece in reversed(pieces) for message in piece)
             if len(pieces) % CHAINED_AT_ONCE == 0:
@@ -466,8 +463,8 @@ class ResponseTurns:
             except ResponseNotFound:
                 raise _not_found(response.response_id) from None
         raise InvalidRequest(
-            f"Response '{response.response_id}' goes on from {MAX_CHAIN} others or more, and the "
-            "session that had them is gone.",
+            f"What response '{response.response_id}' goes on from has more messages than a turn "
+            "may have, and the session that had them is gone.",
             param="previous_response_id",
         )
 

@@ -463,12 +463,6 @@ SESSIONS = (
         "further ones are refused: `quota_exceeded`",
     ),
     _constant(
-        "sessions.response_turns:MAX_CHAIN",
-        "responses that one goes on from, if their session is gone",
-        "responses",
-        "refused: `invalid_request`",
-    ),
-    _constant(
         "web.responses_socket:MAX_IN_FLIGHT",
         "responses that run on one WebSocket of Responses",
         "responses",

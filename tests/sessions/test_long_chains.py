@@ -10,8 +10,8 @@ import pytest
 
 from session_server.core.errors import ConversationNotFound, InvalidRequest, ServerBusy
 from session_server.core.session_events import Message
-from session_server.sessions import response_turns
 from session_server.sessions.kept_conversations import ConversationEntries, ConversationEntry
+from session_server.sessions.quotas import SessionLimits
 from session_server.sessions.response_turns import CHAINED_AT_ONCE
 from session_server.sessions.responses import Asked, ResponseContent, SaidIn, StoredResponse
 from session_server.sessions.store.session_store import PARTS_AT_ONCE
@@ -97,14 +97,12 @@ def test_a_chain_in_memory_is_walked_in_slices_too(
 
 
 @pytest.mark.parametrize("is_too_long", [False, True])
-def test_a_chain_has_a_bound(
-    disk: Disk, monkeypatch: pytest.MonkeyPatch, is_too_long: bool
-) -> None:
-    monkeypatch.setattr(response_turns, "MAX_CHAIN", NUM_RESPONSES - is_too_long)
-    with desk(disk) as this:
+def test_a_chain_has_a_bound(disk: Disk, is_too_long: bool) -> None:
+    limits = SessionLimits(max_messages=2 * NUM_RESPONSES - 2 * is_too_long)
+    with desk(disk, limits=limits) as this:
         keep_chain(this)
         if is_too_long:
-            with pytest.raises(InvalidRequest, match=f"{NUM_RESPONSES - 1} others or more"):
+            with pytest.raises(InvalidRequest, match="more messages than a turn may have"):
                 this.world.do(this.turns.recall(last_of(this)))
         else:
             recalled = this.world.do(this.turns.recall(last_of(this)))
