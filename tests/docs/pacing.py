@@ -318,6 +318,7 @@ BOUND_NOTHING = frozenset(
         "cache.tenants:_RESOLUTION",
         # Parts of file formats, and of a bound that is listed.
         "session_server.sessions.store.pieces:_TOKEN_BYTES",
+        "session_server.sessions.store.pieces:_LEAST_BYTES",
         "session_server.sessions.store.pieces:_PIECE_BYTES",
         "session_server.models.gguf.reader:DEFAULT_ALIGNMENT",
         "session_server.models.gguf.reader:_ARRAY",

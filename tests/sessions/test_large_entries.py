@@ -148,7 +148,7 @@ def entry_of(num_tokens: int, sizes: list[int], num_answers: int, num_turns: int
     return LogEntry(change, ends(num_turns))
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     num_tokens=st.sampled_from([0, 1, 3, 16_000, 16_128, 16_129, 70_000]),
     sizes=st.lists(st.sampled_from([0, 10, 9_000, 40_000]), max_size=12),

@@ -26,12 +26,13 @@ Way = Callable[[Served, "Names"], Awaitable[Any]]
 
 class Names:
     """Sessions of many entries, one opened with a key, and what has such sessions: a chain of
-    responses, by the id of the last one, and a conversation."""
+    responses, by the id of the last one, with what each has said, and a conversation."""
 
     session: str
     keyed: str
     response: str
     conversation: str
+    items: tuple[str, ...] = ()
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,9 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Names]:
                 await over_chat(this, names)
                 await post(this, f"/v1/sessions/{names.keyed}/turns", **turn(max_tokens=2))
                 after = names.response
-                names.response = (await respond(this, previous_response_id=after))["id"]
+                made = await respond(this, previous_response_id=after)
+                names.response = made["id"]
+                names.items += (made["output"][0]["id"],)
                 await respond(this, conversation=names.conversation)
 
     run(fill)
@@ -209,3 +212,24 @@ def test_a_long_session_is_read_in_slices(
     run(check)
     assert entries.total >= NUM_TURNS
     assert entries.most <= ENTRIES_AT_ONCE
+
+
+def test_what_a_request_refers_to_is_read_in_slices(
+    tmp_path: Path, filled: tuple[Path, Names]
+) -> None:
+    """A request may have thousands of references, each to what another response has said."""
+    directory, names = filled
+    shutil.copytree(directory, tmp_path / "store")
+    reads = Slices()
+
+    async def check() -> None:
+        async with served_from(tmp_path / "store") as this, reads.watched():
+            store = this.sessions._flow.conclusion.logs.store
+            assert store is not None
+            store._database._reader.set_trace_callback(lambda _query: reads.count())
+            said = [{"type": "item_reference", "id": item} for item in names.items]
+            await respond(this, input=said, store=False)
+
+    run(check)
+    assert reads.total > NUM_TURNS
+    assert reads.most < NUM_TURNS / 2

@@ -23,15 +23,19 @@ _PIECE_BYTES: Final = MAX_ENTRY_BYTES - 1024
 """Of what is cut, besides the fields that every entry has."""
 
 _TOKEN_BYTES: Final = 4
+_LEAST_BYTES: Final = 16
+"""Of an item or a turn."""
 
 _T = TypeVar("_T")
 
 
 def encode_pieces(entry: LogEntry) -> list[bytes]:
     """Return an entry as bytes, of itself or of pieces that have the same effect in order."""
-    whole = encode_entry(entry)
-    if len(whole) <= MAX_ENTRY_BYTES:
-        return [whole]
+    num_values = len(entry.change.items.added) + len(entry.turns)
+    if len(entry.change.tokens) + num_values * _LEAST_BYTES <= MAX_ENTRY_BYTES:
+        whole = encode_entry(entry)
+        if len(whole) <= MAX_ENTRY_BYTES:
+            return [whole]
     return [encode_entry(piece) for piece in _pieces_of(entry)]
 
 
