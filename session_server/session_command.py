@@ -6,7 +6,9 @@
   import FILE              put one from a file into the store
   delete ID [ID ...]       delete some, by their whole ids
   backup FILE              copy the whole store, as of one moment, to a file
-  vacuum                   give the space of deleted sessions back to the disk
+  vacuum                   give the space of deleted sessions back to the disk;
+                           until it is done that takes up to twice the size of
+                           the store more
 
 `list`, `show`, `export` and `backup` work beside a server, and take the
 beginning of an ID; the others need the store for themselves, so stop the
@@ -41,12 +43,12 @@ from session_server.sessions.store.directories import new_file
 from session_server.sessions.store.disk_health import explain
 from session_server.sessions.store.lock import StoreUnusable
 from session_server.sessions.store.open_files import KV_DIRECTORY
+from session_server.sessions.store.pieces import encode_pieces
 from session_server.sessions.store.places import default_directory, found_directories
 from session_server.sessions.store.records import (
     Damaged,
     SessionRow,
     decode_settings,
-    encode_entry,
     encode_settings,
 )
 from session_server.sessions.store.session_file import (
@@ -208,7 +210,7 @@ def _import(directory: Path, args: argparse.Namespace) -> None:
             num_uses=0,
         )
         with database.transaction():
-            database.put(row, encode_entry(entry))
+            database.put(row, *encode_pieces(entry))
     print(f"imported {session_id}, {row.num_turns:,} turns, {row.num_tokens:,} tokens")
 
 

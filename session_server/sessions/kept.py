@@ -7,9 +7,10 @@ there too. After a restart a record is read when it is first asked for, and coun
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -61,7 +62,10 @@ class RecordForm(Protocol[_RecordT]):
         """Return all parts of a record."""
 
     def read(self, owner: Owner, key: str, parts: Parts) -> _RecordT:
-        """Return a record from its parts. Raises Damaged."""
+        """Return a record from its first parts. Raises Damaged."""
+
+    def read_on(self, record: _RecordT, parts: Parts) -> None:
+        """Give a record further parts of it, which follow those that it has. Raises Damaged."""
 
 
 @dataclass(slots=True, eq=False)
@@ -88,13 +92,15 @@ class KeptRecords(Generic[_RecordT]):
         self._by_owner: dict[Owner, dict[str, _Slot[_RecordT]]] = {}
         self._in_order: dict[_Slot[_RecordT], None] = {}
         self._num_made_in: Counter[tuple[Owner, str]] = Counter()
+        self._turnstile = asyncio.Lock()
         self._find_on_disk(log.rows(form.noun))
 
     def __len__(self) -> int:
         return len(self._in_order)
 
     def get(self, owner: Owner, key: str) -> _RecordT | None:
-        """Return a record as one in use, or None.
+        """Return a record as one in use, or None. A long one that is on disk alone is refused:
+        nobody is served while it is read, unless `load` reads it.
 
         Raises:
             InternalInconsistency: what is stored of it is damaged.
@@ -104,10 +110,29 @@ class KeptRecords(Generic[_RecordT]):
         if slot is None:
             return None
         if slot.record is None:
-            slot.record = self._read(owner, slot)
-            self._count(slot, slot.record.num_bytes)
+            first, *others = islice(self._read(owner, slot), 2)
+            if others:
+                raise ServerBusy(f"this one of the {self._form.noun} is not read yet: ask again")
+            self._hold(slot, first)
         self._touch(slot)
+        assert slot.record is not None, "it was read"
         return slot.record
+
+    async def load(self, owner: Owner, key: str) -> None:
+        """Read a record that is on disk alone in slices, others being served in between; one record
+        at a time. Does nothing for any other. Raises what `get` raises."""
+        async with self._turnstile:
+            slot = self._by_owner.get(owner, {}).get(key)
+            if slot is None or slot.record is not None:
+                return
+            record: _RecordT | None = None
+            for found in self._read(owner, slot):
+                record = found
+                await asyncio.sleep(0)
+                if slot not in self._in_order or slot.record is not None:
+                    return  # it was forgotten, or somebody has read it: it is short
+            assert record is not None, "what cannot be read is refused"
+            self._hold(slot, record)
 
     def add(self, record: _RecordT) -> None:
         """Keep a record, in memory alone for now; older ones go where there is no room.
@@ -258,14 +283,27 @@ class KeptRecords(Generic[_RecordT]):
         slot.num_writes += 1
         return row
 
-    def _read(self, owner: Owner, slot: _Slot[_RecordT]) -> _RecordT:
-        with reading(self._log.store):
-            parts = self._log.parts(slot.number)
+    def _read(self, owner: Owner, slot: _Slot[_RecordT]) -> Iterator[_RecordT]:
+        """Yield a record after each slice of it that is read."""
+        record: _RecordT | None = None
         try:
-            return self._form.read(owner, slot.key, parts)
+            with reading(self._log.store):
+                for parts in self._log.slices(slot.number):
+                    if record is None:
+                        record = self._form.read(owner, slot.key, parts)
+                    else:
+                        self._form.read_on(record, parts)
+                    yield record
+            if record is None:
+                raise Damaged("nothing of it is there")
         except Damaged as error:
             _logger.error("%s of %s cannot be read: %s", slot.key, self._form.noun, error)
             raise InternalInconsistency(f"what is stored of {slot.key} is damaged") from error
+
+    def _hold(self, slot: _Slot[_RecordT], record: _RecordT) -> None:
+        """Keep a record that was read in memory."""
+        slot.record = record
+        self._count(slot, record.num_bytes)
 
     # -- in memory
 

@@ -164,18 +164,22 @@ class ConversationForm:
         return [(n + 1, _items.encode(_Item(entry.id, entry.message))) for n, entry in found]
 
     def read(self, owner: Owner, key: str, parts: Parts) -> KeptConversation:
-        """Return a conversation. Raises Damaged."""
+        """Return a conversation with its first items. Raises Damaged."""
         if not parts or parts[0][0] != 0:
             raise Damaged("it has no head")
         head = _heads.decode(parts[0][1])
         place = SaidIn(head.session_id, head.session_number)
         found = KeptConversation(key, owner, head.created_s, head.metadata, place=place)
-        for position, data in parts[1:]:
+        self.read_on(found, parts[1:])
+        return found
+
+    def read_on(self, record: KeptConversation, parts: Parts) -> None:
+        """Append items. Raises Damaged."""
+        for position, data in parts:
             item = _items.decode(data)
             entry = ConversationEntry(item.id, item.message)
-            found.entries.append(entry, number=position - 1)
-            found.entry_bytes += _bytes_of((entry,))
-        return found
+            record.entries.append(entry, number=position - 1)
+            record.entry_bytes += _bytes_of((entry,))
 
 
 class KeptConversations:
@@ -184,6 +188,12 @@ class KeptConversations:
     def __init__(self, quotas: Quotas, log: RecordLog) -> None:
         self._form = ConversationForm()
         self.records = KeptRecords[KeptConversation](quotas, self._form, log)
+
+    async def load(self, owner: Owner, conversation_id: str) -> KeptConversation:
+        """Return a conversation, which is read in slices if it is on disk alone. Raises what `find`
+        raises."""
+        await self.records.load(owner, conversation_id)
+        return self.find(owner, conversation_id)
 
     def find(self, owner: Owner, conversation_id: str) -> KeptConversation:
         """Return a conversation. Raises ConversationNotFound, and what `KeptRecords.get` raises."""

@@ -186,6 +186,7 @@ class SessionManager:
         try:
             return await self._create(owner, replace(request, session_id=session_id))
         except SessionExists:
+            await self.load(owner, session_id)
             session = self._sessions.get(owner, session_id)
             check_repeated(session, request)
             await self.stored()
@@ -219,8 +220,8 @@ class SessionManager:
         return self._add(self._make_session(owner, request), is_stored=request.is_stored)
 
     async def load(self, owner: Owner, session_id: str) -> None:
-        """Bring a long session that is on disk into memory, others being served in between: every
-        other method reads it at once. Raises what they raise, but SessionNotFound."""
+        """Bring a long session that is on disk into memory, others being served in between: methods
+        that are not async refuse it before. Raises what they raise, but SessionNotFound."""
         await self._sessions.load(owner, session_id)
 
     def get(self, owner: Owner, session_id: str) -> SessionView:
@@ -311,6 +312,7 @@ class SessionManager:
             ContextTooLong: it cannot fit; a turn that must wait first fails later instead.
             QuotaExceeded, ServerBusy, ServerDraining, EngineUnavailable
         """
+        await self.load(owner, session_id)
         session = self._sessions.use(owner, session_id)
         if self._link.ready is not None:
             check_num_ids(request.input, self._link.ready.max_turn_len)
@@ -380,6 +382,7 @@ class SessionManager:
 
     async def settled_snapshot(self, owner: Owner, session_id: str) -> SessionSnapshot:
         """Return a snapshot once no end is on its way to disk. Raises SessionNotFound."""
+        await self.load(owner, session_id)
         while self._sessions.get(owner, session_id).is_concluding:
             await self.stored()
         return self.snapshot(owner, session_id)

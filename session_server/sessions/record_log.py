@@ -6,7 +6,7 @@ again, whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count, islice
 from typing import Final
@@ -70,9 +70,9 @@ class RecordLog:
         self._rows = [row for row in self._rows if row.kind != kind]
         return found
 
-    def parts(self, number: int) -> Parts:
-        """Return the parts of a record that is on disk. Raises sqlite3.Error."""
-        return self.store.parts(number)
+    def slices(self, number: int) -> Iterator[Parts]:
+        """Yield the parts of a record that is on disk, some at a time. Raises sqlite3.Error."""
+        return self.store.part_slices(number)
 
     def put(self, row: RecordRow, parts: Parts, again: Again) -> Beside:
         """Return the write of a whole record."""

@@ -16,7 +16,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Literal
+from typing import Final, Literal
 
 from session_server.core.errors import (
     EngineUnavailable,
@@ -59,6 +59,9 @@ from session_server.sessions.turn import TurnHooks
 from session_server.sessions.turn_ends import with_durability
 from session_server.sessions.views import OpenRequest, TurnView
 
+CHAINED_AT_ONCE: Final = 16
+"""Responses without their session that are read before others are served: half a millisecond."""
+
 Keep = Literal["nowhere", "here", "on disk"]
 """Where what a response leaves stays for the next one: in its session, and with a store on disk."""
 
@@ -96,6 +99,15 @@ class ResponseWork:
     conversation: KeptConversation | None
     interrupted: ResponseContent | None
     is_kept: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Recalled:
+    """Hold a response that another one goes on from. `chain`: all that was said up to its end,
+    without what its call began with; None where its session has it."""
+
+    response: StoredResponse
+    chain: tuple[Message, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,26 +164,49 @@ class ResponseTurns:
             )
         return found
 
-    def messages_before(self, previous: StoredResponse) -> tuple[Message, ...]:
-        """Return all that was said up to the end of a response, without what its call began with.
-        Raises PreviousResponseNotFound: a part of it is gone."""
-        said = self._said(previous)
-        if said is None:
-            return self._chain(previous)
-        return said.messages(len(previous.asked.opening))
+    async def recall(self, previous: StoredResponse) -> Recalled:
+        """Bring into memory what a response ended with, its session or what is kept of it and of
+        those before it, others being served in between. It stays there until something is awaited.
 
-    def place(
-        self, owner: Owner, asked: Asked, previous: StoredResponse | None, *, keep: Keep
-    ) -> Place:
-        """Return where a response runs: the session is open, and nothing spares it from here on.
-
-        Raises PreviousResponseNotFound, and whatever `SessionManager.open` raises.
+        Raises:
+            PreviousResponseNotFound: its session is gone, and so is one of those before it.
+            InvalidRequest: they have more messages than a turn may have.
+            And what `SessionManager.load` raises.
         """
+        await self._load(previous.owner, previous.place)
+        if self._said(previous) is not None:
+            return Recalled(previous, None)
+        return Recalled(previous, await self._chain(previous))
+
+    async def recall_conversation(self, owner: Owner, conversation_id: str) -> KeptConversation:
+        """Bring a conversation and its session into memory, as `recall` does. Raises
+        ConversationNotFound, and what `SessionManager.load` raises."""
+        conversation = await self.conversations.load(owner, conversation_id)
+        await self._load(owner, conversation.place)
+        return conversation
+
+    async def _load(self, owner: Owner, place: SaidIn) -> None:
+        """Bring the session in which something was said into memory, if it can be read."""
+        with contextlib.suppress(SessionNotFound, UnknownModel, InternalInconsistency):
+            await self._manager.load(owner, place.session_id)
+            self._sessions.get(owner, place.session_id)
+
+    def messages_before(self, previous: Recalled) -> tuple[Message, ...]:
+        """Return all that was said up to the end of a response, without what its call began
+        with."""
+        said = self._said(previous.response)
+        if said is None:
+            return _chain_of(previous)
+        return said.messages(len(previous.response.asked.opening))
+
+    def place(self, owner: Owner, asked: Asked, previous: Recalled | None, *, keep: Keep) -> Place:
+        """Return where a response runs: the session is open, and nothing spares it from here on.
+        Raises whatever `SessionManager.open` raises."""
         if previous is None:
             return self._open(owner, asked, (), keep=keep)
-        said = self._said(previous)
+        said = self._said(previous.response)
         if said is None:
-            return self._open(owner, asked, self._chain(previous), keep=keep)
+            return self._open(owner, asked, _chain_of(previous), keep=keep)
         session = said.session
         # What is not to be stored leaves nothing in a session that is.
         is_next = keep == "on disk" or (keep == "here" and session.life.log is None)
@@ -180,7 +215,7 @@ class ResponseTurns:
             session = self._fork(session, said.item_id)
         else:
             self._resting.take(owner, session.session_id)
-        turn_input = self._following(asked, previous, said)
+        turn_input = self._following(asked, previous.response, said)
         return Place(owner, session, turn_input, is_new=is_new, keep=keep)
 
     def place_whole(
@@ -200,11 +235,11 @@ class ResponseTurns:
         return session if session is not None and session.is_idle else None
 
     def _session_at(self, owner: Owner, place: SaidIn) -> Session | None:
-        """Return the session in which something was said; None if it is gone, or cannot be read."""
-        try:
-            session = self._sessions.get(owner, place.session_id)
-        except (SessionNotFound, UnknownModel, InternalInconsistency):
+        """Return the session in which something was said; None if it is gone, or `_load` could not
+        read it."""
+        if self._sessions.find(owner, place.session_id) is None:
             return None
+        session = self._sessions.get(owner, place.session_id)
         is_same = session.life.order == place.number and session.closing is None
         return session if is_same else None
 
@@ -213,11 +248,11 @@ class ResponseTurns:
         """Return whether what is told to be in the store, if there is one, is on disk."""
         return self._logs.store is not None and self._logs.store.is_synced
 
-    def forget_conversation(self, owner: Owner, conversation_id: str) -> None:
+    async def forget_conversation(self, owner: Owner, conversation_id: str) -> None:
         """Delete a conversation, readable or not; its session closes unless responses or somebody
         else use it. Raises ConversationNotFound, ServerBusy."""
         try:
-            conversation = self.conversations.find(owner, conversation_id)
+            conversation = await self.conversations.load(owner, conversation_id)
         except InternalInconsistency:
             self.conversations.records.remove_unread(owner, conversation_id)
             return
@@ -296,18 +331,18 @@ class ResponseTurns:
         """Give up a place, of which no response was submitted."""
         self._release(place, is_said=False)
 
-    async def count(self, owner: Owner, asked: Asked, previous: StoredResponse | None) -> int:
+    async def count(self, owner: Owner, asked: Asked, previous: Recalled | None) -> int:
         """Return the tokens of the context that a response would have. Raises what its turn
         would."""
-        said = None if previous is None else self._said(previous)
+        said = None if previous is None else self._said(previous.response)
         turn_input = ChatInput((*asked.opening, *asked.messages), tools=asked.tools)
         transcript = None
         if previous is not None and said is None:
-            messages = (*asked.opening, *self._chain(previous), *asked.messages)
+            messages = (*asked.opening, *_chain_of(previous), *asked.messages)
             turn_input = ChatInput(messages, tools=asked.tools)
         elif previous is not None and said is not None:
             transcript = said.transcript.fork(said.last + 1)
-            turn_input = self._following(asked, previous, said)
+            turn_input = self._following(asked, previous.response, said)
         return await self._measure(owner, transcript, turn_input)
 
     async def count_whole(
@@ -415,20 +450,28 @@ class ResponseTurns:
             return None
         return _Said(session, last, session.is_idle and last == transcript.num_items - 1)
 
-    def _chain(self, response: StoredResponse) -> tuple[Message, ...]:
+    async def _chain(self, response: StoredResponse) -> tuple[Message, ...]:
         """Return all that was said up to a response, from what is kept of it and of those before
-        it. Raises PreviousResponseNotFound if one of them is gone."""
+        it. Raises PreviousResponseNotFound if one of them is gone, InvalidRequest."""
         pieces: list[tuple[Message, ...]] = []
-        each = response
-        while True:
+        each, room = response, self._manager.edits.limits.max_messages
+        while room > 0:
             answer = () if each.content.answer is None else (each.content.answer,)
             pieces.append((*each.asked.messages, *answer))
+            room -= max(1, len(pieces[-1]))
             if each.previous is None:
                 return tuple(message for piece in reversed(pieces) for message in piece)
+            if len(pieces) % CHAINED_AT_ONCE == 0:
+                await asyncio.sleep(0)
             try:
                 each = self.store.find(response.owner, each.previous, scope=response.scope)
             except ResponseNotFound:
                 raise _not_found(response.response_id) from None
+        raise InvalidRequest(
+            f"What response '{response.response_id}' goes on from has more messages than a turn "
+            "may have, and the session that had them is gone.",
+            param="previous_response_id",
+        )
 
     def _release(self, place: Place, *, is_said: bool) -> None:
         """Let a session rest, or close one that nothing goes on from."""
@@ -442,6 +485,11 @@ class ResponseTurns:
         owner, session_id, num_uses = session.owner, session.session_id, session.life.num_own_uses
         if num_uses is not None and self._sessions.find(owner, session_id) is session:
             self._resting.leave(owner, session_id, num_uses=num_uses)
+
+
+def _chain_of(previous: Recalled) -> tuple[Message, ...]:
+    assert previous.chain is not None, "something was awaited since it was recalled"
+    return previous.chain
 
 
 def _count_use(session: Session) -> None:

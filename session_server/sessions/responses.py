@@ -162,6 +162,10 @@ class ResponseForm:
             content=ResponseContent(found.body, found.state, found.ended_s, found.answer),
         )
 
+    def read_on(self, record: StoredResponse, parts: Parts) -> None:
+        """Raise Damaged: a response has no further parts."""
+        raise Damaged(f"it has {len(parts)} parts too many")
+
 
 class ResponseStore:
     """Hold responses by owner and id."""

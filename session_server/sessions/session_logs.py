@@ -15,12 +15,12 @@ from session_server.core.owner import Owner
 from session_server.sessions.backlog import SLICE
 from session_server.sessions.record_log import RecordLog
 from session_server.sessions.session import LogPlace, Session
+from session_server.sessions.store.pieces import MAX_ENTRY_BYTES, encode_pieces
 from session_server.sessions.store.records import (
     EndRecord,
     LogEntry,
     SessionRow,
     StoredSettings,
-    encode_entry,
     encode_settings,
 )
 from session_server.sessions.store.session_store import SessionStore
@@ -28,7 +28,8 @@ from session_server.sessions.store.writer import Beside, Told
 from session_server.sessions.views import StoreUse
 
 MAX_ENTRIES: Final = 1024
-"""Entries of a session, all of which are read when it is. The next one has all of it again."""
+"""Entries of a session, all of which are read when it is, besides those that a large one is cut
+into. The next one has all of it again."""
 
 MAX_RETRIED_BYTES: Final = 16 << 20
 """Of sessions that are written again at a time; the last one may exceed it."""
@@ -206,7 +207,8 @@ class SessionLogs:
         place.told.clear()
         # What later entries have replaced stays in the log: no more than there is of the rest.
         is_long = place.num_bytes > max(_MIN_LOG_BYTES, 2 * session.num_bytes)
-        is_full = place.num_entries == 0 or place.num_entries >= MAX_ENTRIES
+        num_most = MAX_ENTRIES + 2 * place.num_bytes // MAX_ENTRY_BYTES  # more are no pieces
+        is_full = place.num_entries == 0 or place.num_entries >= num_most
         is_whole = is_full or is_long or place.is_behind
         has_changed = is_whole or place.has_changed
         place.is_writing, place.has_changed, place.is_touched = True, False, False
@@ -218,14 +220,12 @@ class SessionLogs:
         if is_whole:
             session.transcript.forget_taken()
             ends = (*session.ended.records(), *ends)
-        data = encode_entry(LogEntry(session.transcript.take_change(), ends))
+        first, *more = pieces = encode_pieces(LogEntry(session.transcript.take_change(), ends))
         before = (0, 0) if is_whole else (place.num_entries, place.num_bytes)
-        after = before[0] + 1, before[1] + len(data)
+        after = before[0] + len(pieces), before[1] + sum(map(len, pieces))
         written = self._on_written(session, place, told, after)
-        if is_whole:
-            self.store.put(row, data, written, beside)
-        else:
-            self.store.append(row, data, written, beside)
+        write = self.store.put if is_whole else self.store.append
+        write(row, first, written, beside, more=more)
 
     def _on_written(
         self, session: Session, place: LogPlace, told: Sequence[Told], after: tuple[int, int]

@@ -32,7 +32,7 @@ from session_server.sessions.store.records import (
     StoredSettings,
     decode_settings,
 )
-from session_server.sessions.store.session_store import ENTRIES_AT_ONCE, SessionStore
+from session_server.sessions.store.session_store import SessionStore
 from session_server.sessions.store.survey import SurveyQuestion
 from session_server.sessions.stored_ends import StoredEnds
 from session_server.sessions.views import SessionView, StoredSummary
@@ -53,7 +53,8 @@ class StoredSessions:
     _turnstile: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def restore(self, owner: Owner, session_id: str) -> Session | None:
-        """Return a session that is on disk, registered and counted, or None if there is none.
+        """Return a session that is on disk, registered and counted, or None if there is none. A
+        long one is refused: nobody is served while it is read, unless `load` reads it.
 
         Raises:
             UnknownModel: its tokens are those of another tokenizer or chat template, or it has some
@@ -68,6 +69,8 @@ class StoredSessions:
             if row is None:
                 return None
             session = self._begin(owner, row)
+            if self.store.is_long(row):
+                raise ServerBusy("the session has just left the memory: ask again")
             for _ in self._fill(session, row):
                 pass
         self._register(session)
@@ -77,27 +80,28 @@ class StoredSessions:
         """Restore a long session in slices, others being served in between; one such session at a
         time, because it is counted when it is there. Does nothing for any other. Raises what
         `restore` raises."""
-        if not self._is_long(owner, session_id):
+        if self._find_long(owner, session_id) is None:
             return
         async with self._turnstile:
+            row = self._find_long(owner, session_id)
+            if row is None:
+                return
+            session = self._begin(owner, row)
             with reading(self.store):
-                row = self.store.find(owner.owner_id, session_id)
-                if row is None or self.sessions.find(owner, session_id) is not None:
-                    return
-                session = self._begin(owner, row)
                 for _ in self._fill(session, row):
                     await asyncio.sleep(0)
                     is_same = self.store.find(owner.owner_id, session_id) == row
                     if not is_same or self.sessions.find(owner, session_id) is not None:
-                        return  # it was deleted, or somebody has read it at once
+                        return  # it was deleted, and may have been opened anew
             self._register(session)
 
-    def _is_long(self, owner: Owner, session_id: str) -> bool:
+    def _find_long(self, owner: Owner, session_id: str) -> SessionRow | None:
+        """Return a long session that is on disk alone."""
         if self.sessions.find(owner, session_id) is not None:
-            return False
+            return None
         with reading(self.store):
             row = self.store.find(owner.owner_id, session_id)
-        return row is not None and row.num_entries > ENTRIES_AT_ONCE
+            return row if row is not None and self.store.is_long(row) else None
 
     def order_of(self, owner: Owner, session_id: str) -> int | None:
         """Return the place of a session on disk in the order of its owner's, or None. Raises

@@ -46,10 +46,10 @@ async def compact(
     goes_on_from = None
     if body.previous_response_id is not None:
         previous = turns.previous(call.owner, body.previous_response_id, scope=None)
-        before = turns.messages_before(previous)
+        before = turns.messages_before(await turns.recall(previous))
         goes_on_from = msgspec.json.decode(previous.content.body, type=ResponseBody)
     max_tokens = num_summary_tokens(context_len)
-    asked = parse(turns, call, body.summary_fields(goes_on_from, max_tokens=max_tokens))
+    asked = await parse(turns, call, body.summary_fields(goes_on_from, max_tokens=max_tokens))
     said = (*before, *asked.messages)
     check_compactable(said)
     summing_up = replace(asked, messages=asking_summary(asked.messages))

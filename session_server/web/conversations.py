@@ -31,7 +31,7 @@ from session_server.sessions.kept_conversations import ConversationEntry, KeptCo
 from session_server.web.openapi import answers, body_of
 from session_server.web.refusals import JsonResponse
 from session_server.web.requests import Call, Caller, read_body
-from session_server.web.response_run import item_finder
+from session_server.web.response_run import item_finder, load_references
 from session_server.web.responses import (
     ItemSource,
     Page,
@@ -43,8 +43,8 @@ from session_server.web.slices import encode_list
 router = APIRouter(prefix="/v1/conversations", tags=["openai"])
 
 
-def _find(request: Request, call: Call, conversation_id: str) -> KeptConversation:
-    return turns_of(request).conversations.find(call.owner, conversation_id)
+async def _find(request: Request, call: Call, conversation_id: str) -> KeptConversation:
+    return await turns_of(request).conversations.load(call.owner, conversation_id)
 
 
 def _answer(request: Request, conversation: KeptConversation) -> Response:
@@ -75,6 +75,7 @@ def _entries(
 async def create_conversation(request: Request, caller: Caller) -> Response:
     """Keep a conversation."""
     body = await read_body(request, ConversationCreateBody)
+    await load_references(turns_of(request), caller, body.items)
     conversation = KeptConversation(
         conversation_id=f"conv_{secrets.token_hex(16)}",
         owner=caller.owner,
@@ -91,7 +92,7 @@ async def create_conversation(request: Request, caller: Caller) -> Response:
 async def get_conversation(conversation_id: str, request: Request, caller: Caller) -> Response:
     """Show a conversation."""
     await caller.sessions.stored()  # what has just been added may be on its way to the disk
-    return _answer(request, _find(request, caller, conversation_id))
+    return _answer(request, await _find(request, caller, conversation_id))
 
 
 @router.post(
@@ -102,7 +103,7 @@ async def get_conversation(conversation_id: str, request: Request, caller: Calle
 async def update_conversation(conversation_id: str, request: Request, caller: Caller) -> Response:
     """Replace the metadata of a conversation."""
     body = await read_body(request, ConversationUpdateBody)
-    conversation = _find(request, caller, conversation_id)
+    conversation = await _find(request, caller, conversation_id)
     turns_of(request).conversations.update(conversation, body.metadata or {})
     await caller.sessions.stored()
     return _answer(request, conversation)
@@ -113,7 +114,7 @@ async def delete_conversation(conversation_id: str, request: Request, caller: Ca
     """Forget a conversation. Responses that were made in it stay."""
     turns = turns_of(request)
     number = turns.conversations.records.number_of(caller.owner, conversation_id)
-    turns.forget_conversation(caller.owner, conversation_id)
+    await turns.forget_conversation(caller.owner, conversation_id)
     await caller.sessions.stored()
     is_gone = turns.conversations.records.is_gone(number)
     return JsonResponse(ConversationDeleted(id=conversation_id, durable=is_gone))
@@ -126,7 +127,7 @@ async def list_conversation_items(
     conversation_id: str, request: Request, caller: Caller, query: Page
 ) -> Response:
     """List the items of a conversation, the newest first unless `order` says otherwise."""
-    conversation = _find(request, caller, conversation_id)
+    conversation = await _find(request, caller, conversation_id)
     if conversation.running is not None:
         await caller.sessions.stored()  # what has just been said may be on its way to the disk
     entries = conversation.entries
@@ -144,7 +145,8 @@ async def create_conversation_items(
 ) -> Response:
     """Append items to a conversation."""
     body = await read_body(request, ConversationItemsBody)
-    conversation = _find(request, caller, conversation_id)
+    await load_references(turns_of(request), caller, body.items)
+    conversation = await _find(request, caller, conversation_id)
     entries = _entries(request, caller, conversation_id, body.items)
     turns_of(request).conversations.append(conversation, entries)
     await caller.sessions.stored()
@@ -162,7 +164,7 @@ async def get_conversation_item(
     conversation_id: str, item_id: str, request: Request, caller: Caller
 ) -> Response:
     """Show an item."""
-    entries = _find(request, caller, conversation_id).entries
+    entries = (await _find(request, caller, conversation_id)).entries
     index = entries.index_of(item_id)
     if index is None:
         raise ItemNotFound("There is no such item.", param="item_id")
@@ -176,7 +178,7 @@ async def delete_conversation_item(
     conversation_id: str, item_id: str, request: Request, caller: Caller
 ) -> Response:
     """Delete an item; the next response goes on from what stays."""
-    conversation = _find(request, caller, conversation_id)
+    conversation = await _find(request, caller, conversation_id)
     turns_of(request).conversations.delete_item(conversation, item_id)
     await caller.sessions.stored()
     return _answer(request, conversation)

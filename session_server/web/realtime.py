@@ -168,9 +168,10 @@ class RealtimeSocket:
             if not conversation_id.startswith(CONVERSATION_PREFIX):
                 raise SessionNotFound("There is no such conversation.", param="conversation_id")
             name = conversation_id.removeprefix(CONVERSATION_PREFIX)
-            sessions.get(owner, name)  # it must be open
         if name is not None:
             await sessions.load(owner, name)
+            if conversation_id is not None:
+                sessions.get(owner, name)  # it must be open
             self._sockets.supersede(owner, name)
         self._call.connect(ReaderKind.WEBSOCKET)
         view = sessions.open(owner, OpenRequest()) if name is None else self._named(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -38,6 +38,7 @@ from session_server.protocol.response_body import ResponseBody, answer_of
 from session_server.protocol.response_events import ResponseEvent, ResponseEvents, score_body
 from session_server.protocol.response_items import (
     FindItem,
+    InputItemBody,
     answer_parts,
     check_calls,
     joined,
@@ -48,7 +49,13 @@ from session_server.protocol.response_items import (
 from session_server.protocol.responses import ResponseCall, ResponseFields, parse_response
 from session_server.protocol.tools import tools_written
 from session_server.sessions.kept_conversations import ConversationEntry, KeptConversation
-from session_server.sessions.response_turns import Keep, Place, ResponseTurns, ResponseWork
+from session_server.sessions.response_turns import (
+    Keep,
+    Place,
+    Recalled,
+    ResponseTurns,
+    ResponseWork,
+)
 from session_server.sessions.responses import Asked, ResponseContent, StoredResponse
 from session_server.sessions.turn_ends import is_kept
 from session_server.web.event_stream import DONE, HEARTBEAT, each_entry
@@ -167,13 +174,14 @@ def event_bytes(event: ResponseEvent) -> bytes:
     return b"".join((b"event: ", event.type.encode(), b"\ndata: ", payload, b"\n\n"))
 
 
-def parse(
+async def parse(
     turns: ResponseTurns, call: Call, fields: ResponseFields, *, scope: object | None = None
 ) -> ResponseCall:
     """Translate a request. `scope` as in `ask`. Raises UnknownModel, and what `parse_response`
     raises."""
     services = call.services
     services.check_model(fields.model)
+    await load_references(turns, call, fields.input)
     takes_tools = services.model.takes_tools
     tools = tools_written(fields.tools, fields.tool_choice, takes_tools=takes_tools)
     return parse_response(
@@ -186,12 +194,24 @@ def parse(
     )
 
 
+async def load_references(
+    turns: ResponseTurns, call: Call, items: str | Sequence[InputItemBody] | None
+) -> None:
+    """Bring into memory what items refer to, others being served in between, so that `item_finder`
+    finds it. Raises ServerBusy, InternalInconsistency."""
+    for item in () if items is None or isinstance(items, str) else items:
+        if item.type == "item_reference":
+            suffix = _suffix_of(item.id or "")
+            await turns.store.records.load(call.owner, f"resp_{suffix}")
+            await turns.conversations.records.load(call.owner, f"conv_{suffix}")
+
+
 def item_finder(turns: ResponseTurns, call: Call, *, scope: object | None = None) -> FindItem:
     """Return what finds the items that are kept for a caller: of responses and conversations, whose
     ids begin with theirs."""
 
     def find(item_id: str) -> Message | None:
-        suffix = f"{item_id}__".split("_")[1]
+        suffix = _suffix_of(item_id)
         with contextlib.suppress(ResponseNotFound):
             kept = turns.store.find(call.owner, f"resp_{suffix}", scope=scope)
             messages, answer = kept.asked.messages, kept.content.answer
@@ -205,16 +225,30 @@ def item_finder(turns: ResponseTurns, call: Call, *, scope: object | None = None
     return find
 
 
-def ask(
+def _suffix_of(item_id: str) -> str:
+    """Return what the id of an item has in common with that of its response or conversation."""
+    return f"{item_id}__".split("_")[1]
+
+
+async def recall(
     turns: ResponseTurns, call: Call, asked: ResponseCall, *, scope: object | None = None
-) -> tuple[Asked, StoredResponse | None]:
-    """Return what a request asks, and the response it goes on from. `scope`: the connection that
-    asks, for one that only it may know. Raises PreviousResponseNotFound, InvalidRequest."""
-    previous = None
-    if asked.body.previous_response_id is not None:
-        previous = turns.previous(call.owner, asked.body.previous_response_id, scope=scope)
-    open_calls = check_calls(asked.messages, () if previous is None else previous.open_calls)
-    return Asked(asked.opening, asked.messages, asked.tools, open_calls), previous
+) -> Recalled | None:
+    """Bring into memory what a response goes on from, and return it if that is a response. `scope`:
+    the connection that asks, for one that only it may know. Raises what `ResponseTurns.recall` and
+    `ResponseTurns.previous` raise, ConversationNotFound."""
+    body = asked.body
+    if body.conversation is not None:
+        await turns.recall_conversation(call.owner, body.conversation["id"])
+    if body.conversation is not None or body.previous_response_id is None:
+        return None
+    return await turns.recall(turns.previous(call.owner, body.previous_response_id, scope=scope))
+
+
+def _ask(asked: ResponseCall, previous: Recalled | None) -> Asked:
+    """Return what a request asks. Raises InvalidRequest."""
+    before = () if previous is None else previous.response.open_calls
+    open_calls = check_calls(asked.messages, before)
+    return Asked(asked.opening, asked.messages, asked.tools, open_calls)
 
 
 def _conversation_of(
@@ -234,17 +268,17 @@ def _place(
     turns: ResponseTurns,
     call: Call,
     asked: ResponseCall,
-    conversation: KeptConversation | None,
+    before: KeptConversation | Recalled | None,
     *,
     scope: object | None,
 ) -> tuple[Asked, Place]:
     """Return what a response is asked, and where it runs."""
-    if conversation is None:
-        said, previous = ask(turns, call, asked, scope=scope)
+    if not isinstance(before, KeptConversation):
+        said = _ask(asked, before)
         keep: Keep = "on disk" if asked.body.store else "nowhere" if scope is None else "here"
-        return said, turns.place(call.owner, said, previous, keep=keep)
-    said, before = _behind(conversation, asked)
-    return said, turns.place_whole(conversation, said, before)
+        return said, turns.place(call.owner, said, before, keep=keep)
+    said, messages = _behind(before, asked)
+    return said, turns.place_whole(before, said, messages)
 
 
 def _behind(
@@ -258,31 +292,14 @@ def _behind(
 
 async def count_tokens(turns: ResponseTurns, call: Call, asked: ResponseCall) -> int:
     """Return the tokens of the context that a response would have. Raises what its turn would."""
-    named = asked.body.conversation
-    await _load_long(turns, call, asked.body)
+    named, previous = asked.body.conversation, await recall(turns, call, asked)
     try:
         if named is None:
-            return await turns.count(call.owner, *ask(turns, call, asked))
+            return await turns.count(call.owner, _ask(asked, previous), previous)
         conversation = turns.conversations.find(call.owner, named["id"])
         return await turns.count_whole(conversation, *_behind(conversation, asked))
     except ContextTooLong as error:
         raise ContextLengthExceeded(error.message, param="input") from None
-
-
-async def _load_long(
-    turns: ResponseTurns, call: Call, body: ResponseBody, *, scope: object | None = None
-) -> None:
-    """Bring the session that a response goes on from into memory if it is a long one on disk. What
-    keeps it from that is said where the response gets its place."""
-    owner, previous = call.owner, body.previous_response_id
-    with contextlib.suppress(SessionServerError):
-        if body.conversation is not None:
-            place = turns.conversations.find(owner, body.conversation["id"]).place
-        elif previous is not None:
-            place = turns.store.find(owner, previous, scope=scope).place
-        else:
-            return
-        await call.sessions.load(owner, place.session_id)
 
 
 def _entries_of(response: StoredResponse, answer: Message | None) -> list[ConversationEntry]:
@@ -336,10 +353,10 @@ async def start_response(
         SessionServerError: refused, with nothing kept.
     """
     body, owner = asked.body, call.owner
-    await _load_long(turns, call, body, scope=scope)
+    previous = await recall(turns, call, asked, scope=scope)
     # From its place to its turn nothing is awaited: no other response takes the same place.
     conversation = _conversation_of(turns, call, body)
-    said, place = _place(turns, call, asked, conversation, scope=scope)
+    said, place = _place(turns, call, asked, conversation or previous, scope=scope)
     body = msgspec.structs.replace(body, session_id=place.said_in.session_id)
     stored = StoredResponse(
         response_id=asked.response_id,
@@ -395,14 +412,13 @@ def resume_response(
     """Return a run that reads a response again; None if its session is gone. `is_bounded`: as in
     `Readers.reading`. Raises ServerBusy."""
     owner, session_id = call.owner, stored.made_in
-    if not stored.place.epoch:
-        return None
+    session = call.sessions.edits.parts.sessions.find(owner, session_id)
+    if session is None or session.journal.epoch != stored.place.epoch:
+        return None  # one that has left the memory has another journal
     try:
         journal = call.sessions.journal(owner, session_id)
         view = call.sessions.turn(owner, session_id, stored.response_id)
     except (SessionNotFound, TurnNotFound):
-        return None
-    if journal.epoch != stored.place.epoch:
         return None
     body = msgspec.json.decode(stored.content.body, type=ResponseBody).begun()
     reader = TurnReader(

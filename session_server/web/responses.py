@@ -90,7 +90,7 @@ async def create_response(request: Request, caller: Caller) -> Response:
     caller.connect()
     body = await read_body(request, ResponseCreateBody)
     turns = turns_of(request)
-    asked = parse(turns, caller, body)
+    asked = await parse(turns, caller, body)
     work = start_response(caller, turns, asked)
     run = await (work if body.background else until_disconnect(work, request.receive))
     headers = {REQUEST_ID: asked.response_id}
@@ -112,7 +112,7 @@ async def count_input_tokens(request: Request, caller: Caller) -> Response:
     """Count the tokens of an input, and of all that it goes on from."""
     body = await read_body(request, InputTokensBody)
     turns = turns_of(request)
-    num_tokens = await count_tokens(turns, caller, parse(turns, caller, body))
+    num_tokens = await count_tokens(turns, caller, await parse(turns, caller, body))
     return JsonResponse(InputTokenCount(input_tokens=num_tokens))
 
 

@@ -217,7 +217,7 @@ class ResponsesSocket:
         self._peer.wake.set()
 
     async def _run(self, call: Call, message: ResponseCreate, name: str | None) -> None:
-        asked = parse(self._turns, call, message, scope=self)
+        asked = await parse(self._turns, call, message, scope=self)
         self._runs[name] = asked.response_id
         try:
             with SlimExitStack() as resources:

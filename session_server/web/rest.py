@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from session_server.core.errors import InvalidRequest, SessionServerError
@@ -45,10 +46,12 @@ from session_server.web.views import session_body, turn_body, turn_result
 
 
 async def _load(request: Request, caller: Caller) -> None:
-    """Bring a long session into memory in slices, before a route asks for it. One that is to be
-    deleted is not read."""
+    """Bring a long session into memory in slices, before a route asks for it, which awaits nothing
+    before that. One that is to be deleted is not read."""
     session_id = request.path_params.get("session_id")
     if session_id is not None and request.method != "DELETE":
+        with contextlib.suppress(ClientDisconnect):  # `read_body` refuses it
+            await request.body()
         await caller.sessions.load(caller.owner, session_id)
 
 
@@ -128,6 +131,7 @@ async def _stored(caller: Caller, view: SessionView) -> SessionView:
     """Return a session once what was changed in it is on disk, or cannot be."""
     await caller.sessions.stored()
     try:
+        await caller.sessions.load(caller.owner, view.session_id)
         return caller.sessions.get(caller.owner, view.session_id)
     except SessionServerError:  # it has closed meanwhile
         return view

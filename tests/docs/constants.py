@@ -472,9 +472,15 @@ SESSIONS = (
     ),
     _constant(
         "sessions.session_logs:MAX_ENTRIES",
-        "entries of a session in the store",
+        "entries of a session in the store, besides those that a large one is cut into",
         "entries",
         "the next one has all of it again",
+    ),
+    _constant(
+        "sessions.store.pieces:MAX_ENTRY_BYTES",
+        "an entry of a session, unless a single item or the tools have more",
+        "bytes",
+        "it is cut into several, which are on disk together",
     ),
     _constant(
         "sessions.resting:MAX_RESTING",

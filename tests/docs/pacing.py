@@ -123,6 +123,24 @@ SLICES = (
         "the rest is hidden, and comes next",
     ),
     _constant(
+        "sessions.store.session_store:PARTS_AT_ONCE",
+        "items of a conversation on disk that are read",
+        "items",
+        _NEXT,
+    ),
+    _constant(
+        "sessions.store.session_store:BYTES_AT_ONCE",
+        "bytes of these entries and items, after which no further one is read",
+        "bytes",
+        _NEXT,
+    ),
+    _constant(
+        "sessions.response_turns:CHAINED_AT_ONCE",
+        "responses without their session that are read for one which goes on from them",
+        "responses",
+        _NEXT,
+    ),
+    _constant(
         "sessions.store.deletions:RETRIED_AT_ONCE",
         "sessions that are deleted again once that has failed",
         "sessions",
@@ -347,7 +365,10 @@ BOUND_NOTHING = frozenset(
         "session_server.sessions.rates:_MINUTE_S",
         "cache.tenants:_LAST",
         "cache.tenants:_RESOLUTION",
-        # Parts of file formats.
+        # Parts of file formats, and of a bound that is listed.
+        "session_server.sessions.store.pieces:_TOKEN_BYTES",
+        "session_server.sessions.store.pieces:_LEAST_BYTES",
+        "session_server.sessions.store.pieces:_PIECE_BYTES",
         "session_server.models.gguf.reader:DEFAULT_ALIGNMENT",
         "session_server.models.gguf.reader:_ARRAY",
         "session_server.models.gguf.reader:_STRING",

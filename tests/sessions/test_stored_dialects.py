@@ -58,8 +58,10 @@ class Desk:
         """Submit a response. What is not stored is known to this desk as to a connection."""
         asked = Asked((), (Message("user", said),))
         if conversation is None:
-            place = self.turns.place(owner, asked, previous, keep=keep)
+            recalled = None if previous is None else self.world.do(self.turns.recall(previous))
+            place = self.turns.place(owner, asked, recalled, keep=keep)
         else:
+            self.world.do(self.turns.recall_conversation(owner, conversation.key))
             before = tuple(conversation.entries.messages())
             place = self.turns.place_whole(conversation, asked, before)
         self.num_asked += 1
@@ -264,7 +266,7 @@ def test_a_full_disk_loses_nothing_that_the_next_write_can_bring(disk: Disk) -> 
         stats = this.world.manager.stats().store
         assert stats is not None
         assert (stats.num_behind, stats.is_failing) == (4, True)
-        this.turns.forget_conversation(OWNER, other.key)
+        this.world.do(this.turns.forget_conversation(OWNER, other.key))
         disk.store.fails = False
         this.world.manager.tick()
         this.world.manager.tick()
@@ -371,7 +373,7 @@ def test_another_owner_finds_nothing(disk: Disk) -> None:
                 this.find("resp_one", other)
             assert not this.turns.forget_unread(other, "resp_one")
             with pytest.raises(ConversationNotFound):
-                this.turns.forget_conversation(other, "conv_1")
+                this.world.do(this.turns.forget_conversation(other, "conv_1"))
             assert this.find("resp_one").owner == OWNER
 
 
@@ -396,7 +398,7 @@ def test_what_is_damaged_is_refused_and_can_be_deleted(disk: Disk) -> None:
         for name in ("conv_1", "conv_2"):
             with pytest.raises(InternalInconsistency, match="damaged"):
                 this.turns.conversations.find(OWNER, name)
-            this.turns.forget_conversation(OWNER, name)
+            this.world.do(this.turns.forget_conversation(OWNER, name))
         assert this.find("resp_two").content.answer is not None
         assert this.turns.forget_unread(OWNER, "resp_one")
         assert rows_of(disk) == 1
@@ -437,7 +439,7 @@ def test_a_response_whose_session_is_gone_goes_on_from_what_is_kept_of_it(
         assert alone.content.state == "said"
         if what == "expires":
             with pytest.raises(PreviousResponseNotFound):
-                this.turns.place(OWNER, Asked((), ()), this.find(second.key), keep="on disk")
+                this.world.do(this.turns.recall(this.find(second.key)))
 
 
 def test_sessions_of_responses_make_room_on_disk_too(disk: Disk) -> None:

@@ -86,6 +86,7 @@ class StoredMachine(SessionMachine):
                 self.store.tell()
                 self.read_all()
                 for name in list(self.unloaded):
+                    self.world.do(self.world.manager.load(OWNER, name))
                     self.world.manager.get(OWNER, name)
             super().teardown()
         finally:
@@ -154,6 +155,7 @@ class StoredMachine(SessionMachine):
         """Go on with what was told to be on disk; any other turn may be there or not."""
         shadow.order = [each for each in shadow.order if (shadow.name, each) in self.durable]
         shadow.ended = set(shadow.order)
+        self.world.do(self.world.manager.load(OWNER, shadow.name))
         try:
             shadow.journal = self.world.manager.journal(OWNER, shadow.name)
         except SessionNotFound:

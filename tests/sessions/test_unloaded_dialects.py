@@ -164,7 +164,7 @@ def test_what_records_have_on_disk_is_counted_with_sessions(disk: Disk) -> None:
         assert counted(this.world) == on_disk(disk)
         this.turns.forget(this.find("resp_one"))
         assert this.turns.forget_unread(OWNER, "resp_three")
-        this.turns.forget_conversation(OWNER, "conv_1")
+        this.world.do(this.turns.forget_conversation(OWNER, "conv_1"))
         assert counted(this.world) == on_disk(disk)
         disk.now_s += 10_000
         this.world.manager.tick()

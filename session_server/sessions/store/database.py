@@ -36,6 +36,7 @@ from session_server.sessions.store.open_files import (
     OpenFiles,
     tighten,
 )
+from session_server.sessions.store.pieces import first_rows
 from session_server.sessions.store.records import Holding, Parts, RecordRow, SessionRow
 from session_server.sessions.store.schema import (
     APPLICATION_ID,
@@ -260,8 +261,8 @@ class Database:
                 self._writer.execute("PRAGMA wal_checkpoint(FULL)")
             raise
 
-    def put(self, row: SessionRow, entry: bytes) -> None:
-        """Write a session with one entry, in place of all that was there of it."""
+    def put(self, row: SessionRow, *entries: bytes) -> None:
+        """Write a session with these entries, in place of all that was there of it."""
         execute = self._writer.execute
         self.delete(row.number)
         # An earlier session of this name may still be there: it has expired, or to delete it has
@@ -272,17 +273,21 @@ class Database:
         )
         values = (
             *(row.number, row.owner_id, row.session_id, row.model, row.expires_s),
-            *(row.settings, row.num_tokens, row.num_turns, row.num_uses, 1, len(entry)),
+            *(row.settings, row.num_tokens, row.num_turns, row.num_uses),
+            *(len(entries), sum(map(len, entries))),
         )
         execute(f"INSERT INTO sessions ({COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?,?)", values)  # noqa: S608
-        execute("INSERT INTO entries VALUES (?, 0, ?)", (row.number, entry))
+        self._put_entries(row.number, 0, entries)
 
-    def append(self, row: SessionRow, entry: bytes) -> None:
-        """Write an entry behind `row.num_entries` others. Raises Behind if there are not as many,
-        or no such session."""
-        self._update(row, row.num_entries + 1, len(entry))
-        values = (row.number, row.num_entries, entry)
-        self._writer.execute("INSERT INTO entries VALUES (?, ?, ?)", values)
+    def append(self, row: SessionRow, *entries: bytes) -> None:
+        """Write entries behind `row.num_entries` others. Raises Behind if there are not as many, or
+        no such session."""
+        self._update(row, row.num_entries + len(entries), sum(map(len, entries)))
+        self._put_entries(row.number, row.num_entries, entries)
+
+    def _put_entries(self, number: int, start: int, entries: Sequence[bytes]) -> None:
+        values = [(number, position, entry) for position, entry in enumerate(entries, start)]
+        self._writer.executemany("INSERT INTO entries VALUES (?, ?, ?)", values)
 
     def touch(self, row: SessionRow) -> None:
         """Write what the row says, but no entry. Raises Behind as `append` does."""
@@ -379,14 +384,17 @@ class Database:
         condition = "expires < ? AND (expires, number) > (?, ?) ORDER BY expires, number LIMIT ?"
         return self._rows(condition, (until_s, *after, limit))
 
-    def entries(self, number: int, *, start: int = 0, limit: int = -1) -> list[bytes]:
-        """Return the entries of a session from a position on, in order; up to `limit`, -1: all."""
+    def entries(
+        self, number: int, *, start: int = 0, limit: int = -1, max_bytes: int | None = None
+    ) -> list[bytes]:
+        """Return the entries of a session from a position on, in order; up to `limit`, -1: all, and
+        none behind one with which they have `max_bytes`."""
         rows = self._reader.execute(
             "SELECT entry FROM entries WHERE session = ? AND position >= ?"
             " ORDER BY position LIMIT ?",
             (number, start, limit),
         )
-        return [entry for (entry,) in rows]
+        return [entry for (entry,) in first_rows(rows, 0, max_bytes)]
 
     def named(
         self, owner_id: str | None, first_id: str, last_id: str, *, limit: int
@@ -456,10 +464,16 @@ class Database:
         """Return all records, that first which was not written for longest."""
         return self._record_rows("ORDER BY used")
 
-    def parts(self, number: int) -> Parts:
-        """Return the parts of a record, in order."""
-        query = "SELECT position, part FROM parts WHERE record = ? ORDER BY position"
-        return self._reader.execute(query, (number,)).fetchall()
+    def parts(
+        self, number: int, *, after: int = -1, limit: int = -1, max_bytes: int | None = None
+    ) -> Parts:
+        """Return the parts of a record behind a position, as `entries` does those of a session."""
+        rows = self._reader.execute(
+            "SELECT position, part FROM parts WHERE record = ? AND position > ?"
+            " ORDER BY position LIMIT ?",
+            (number, after, limit),
+        )
+        return first_rows(rows, 1, max_bytes)
 
     def _rows(self, condition: str, values: Sequence[Any]) -> list[SessionRow]:
         query = f"SELECT {self._columns} FROM sessions WHERE {condition}"  # noqa: S608

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from session_server.sessions.store.database import Behind, Database, Durability
 from session_server.sessions.store.deletions import Deletions
 from session_server.sessions.store.disk_health import DiskHealth
 from session_server.sessions.store.patience import NO_ANSWER, Patience
+from session_server.sessions.store.pieces import MAX_ENTRY_BYTES
 from session_server.sessions.store.records import (
     Damaged,
     Holding,
@@ -46,6 +47,12 @@ MAX_WAITING_BYTES: Final = 64 << 20
 
 ENTRIES_AT_ONCE: Final = 16
 """Entries that are read before others are served: a millisecond or two."""
+
+PARTS_AT_ONCE: Final = 256
+"""Parts of a record that are read before others are served: items of a conversation."""
+
+BYTES_AT_ONCE: Final = MAX_ENTRY_BYTES
+"""Of entries or parts: none is read behind one with which they have as many."""
 
 
 class SessionStore:
@@ -201,37 +208,64 @@ class SessionStore:
         """Yield the entries of a session, in order, some at a time with their bytes. Raises
         Damaged, sqlite3.Error."""
         num_read = 0
-        while True:
-            found = self._database.entries(row.number, start=num_read, limit=ENTRIES_AT_ONCE)
+        while found := self._database.entries(
+            row.number, start=num_read, limit=ENTRIES_AT_ONCE, max_bytes=BYTES_AT_ONCE
+        ):
             num_read += len(found)
-            is_last = len(found) < ENTRIES_AT_ONCE
-            if num_read > row.num_entries or (is_last and num_read < row.num_entries):
-                raise Damaged(f"{num_read} entries of {row.num_entries} are there")
+            if num_read > row.num_entries:
+                break
             yield [decode_entry(data) for data in found], sum(map(len, found))
-            if is_last:
-                return
+        if num_read != row.num_entries:
+            raise Damaged(f"{num_read} entries of {row.num_entries} are there")
+
+    def is_long(self, row: SessionRow) -> bool:
+        """Return whether the entries of a session are more than one slice."""
+        return row.num_entries > ENTRIES_AT_ONCE or row.num_bytes > BYTES_AT_ONCE
 
     def records(self) -> list[RecordRow]:
         """Return all records, that first which was not written for longest. Raises
         sqlite3.Error."""
         return self._database.records()
 
-    def parts(self, number: int) -> Parts:
-        """Return the parts of a record, in order. Raises sqlite3.Error."""
-        return self._database.parts(number)
+    def part_slices(self, number: int) -> Iterator[Parts]:
+        """Yield the parts of a record, in order, some at a time. Raises sqlite3.Error."""
+        after = -1
+        while parts := self._database.parts(
+            number, after=after, limit=PARTS_AT_ONCE, max_bytes=BYTES_AT_ONCE
+        ):
+            yield parts
+            after, _ = parts[-1]
 
     # -- writing
 
-    def put(self, row: SessionRow, entry: bytes, told: Told, beside: Beside | None = None) -> None:
-        """Write a session in one entry, in place of what is there of it; `told` is called when it
-        is on disk, or cannot be. `beside`: in the same commit."""
-        self.ask(lambda database: database.put(row, entry), told, len(entry), beside)
+    def put(
+        self,
+        row: SessionRow,
+        entry: bytes,
+        told: Told,
+        beside: Beside | None = None,
+        *,
+        more: Sequence[bytes] = (),
+    ) -> None:
+        """Write a session in one entry and `more`, in place of what is there of it; `told` is
+        called when it is on disk, or cannot be. `beside`: in the same commit."""
+        entries = (entry, *more)
+        self.ask(lambda database: database.put(row, *entries), told, sum(map(len, entries)), beside)
 
     def append(
-        self, row: SessionRow, entry: bytes, told: Told, beside: Beside | None = None
+        self,
+        row: SessionRow,
+        entry: bytes,
+        told: Told,
+        beside: Beside | None = None,
+        *,
+        more: Sequence[bytes] = (),
     ) -> None:
-        """Write an entry behind the `row.num_entries` that are there; the others as in `put`."""
-        self.ask(lambda database: database.append(row, entry), told, len(entry), beside)
+        """Write entries behind the `row.num_entries` that are there; the others as in `put`."""
+        entries = (entry, *more)
+        self.ask(
+            lambda database: database.append(row, *entries), told, sum(map(len, entries)), beside
+        )
 
     def touch(self, row: SessionRow, told: Told) -> None:
         """Write what the row says, but no entry; `told` as in `put`."""
