@@ -122,7 +122,7 @@ def test_a_turn_that_waits_for_a_silent_disk_alone_goes_on(monkeypatch: pytest.M
 
 def test_a_loop_that_is_to_end_waits_for_a_silent_disk_no_longer_than_it_may() -> None:
     served = Served(HungDisk(lists_files=True), drain_s=DRAIN_S)
-    served.turn("first", *HISTORY)
+    served.turn("first")
     served.stop()  # its KV is being written
     assert served.engine.inspect().tiers.store.is_writing
     served.carrier.may_go_on.set()
