@@ -58,11 +58,14 @@ class StoredFile:
 @dataclass(slots=True)
 class EchoDisk:
     """Files by their ids, those used longest ago first. `is_full`: it takes no more. `is_ending`:
-    its engine was told to end."""
+    its engine was told to end. `pushed_out`: files written since then that have just given way;
+    `num_in_vain`: how often to one used longer ago."""
 
     files: dict[bytes, StoredFile] = field(default_factory=dict)
     is_full: bool = False
     is_ending: bool = False
+    pushed_out: list[StoredFile] = field(default_factory=list)
+    num_in_vain: int = 0
 
 
 class EchoCarrier:
@@ -70,8 +73,7 @@ class EchoCarrier:
 
     `fails`: whether a fault strikes, asked each time. `num_carried`: orders carried
     out; `num_news`: orders given, and results taken. `host`: what host memory has, by the
-    number of its segment. `refused`: segments whose file was not what it should be. `num_in_vain`:
-    files written while the engine was ending that gave way to one used longer ago.
+    number of its segment. `refused`: segments whose file was not what it should be.
     """
 
     def __init__(self, runner: EchoRunner, page_size: int, disk: EchoDisk | None = None) -> None:
@@ -86,8 +88,6 @@ class EchoCarrier:
         self.disk = disk or EchoDisk()
         self.at_once = True
         self.num_carried = self.num_news = 0
-        self.num_in_vain = 0
-        self._pushed_out: list[StoredFile] = []
         self.fails: Callable[[Site], bool] = lambda _: False
         self.reached: Counter[str] = runner.reached
 
@@ -123,10 +123,12 @@ class EchoCarrier:
                 case WriteFile():
                     numbers = [order.segment]
                     used_ns = order.used_ns
-                    self.num_in_vain += any(each.used_ns > used_ns for each in self._pushed_out)
+                    self.disk.num_in_vain += any(
+                        each.used_ns > used_ns for each in self.disk.pushed_out
+                    )
                 case _:
                     numbers = []
-            self._pushed_out.clear()
+            self.disk.pushed_out.clear()
             self._waiting.append((order, {number: self.host.get(number) for number in numbers}))
         if self.at_once:
             self.carry_all()
@@ -272,7 +274,7 @@ class EchoCarrier:
         for file_id in order.files:
             gone = self.disk.files.pop(file_id, None)
             if gone is not None and gone.is_last and gone.writer is self:
-                self._pushed_out.append(gone)
+                self.disk.pushed_out.append(gone)
 
 
 def is_same(found: FoundFile, expected: FoundFile) -> bool:

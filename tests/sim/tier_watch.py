@@ -408,8 +408,10 @@ class TierWatch:
         }
         if spilling.is_draining and any(left.values()):
             raise self._broken(f"it has ended before its time, and left are {left}")
-        if self._carrier.num_in_vain:
-            raise self._broken(f"{self._carrier.num_in_vain} files pushed out what was used later")
+        if self._carrier.disk.num_in_vain:
+            raise self._broken(
+                f"{self._carrier.disk.num_in_vain} files pushed out what was used later"
+            )
         self.reached["tier: ended with a full disk"] += store.has_disk and any(
             segment.in_host and segment.is_refused for segment in store.tree.segments()
         )
