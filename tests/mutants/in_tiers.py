@@ -546,15 +546,6 @@ END_PUSHES_OUT_WHAT_IT_WROTE = _on_disk(
     (f"{_STORE}.may_be_written", "return next_to_give is not None and not is_later", "return True"),
 )
 
-END_BEGINS_WITH_THE_OLDEST = _on_disk(
-    "An engine that is to end writes what was used longest ago first.",
-    (
-        "cache.tiers.write_queue:WriteQueue.latest",
-        "number = self._latest_first.first()",
-        "number = next(iter(self._waiting), None)",
-    ),
-)
-
 ENDED_TURN_IS_RESUMED = _mutant(
     "A turn that has ended meanwhile waits again when its copy ends.",
     (

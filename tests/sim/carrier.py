@@ -44,7 +44,7 @@ _COPY_S = 1e-3
 @dataclass(slots=True)
 class StoredFile:
     """A file of the simulated disk. `is_damaged`: its contents are not those that were written.
-    `writer`: who has written it; `is_last`: while its engine was ending."""
+    `writer`: who has written it; `is_last`: while its engine ended; `used_ns`: its last use."""
 
     found: FoundFile
     payload: Payload
@@ -52,16 +52,20 @@ class StoredFile:
     writer: EchoCarrier
     is_damaged: bool = False
     is_last: bool = False
+    used_ns: int = 0
 
 
 @dataclass(slots=True)
 class EchoDisk:
     """Files by their ids, those used longest ago first. `is_full`: it takes no more. `is_ending`:
-    its engine was told to end."""
+    its engine was told to end. `pushed_out`: files written since then that have just given way;
+    `num_in_vain`: how often to one used longer ago."""
 
     files: dict[bytes, StoredFile] = field(default_factory=dict)
     is_full: bool = False
     is_ending: bool = False
+    pushed_out: list[StoredFile] = field(default_factory=list)
+    num_in_vain: int = 0
 
 
 class EchoCarrier:
@@ -69,9 +73,7 @@ class EchoCarrier:
 
     `fails`: whether a fault strikes, asked each time. `num_carried`: orders carried
     out; `num_news`: orders given, and results taken. `host`: what host memory has, by the
-    number of its segment. `refused`: segments whose file was not what it should be. `num_in_vain`:
-    files that were written while the engine was ending, and removed again; `has_failed`: one could
-    not be written.
+    number of its segment. `refused`: segments whose file was not what it should be.
     """
 
     def __init__(self, runner: EchoRunner, page_size: int, disk: EchoDisk | None = None) -> None:
@@ -86,7 +88,6 @@ class EchoCarrier:
         self.disk = disk or EchoDisk()
         self.at_once = True
         self.num_carried = self.num_news = 0
-        self.num_in_vain, self.has_failed = 0, False
         self.fails: Callable[[Site], bool] = lambda _: False
         self.reached: Counter[str] = runner.reached
 
@@ -121,8 +122,13 @@ class EchoCarrier:
                     numbers = [part.segment for part in order.parts]
                 case WriteFile():
                     numbers = [order.segment]
+                    used_ns = order.used_ns
+                    self.disk.num_in_vain += any(
+                        each.used_ns > used_ns for each in self.disk.pushed_out
+                    )
                 case _:
                     numbers = []
+            self.disk.pushed_out.clear()
             self._waiting.append((order, {number: self.host.get(number) for number in numbers}))
         if self.at_once:
             self.carry_all()
@@ -221,7 +227,6 @@ class EchoCarrier:
     def _write(self, order: WriteFile, payload: Payload | None) -> TierResult:
         if payload is None or self.disk.is_full or self.fails(Site.TIER_COPY):
             self.reached["tier: file not written"] += 1
-            self.has_failed = True
             return TierResult(order.number, _COPY_S, Refusal.FAILED)
         is_damaged = self.fails(Site.TIER_FILE)
         self.disk.files[order.found.file.file_id] = StoredFile(
@@ -231,6 +236,7 @@ class EchoCarrier:
             self,
             is_damaged=is_damaged,
             is_last=self.disk.is_ending,
+            used_ns=order.used_ns,
         )
         self.reached["tier: written to disk"] += 1
         return TierResult(order.number, _COPY_S)
@@ -267,7 +273,8 @@ class EchoCarrier:
             self.disk.files.clear()
         for file_id in order.files:
             gone = self.disk.files.pop(file_id, None)
-            self.num_in_vain += gone is not None and gone.is_last and gone.writer is self
+            if gone is not None and gone.is_last and gone.writer is self:
+                self.disk.pushed_out.append(gone)
 
 
 def is_same(found: FoundFile, expected: FoundFile) -> bool:

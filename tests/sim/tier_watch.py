@@ -409,9 +409,10 @@ class TierWatch:
         may_write = spilling.is_draining and not store.orders.disk_watch.is_silent
         if may_write and any(left.values()):
             raise self._broken(f"it has ended before its time, and left are {left}")
-        # A file whose beginning could not be written may go with it.
-        if self._carrier.num_in_vain and not self._carrier.has_failed:
-            raise self._broken(f"{self._carrier.num_in_vain} files were written in vain at the end")
+        if self._carrier.disk.num_in_vain:
+            raise self._broken(
+                f"{self._carrier.disk.num_in_vain} files pushed out what was used later"
+            )
         self.reached["tier: ended with a full disk"] += store.has_disk and any(
             segment.in_host and segment.is_refused for segment in store.tree.segments()
         )
