@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import sqlite3
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -179,7 +180,8 @@ class StoredSessions:
         )
         session = self.maker.again(owner, settings, life)
         session.session_id = row.session_id
-        session.transcript.now = datetime.fromtimestamp(stored.now_s).astimezone()
+        with _refusing(row):
+            session.transcript.now = datetime.fromtimestamp(stored.now_s).astimezone()
         if row.model != self.store.model:
             raise UnknownModel(
                 "this session was held with a model that has another tokenizer or chat template"
@@ -190,7 +192,7 @@ class StoredSessions:
         """Give a new session the conversation that is in the store, some of it with each step.
         Raises InternalInconsistency, sqlite3.Error."""
         num_bytes = 0
-        try:
+        with _refusing(row):
             for entries, size in self.store.slices(row):
                 for entry in entries:
                     session.transcript.apply(entry.change)
@@ -198,8 +200,7 @@ class StoredSessions:
                         session.ended.restore(turn)
                 num_bytes += size
                 yield
-        except (Damaged, ValueError) as error:
-            raise _damaged(row, error) from error
+            session.transcript.check_answers()
         session.life.log = LogPlace(row.num_entries, num_bytes, expires_s=session.expires_s)
         session.life.log.num_uses = row.num_uses
 
@@ -247,6 +248,15 @@ def reading() -> Iterator[None]:
     except sqlite3.Error as error:
         _logger.error("the store cannot be read: %s", error)
         raise ServerBusy("the store of sessions cannot be read now") from error
+
+
+@contextlib.contextmanager
+def _refusing(row: SessionRow) -> Iterator[None]:
+    """Raise InternalInconsistency where content raises that no server has written there."""
+    try:
+        yield
+    except (Damaged, ValueError, ArithmeticError, LookupError, OSError, struct.error) as error:
+        raise _damaged(row, error) from error
 
 
 def _settings(row: SessionRow) -> StoredSettings:

@@ -347,6 +347,13 @@ class Transcript:
         self._open = self._items.messages(num_items - change.num_open)
         self._taken = _Taken(len(self._tokens), self._tools, is_wanted=True)
 
+    def check_answers(self) -> None:
+        """Raise ValueError if an answer ends behind what is said, where answers are found by their
+        ends."""
+        end, _ = self._answers.end_before(len(self._items))
+        if self.mode == "append" and end > self._answer_len:
+            raise ValueError(f"an answer ends at {end} of {self._answer_len} tokens said")
+
     def _note_replaced_end(self, prompt: Prompt) -> None:
         """Note that the prompt replaces the token which ended the last answer or raw input, if it
         does."""
