@@ -2,7 +2,8 @@
 
 Ctrl-C while an answer streams cancels that turn and keeps the partial answer;
 at the prompt it exits. A line after each answer shows its cost: `cached` grows
-with the session. Pasted lines are sent as one turn.
+with the session. Pasted lines are sent as one turn. A conversation stays on a
+server that keeps sessions on disk; the last line says how to go on with it.
 
 examples:
   session-server chat                start a server with the embedded model
@@ -60,8 +61,10 @@ HELP: Final = """\
 /stats           show what the turns of this session cost
 /help            show this list
 /paste           send several lines as one turn; end with a line of one dot
-/keep            exit, and keep the session for `chat --session ID`
-/quit, /exit     exit (so do Ctrl-D, and Ctrl-C at the prompt)
+/quit, /exit     exit (so do Ctrl-D, and Ctrl-C at the prompt): a session stays if
+                 it was resumed, or if the server keeps it on disk
+/keep            exit, and keep the session on any server, until it expires
+/forget          exit, and delete the session
 Ctrl-C while an answer streams cancels the turn and keeps the partial answer."""
 
 
@@ -173,6 +176,7 @@ class _Chat:
         self._loop = loop
         self._system: str = args.system
         self._turns: list[TurnResult] = []
+        self._is_resumed = False
         self._is_at_prompt = False
         self._lost_timer: asyncio.TimerHandle | None = None
         self._is_lost_reported = False
@@ -186,24 +190,36 @@ class _Chat:
         try:
             while True:
                 line = self._read_line()
-                if line is None or line in {"/quit", "/exit", "/keep"}:
+                if line is None or line in {"/quit", "/exit", "/keep", "/forget"}:
                     break
                 self._run_line(line)
         except KeyboardInterrupt:
             # Whoever interrupts leaves, whether the server still answers or not.
             with suppress(ClientError):
-                self._loop.call(self._session.close(timeout_s=1.0))
+                self._part(is_kept=self._stays, timeout_s=1.0)
             return 130
-        if line == "/keep":
-            self._loop.call(self._session.leave())
-            kept = f"kept: {self._session.session_id}"
+        self._part(is_kept=line == "/keep" or (line != "/forget" and self._stays))
+        return 0
+
+    @property
+    def _stays(self) -> bool:
+        """Return whether the session is left on the server unless the user says otherwise: somebody
+        else has opened it, or the server keeps what was said on disk."""
+        is_stored = any(turn.is_durable is not None for turn in self._turns)
+        return self._is_resumed or is_stored
+
+    def _part(self, *, is_kept: bool, timeout_s: float = 10.0) -> None:
+        """Leave the session and say how to go on with it, or delete it."""
+        session, is_there = self._session, is_kept and not self._session.is_over
+        self._loop.call(
+            _leave(session, timeout_s) if is_kept else session.close(timeout_s=timeout_s)
+        )
+        if is_there:
+            kept = f"kept: {session.session_id}"
             if self._args.url:  # a server of the chat's own ends with it
                 resume = f"session-server chat --url {self._url}"
-                kept += f"\nresume it: {resume} --session {self._session.session_id}"
+                kept += f"\nresume it: {resume} --session {session.session_id}"
             self._console.print(kept, highlight=False, soft_wrap=True)
-        else:
-            self._loop.call(self._session.close())
-        return 0
 
     def _read_line(self) -> str | None:
         """Read one line. Return None at the end of input or at Ctrl-C."""
@@ -242,7 +258,7 @@ class _Chat:
                     self._take_turn(text)
             case "/new" | "/system":
                 self._system = rest if command == "/system" else self._system
-                self._loop.call(self._session.close())
+                self._part(is_kept=self._stays)
                 self._session = self._open(None)
                 self._console.print(f"[dim]session {self._session.session_id}[/]")
             case _ if command.startswith("/"):
@@ -251,7 +267,7 @@ class _Chat:
                 self._take_turn(line)
 
     def _open(self, session_id: str | None) -> SessionClient:
-        self._turns = []
+        self._turns, self._is_resumed = [], session_id is not None
         options = ClientOptions(
             token=self._args.api_key,
             trust=self._args.trust,
@@ -350,6 +366,12 @@ class _Chat:
         for call in result.tool_calls:
             self._console.print(f"[dim]calls {escape(call.name)}({escape(call.arguments)})[/]")
         return result
+
+
+async def _leave(session: SessionClient, timeout_s: float) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await session.leave()
 
 
 def _cost_table(turns: list[TurnResult]) -> Table:

@@ -43,10 +43,12 @@ async def finish(process: Process, *lines: str) -> str:
     return out.decode()
 
 
-async def answer(peer: Peer, seq: int, text: str) -> dict[str, object]:
+async def answer(
+    peer: Peer, seq: int, text: str, *, durable: bool | None = None
+) -> dict[str, object]:
     create = await peer.receive()
     await peer.send("turn.delta", seq=seq, turn_id=create["turn_id"], text=text, n=1)
-    await peer.complete(seq + 1, create["turn_id"], text)
+    await peer.complete(seq + 1, create["turn_id"], text, durable=durable)
     return create
 
 
@@ -140,6 +142,82 @@ def test_new_opens_another_session_and_the_end_of_input_leaves() -> None:
         async with playing(first, second) as server:
             shown = await finish(await chat(server.url), "/system be a pirate", "hello")
         assert "Aye." in shown
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("leaves", ["/quit", "/exit", "/keep", "the end of input"])
+def test_a_session_that_was_resumed_is_never_closed(leaves: str) -> None:
+    async def script(peer: Peer) -> None:
+        assert peer.path == "/v1/sessions/s_1/ws"
+        await peer.hello()
+        await peer.left()
+
+    async def test() -> None:
+        async with playing(script) as server:
+            process = await chat(server.url, "--session", "s_1")
+            shown = await finish(process, *([leaves] if leaves.startswith("/") else []))
+            assert "kept: s_1" in shown
+            assert f"session-server chat --url {server.url} --session s_1" in shown
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("durable", [True, False])
+@pytest.mark.parametrize("leaves", ["/quit", "/new", "the end of input"])
+def test_a_conversation_that_a_server_keeps_on_disk_stays_there(leaves: str, durable: bool) -> None:
+    """One that the disk did not take is there as well, and is written once there is room."""
+
+    async def script(peer: Peer) -> None:
+        await peer.hello()
+        await answer(peer, 1, "Aye.", durable=durable)
+        await peer.left()
+
+    async def unused(peer: Peer) -> None:
+        await peer.hello()
+        await peer.closed(1)
+
+    async def test() -> None:
+        async with playing(script, *([unused] if leaves == "/new" else [])) as server:
+            process = await chat(server.url)
+            shown = await finish(process, "hello", *([leaves] if leaves.startswith("/") else []))
+            assert shown.count("kept: s_1") == 1
+            assert f"session-server chat --url {server.url} --session s_1" in shown
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("flags", [(), ("--session", "s_1")])
+def test_a_session_is_deleted_where_its_user_says_so(flags: tuple[str, ...]) -> None:
+    async def script(peer: Peer) -> None:
+        await peer.hello()
+        await answer(peer, 1, "Aye.", durable=True)
+        await peer.closed(3)
+
+    async def test() -> None:
+        async with playing(script) as server:
+            shown = await finish(await chat(server.url, *flags), "hello", "/forget")
+        assert "kept" not in shown
+
+    asyncio.run(test())
+
+
+def test_an_interrupt_at_the_prompt_closes_no_session_that_stays() -> None:
+    is_there = asyncio.Event()
+
+    async def script(peer: Peer) -> None:
+        await peer.hello()
+        is_there.set()
+        await peer.left()
+
+    async def test() -> None:
+        async with playing(script) as server:
+            process = await chat(server.url, "--session", "s_1")
+            await is_there.wait()
+            await read_until(process, "you > ")
+            process.send_signal(signal.SIGINT)
+            out, _ = await process.communicate()
+            assert b"kept: s_1" in out
 
     asyncio.run(test())
 

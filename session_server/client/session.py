@@ -86,11 +86,13 @@ class ClientOptions:
 
 @dataclass(slots=True)
 class _LiveTurn:
-    """Hold what must be sent again if the server may not have received it."""
+    """Hold what must be sent again if the server may not have received it. `is_resent`: it was,
+    and what the journal still tells may be older than that."""
 
     handle: TurnHandle
     create: bytes
     cancel: bytes | None = None
+    is_resent: bool = False
 
 
 class _Intent(enum.Enum):
@@ -332,6 +334,7 @@ class SessionClient:
         try:
             for turn in list(self._turns.values()):
                 if not (resumed and turn.handle.is_accepted):
+                    turn.is_resent = True
                     await self._socket.send(turn.create, text=True)
                 if turn.cancel is not None:
                     await self._socket.send(turn.cancel, text=True)
@@ -400,6 +403,11 @@ class SessionClient:
             if seq <= self._last_seq:
                 return ()  # a replay may overlap what is known
             self._last_seq = seq
+        turn = self._turns.get(frame.get("turn_id", ""))
+        if turn is not None and turn.is_resent and frame.get("retryable"):
+            # It failed before it was sent again, and runs again; or else shall.
+            turn.is_resent = False
+            return (turn,)
         self._receive_entry(frame)
         return ()
 

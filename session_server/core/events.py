@@ -314,7 +314,8 @@ class TierReport(msgspec.Struct, frozen=True, gc=False):
         spilled_tokens, spilled_bytes, spill_ms: copied out of the pools, and how long that took.
         restored_tokens, restored_bytes, restore_ms: copied back, for turns that did not compute
             them.
-        lookups, hits: how often a session without KV was looked for, and was copied back.
+        lookups, hits: how often KV that the pools lack of a session was looked for, and was copied
+            back.
         written_bytes: of files.
         refused_files: files that were not what they should be.
         failed_copies: copies that memory or the disk did not do.

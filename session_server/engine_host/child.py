@@ -94,8 +94,15 @@ class _Child:
             return EXIT_BUG
         return EXIT_OK
 
+    def _receive(self) -> bytes:
+        """Return what the server sends next; nothing once it is gone, in whatever way."""
+        try:
+            return self._socket.recv(READ_BYTES)
+        except ConnectionError:  # killed with what this process has sent still unread
+            return b""
+
     def _read_settings(self) -> bytes | None:
-        while data := self._socket.recv(READ_BYTES):
+        while data := self._receive():
             if payloads := self._buffer.feed(data):
                 assert len(payloads) == 1, "the server sends commands after EngineReady"
                 return payloads[0]
@@ -103,7 +110,7 @@ class _Child:
 
     def _read_commands(self) -> None:
         try:
-            while data := self._socket.recv(READ_BYTES):
+            while data := self._receive():
                 commands = [self._codec.command(payload) for payload in self._buffer.feed(data)]
                 assert self._loop is not None, "the server sends commands after EngineReady"
                 self._loop.take(commands)

@@ -23,6 +23,7 @@ from session_server.core.commands import DraftInput, DropDraft
 from session_server.core.errors import (
     EngineRestarting,
     EngineUnavailable,
+    InternalInconsistency,
     SessionServerError,
 )
 from session_server.core.events import InputDrafted
@@ -30,6 +31,7 @@ from session_server.core.ids import TurnId, new_turn_id
 from session_server.core.owner import Owner
 from session_server.core.session_events import ChatInput, TurnRequest
 from session_server.sessions.backlog import Backlog
+from session_server.sessions.bugs import BUG_MESSAGE, contained, log_bug
 from session_server.sessions.engine_copies import EngineCopies
 from session_server.sessions.footprint import request_bytes
 from session_server.sessions.parts import SessionParts
@@ -145,9 +147,15 @@ class SessionDrafts:
         assert ready is not None, "a draft before the engine was ever ready"
         self._building[session] = draft
         on_built = partial(self._on_built, session, draft, session.journal.last_seq)
-        state = session.transcript.state(draft.request.input)
-        max_len = ready.max_turn_len
-        outcome = self.parts.prompts.build(session.owner, state, draft, on_built, max_len=max_len)
+        outcome: PromptOutcome | None
+        try:
+            state = session.transcript.state(draft.request.input)
+            outcome = self.parts.prompts.build(
+                session.owner, state, draft, on_built, max_len=ready.max_turn_len
+            )
+        except Exception as error:  # noqa: BLE001 - whoever drafts is told, and may draft again
+            log_bug("a draft failed", error)
+            outcome = InternalInconsistency(BUG_MESSAGE)
         if outcome is not None:
             on_built(outcome)
 
@@ -190,6 +198,9 @@ class SessionDrafts:
             except SessionServerError as error:
                 if is_newest:
                     self._finish(session, error)
+            except Exception as error:  # noqa: BLE001 - as in `start`
+                log_bug("a draft failed", error)
+                self._finish(session, InternalInconsistency(BUG_MESSAGE))
         self.start(session)
 
     def _send(self, session: Session, draft: _Draft, outcome: PromptOutcome) -> None:
@@ -229,7 +240,7 @@ class SessionDrafts:
     def _finish(self, session: Session, answer: DraftView | SessionServerError) -> None:
         draft = self._newest.pop(session)
         self._release(session, draft)
-        draft.answer(answer)
+        _tell(draft, answer)
 
     def _replace(self, session: Session) -> None:
         """Answer a session's newest draft, if there is one, that something has come instead."""
@@ -238,7 +249,7 @@ class SessionDrafts:
             return
         if self._building.get(session) is not draft:
             self._release(session, draft)
-        draft.answer(DraftView(draft.request.turn_id, 0, 0, 0))
+        _tell(draft, DraftView(draft.request.turn_id, 0, 0, 0))
 
     def _release(self, session: Session, draft: _Draft) -> None:
         self.parts.quotas.turn_bytes.add(session.owner, -draft.held_bytes)
@@ -251,6 +262,11 @@ class SessionDrafts:
             self._sent[session] = tokens
             num_bytes += tokens.nbytes
         self.parts.quotas.turn_bytes.add(session.owner, num_bytes)
+
+
+def _tell(draft: _Draft, answer: DraftView | SessionServerError) -> None:
+    with contained("a draft was not answered"):
+        draft.answer(answer)
 
 
 def _is_at_rest(session: Session) -> bool:

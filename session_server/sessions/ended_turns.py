@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from struct import Struct
@@ -76,6 +77,14 @@ class EndedTurn:
             case _:
                 return "cancelled"
 
+    @property
+    def may_run_again(self) -> bool:
+        """Return whether the turn has left nothing in the history, by no fault and no wish of its
+        client: then its id may be sent again, and runs."""
+        if self.kind == "failed":
+            return _FORMS[_CODES[self.detail]].retryable
+        return self.kind == "dropped" and _REASONS[self.detail] == "draining"
+
     def short_end(self, turn_id: str, said: Message | None) -> TurnEnd:
         """Return the turn's end without what is no longer kept: token ids, logprobs, timings, the
         stop token or string that matched, the message of an error."""
@@ -118,13 +127,15 @@ class EndedTurns:
         return RECORD_BYTES * len(self._records)
 
     def add(self, turn: SessionTurn, end: TurnEnd, *, end_seq: int, num_items: int) -> None:
-        """Record a turn whose end is journal entry `end_seq`.
+        """Record a turn whose end is journal entry `end_seq`, in place of an earlier one that it
+        ran again for.
 
         `num_items`: items of the conversation; an answer that was kept is the last of them.
         """
         record = record_of(turn, end, num_items=num_items)
         place = end_seq, end_seq - turn.created_seq
-        self._records[record.key] = _packed(record, place, is_durable=end.outcome.is_durable)
+        packed = _packed(record, place, is_durable=end.outcome.is_durable)
+        self._put(record.key, packed)
         if end.outcome.is_durable is False:
             self._unwritten.add(record.key)
 
@@ -141,7 +152,17 @@ class EndedTurns:
 
     def restore(self, record: EndRecord, *, is_durable: bool) -> None:
         """Record a turn that has ended in another process."""
-        self._records[record.key] = _packed(record, (0, 0), is_durable=is_durable)
+        self._put(record.key, _packed(record, (0, 0), is_durable=is_durable))
+
+    def num_with(self, records: Iterable[EndRecord]) -> int:
+        """Return how many turns there are with others that are about to be recorded."""
+        new = {record.key for record in records if record.key not in self._records}
+        return len(self._records) + len(new)
+
+    def _put(self, key: int, packed: bytes) -> None:
+        self._records.pop(key, None)  # the newest is the last
+        self._unwritten.discard(key)
+        self._records[key] = packed
 
     def measure(self, num_turns: int) -> tuple[int, int, list[float]]:
         """Return the tokens of the contexts of the last turns, how many of them were cached, and

@@ -59,6 +59,12 @@ class EngineCopies:
         )
         copy.set_known_len(base_len, self._link.generation)
 
+    def note_kept(self, session: Session, same_len: int) -> None:
+        """Note that the history and what the engine holds of it are equal up to here at most."""
+        known_len = session.copy.known_len(self._link.generation)
+        if known_len is not None:
+            session.copy.set_known_len(min(known_len, same_len), self._link.generation)
+
     def close(self, session: Session) -> bool:
         """Let the engine forget a session. One that does not come back leaves no KV anywhere. One
         that outlives the process stays: as it ends, the engine writes what is worth it, what was

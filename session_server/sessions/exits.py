@@ -98,14 +98,19 @@ class SessionExits:
             return False
         is_scarce = quotas.sessions.is_in_reserve or quotas.history_bytes.is_in_reserve
         whose = None if of_others or is_scarce else owner
+        pinned: Session | None = None
         for _ in range(min(SLICE, order.num_of(whose))):
             session = order.first(whose)
             assert session is not None, "as many as were counted"
             if self._can_be_read_again(session):
-                self._unload(session)
-                return True
+                if not _keeps_pinned_kv(session):
+                    self._unload(session)
+                    return True
+                pinned = pinned or session
             order.postpone(session)
-        return False
+        if pinned is not None:  # a pin keeps KV, and no place of which others have none
+            self._unload(pinned)
+        return pinned is not None
 
     def _can_be_read_again(self, session: Session) -> bool:
         """Return whether nobody has a session in hand, and all that matters of it is on disk."""
@@ -120,7 +125,6 @@ class SessionExits:
             return False
         return not (
             session is self._parts.sessions.by_use.in_hand
-            or session.settings.is_pinned
             or session.transcript.attached_bytes
             or session.journal.has_listeners
             or self._drafts.is_drafting(session)
@@ -140,3 +144,8 @@ class SessionExits:
         self._parts.sessions.deadlines.remove(session)
         self._flow.residents.drop(session)
         return self._flow.copies.close(session)
+
+
+def _keeps_pinned_kv(session: Session) -> bool:
+    """Return whether a pin keeps KV of the session, which leaves the pools with it."""
+    return session.settings.is_pinned and session.copy.state == "resident"

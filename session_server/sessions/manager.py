@@ -301,8 +301,9 @@ class SessionManager:
         """Accept a turn, or reject it by raising with nothing changed.
 
         Returns as soon as the turn waits in the queue or was sent to the engine. Turns run in the
-        order of these calls. A turn id seen before in this session returns the same turn. Canceling
-        the caller does not cancel it. `hooks` are those of a new turn.
+        order of these calls. A turn id seen before in this session returns the same turn, or runs
+        again (`EndedTurn.may_run_again`). Canceling the caller does not cancel it. `hooks` are
+        those of a new turn.
 
         Raises:
             SessionNotFound, SessionClosing: no session to run it in.
@@ -317,12 +318,13 @@ class SessionManager:
         if self._link.ready is not None:
             check_num_ids(request.input, self._link.ready.max_turn_len)
         digest = fingerprint(request)
-        ended = session.ended.find(request.turn_id)
-        if ended is not None:
-            check_same_request(ended.fingerprint, digest)
-            return session.ended_view(request.turn_id, ended)
         turn = session.find(request.turn_id)
         if turn is None:
+            ended = session.ended.find(request.turn_id)
+            if ended is not None:
+                check_same_request(ended.fingerprint, digest)
+                if not ended.may_run_again:
+                    return session.ended_view(request.turn_id, ended)
             held = held_request(self.text, request, session.transcript.tools_of(request.input))
             turn = self._new_turn(session, with_allowed_priority(held, owner), digest)
             turn.course.hooks = hooks or turn.course.hooks

@@ -13,6 +13,7 @@ from typing import Final
 
 from session_server.core.owner import Owner
 from session_server.sessions.backlog import SLICE
+from session_server.sessions.bugs import log_bug
 from session_server.sessions.record_log import RecordLog
 from session_server.sessions.session import LogPlace, Session
 from session_server.sessions.store.pieces import MAX_ENTRY_BYTES, encode_pieces
@@ -212,15 +213,22 @@ class SessionLogs:
         is_whole = is_full or is_long or place.is_behind
         has_changed = is_whole or place.has_changed
         place.is_writing, place.has_changed, place.is_touched = True, False, False
-        row = self._row(session, place, self.store, num_new=len(ends))
-        if not has_changed:
-            after = place.num_entries, place.num_bytes
-            self.store.touch(row, self._on_written(session, place, told, after))
+        try:
+            row = self._row(session, place, self.store, session.ended.num_with(ends))
+            if not has_changed:
+                after = place.num_entries, place.num_bytes
+                self.store.touch(row, self._on_written(session, place, told, after))
+                return
+            if is_whole:
+                session.transcript.forget_taken()
+                ends = (*session.ended.records(), *ends)
+            first, *more = pieces = encode_pieces(LogEntry(session.transcript.take_change(), ends))
+        except Exception as error:  # noqa: BLE001 - told as a disk that fails: nobody waits for ever
+            log_bug("a session was not encoded", error)
+            if beside is not None:
+                self.store.ask(*beside)
+            self._on_written(session, place, told, (0, 0))(error)
             return
-        if is_whole:
-            session.transcript.forget_taken()
-            ends = (*session.ended.records(), *ends)
-        first, *more = pieces = encode_pieces(LogEntry(session.transcript.take_change(), ends))
         before = (0, 0) if is_whole else (place.num_entries, place.num_bytes)
         after = before[0] + len(pieces), before[1] + sum(map(len, pieces))
         written = self._on_written(session, place, told, after)
@@ -257,9 +265,9 @@ class SessionLogs:
         return written
 
     def _row(
-        self, session: Session, place: LogPlace, store: SessionStore, *, num_new: int = 0
+        self, session: Session, place: LogPlace, store: SessionStore, num_turns: int
     ) -> SessionRow:
-        """Return what a list says of a session; `num_new` turns are about to be recorded."""
+        """Return what a list says of a session."""
         rests = not session.queue and (session.live is None or session.is_concluding)
         now_s = self._clock()
         left_s = session.expires_s - now_s
@@ -274,7 +282,7 @@ class SessionLogs:
             expires_s=store.wall_clock() + left_s,
             settings=encode_settings(_stored(session)),
             num_tokens=len(session.transcript),
-            num_turns=len(session.ended) + num_new,
+            num_turns=num_turns,
             num_uses=session.life.num_uses,
             num_entries=place.num_entries,
         )

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import sqlite3
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -191,7 +192,8 @@ class StoredSessions:
         )
         session = self.maker.again(owner, settings, life)
         session.session_id = row.session_id
-        session.transcript.now = datetime.fromtimestamp(stored.now_s).astimezone()
+        with _refusing(row):
+            session.transcript.now = datetime.fromtimestamp(stored.now_s).astimezone()
         if row.model != self.store.model:
             raise UnknownModel(
                 "this session was held with a model that has another tokenizer or chat template"
@@ -202,7 +204,7 @@ class StoredSessions:
         """Give a new session the conversation that is in the store, some of it with each step.
         Raises InternalInconsistency, UnknownModel, sqlite3.Error."""
         num_bytes = 0
-        try:
+        with _refusing(row):
             for entries, size in self.store.slices(row):
                 for entry in entries:
                     session.transcript.apply(entry.change)
@@ -211,8 +213,6 @@ class StoredSessions:
                 num_bytes += size
                 yield
             session.transcript.check_places()
-        except (Damaged, ValueError) as error:
-            raise _damaged(row, error) from error
         ready = self.link.ready
         if ready is not None and not session.transcript.has_only(ready.vocab_size):
             raise UnknownModel("this session has token ids that the model does not have")
@@ -267,6 +267,15 @@ def reading(store: SessionStore) -> Iterator[None]:
     except sqlite3.Error as error:
         store.health.note_unread(error)
         raise ServerBusy("the store of sessions cannot be read now") from error
+
+
+@contextlib.contextmanager
+def _refusing(row: SessionRow) -> Iterator[None]:
+    """Raise InternalInconsistency where content raises that no server has written there."""
+    try:
+        yield
+    except (Damaged, ValueError, ArithmeticError, LookupError, OSError, struct.error) as error:
+        raise _damaged(row, error) from error
 
 
 def _settings(row: SessionRow) -> StoredSettings:

@@ -356,7 +356,7 @@ class Transcript:
         # Where a template renders the answers anew, they end elsewhere.
         is_moved = self.mode == "template"
         self._answers.check(
-            num_items=len(self._items), num_tokens=sys.maxsize if is_moved else num_tokens
+            num_items=len(self._items), num_tokens=sys.maxsize if is_moved else self._answer_len
         )
 
     def has_only(self, vocab_size: int) -> bool:

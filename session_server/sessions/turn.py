@@ -62,6 +62,14 @@ class CancelAccepted:
 
 
 @dataclass(frozen=True, slots=True)
+class BugFound:
+    """Record that this server failed in the middle of the turn, of which nothing stays."""
+
+
+Verdict = StopFound | CancelAccepted | BugFound
+
+
+@dataclass(frozen=True, slots=True)
 class TurnHooks:
     """Hold what a surface does when a turn of its own ends.
 
@@ -104,7 +112,7 @@ class SubmittedTurn:
     cached_tokens: int = 0
     drafted_tokens: int = 0
     is_started: bool = False
-    verdict: StopFound | CancelAccepted | None = None
+    verdict: Verdict | None = None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
 

@@ -6,10 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from session_server.core.session_events import SessionRewound, TurnEnd
+from session_server.sessions.bugs import contained
 from session_server.sessions.ended_turns import record_of
 from session_server.sessions.quotas import Quotas
 from session_server.sessions.session import Session
 from session_server.sessions.session_logs import SessionLogs
+from session_server.sessions.store.writer import Beside, Told
 from session_server.sessions.tokenizing import PromptBuilder
 from session_server.sessions.turn import SessionTurn, TurnCounts
 from session_server.sessions.turn_ends import report_of, with_durability
@@ -49,20 +51,27 @@ class TurnConclusion:
 
         def on_written(error: Exception | None) -> None:
             durable = with_durability(end, is_durable=error is None)
-            try:
-                self._conclude(session, turn, durable, rewound)
-            finally:
-                on_late()
+            self._conclude(session, turn, durable, rewound)
+            on_late()
 
+        is_awaited = False
+        with contained("a turn was not written"):
+            is_awaited = self._record(session, turn, end, on_written)
+        if not is_awaited:
+            self._conclude(session, turn, with_durability(end, is_durable=False), rewound)
+
+    def _record(self, session: Session, turn: SessionTurn, end: TurnEnd, on_written: Told) -> bool:
+        """Write a turn; return whether its end shall wait until `on_written` is called."""
         record = record_of(turn, end, num_items=session.transcript.num_items)
-        make_beside = turn.course.hooks.beside
-        beside = None if make_beside is None else make_beside(end)
+        beside: Beside | None = None
+        if turn.course.hooks.beside is not None:
+            with contained("what belongs to a turn was not made"):
+                beside = turn.course.hooks.beside(end)
         if turn.submitted is None:
             # It leaves nothing but its id, for which nobody waits.
             self.logs.record(session, record, beside=beside)
-        elif self.logs.record_turn(session, record, on_written, beside):
-            return
-        self._conclude(session, turn, with_durability(end, is_durable=False), rewound)
+            return False
+        return self.logs.record_turn(session, record, on_written, beside)
 
     def remove(self, session: Session, turn: SessionTurn) -> None:
         """Remove a turn that has ended or was rejected from its session."""
@@ -75,13 +84,27 @@ class TurnConclusion:
     def _conclude(
         self, session: Session, turn: SessionTurn, end: TurnEnd, rewound: SessionRewound | None
     ) -> None:
+        if turn not in session.turns():
+            return  # a write that failed was told of twice
         self.counts.ended[end.status] += 1
         self.remove(session, turn)
         session.life.last_active_s = now_s = self._clock()
-        if rewound is not None:
-            session.journal.append(rewound)
-        end_seq = session.journal.append(end)
-        session.ended.add(turn, end, end_seq=end_seq, num_items=session.transcript.num_items)
+        with contained("a turn's end was not told"):
+            if rewound is not None:
+                session.journal.append(rewound)
+            end_seq = session.journal.append(end)
+            session.ended.add(turn, end, end_seq=end_seq, num_items=session.transcript.num_items)
+        with contained("what a turn held was not counted"):
+            self._release(session, turn, now_s=now_s)
+        with contained("a turn's end was not reported"):
+            if self.counts.on_ended is not None:
+                self.counts.on_ended(report_of(session.session_id, turn, end, ended_s=now_s))
+        with contained("what follows a turn's end was not done"):
+            if turn.course.hooks.on_end is not None:
+                turn.course.hooks.on_end(end)
+
+    def _release(self, session: Session, turn: SessionTurn, *, now_s: float) -> None:
+        """Give back what a turn held, and count what it has made."""
         if not self._prompt_builder.cancel(turn):
             self._quotas.release_turn(session.owner, turn)
         if turn.submitted is not None:
@@ -89,7 +112,3 @@ class TurnConclusion:
             self._quotas.output_rate.add(session.owner, num_outputs, now_s=now_s)
             self._quotas.rest_kv(session)
         self._quotas.recount(session)
-        if self.counts.on_ended is not None:
-            self.counts.on_ended(report_of(session.session_id, turn, end, ended_s=now_s))
-        if turn.course.hooks.on_end is not None:
-            turn.course.hooks.on_end(end)

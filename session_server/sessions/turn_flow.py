@@ -7,12 +7,13 @@ exactly one terminal entry, and the history always matches that entry.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from itertools import chain, takewhile
 from typing import Final, assert_never
 
-from session_server.core.commands import CancelTurn, StopTurn, SubmitTurn
+from session_server.core.commands import SubmitTurn
 from session_server.core.errors import (
     WIRE_ERRORS,
     EngineRestarting,
@@ -43,6 +44,7 @@ from session_server.core.session_events import (
 from session_server.sessions.answer import Answer
 from session_server.sessions.answer_grammar import held_behind_thought
 from session_server.sessions.backlog import SLICE, Backlog
+from session_server.sessions.bugs import BUG_CODE, BUG_MESSAGE, contained, log_bug
 from session_server.sessions.engine_copies import EngineCopies
 from session_server.sessions.engine_link import EngineLink
 from session_server.sessions.footprint import entry_bytes, logprob_bytes
@@ -53,6 +55,7 @@ from session_server.sessions.salts import TenantSalts
 from session_server.sessions.session import Session
 from session_server.sessions.tokenizing import PromptBuilder, PromptOutcome
 from session_server.sessions.turn import (
+    BugFound,
     CancelAccepted,
     SessionTurn,
     StopFound,
@@ -69,6 +72,7 @@ from session_server.sessions.turn_ends import (
     refused,
 )
 from session_server.sessions.turn_names import TurnName
+from session_server.sessions.verdicts import decide, end_by, submitted_of
 from session_server.text.model_text import ModelText
 
 _UNKNOWN_SESSION: Final = WIRE_ERRORS[SessionNotFound].code
@@ -127,8 +131,9 @@ class TurnFlow:
         session.queue.append(turn)
         self.counts.queued += 1
         on_checked = partial(self._on_checked, session, turn)
-        if not self.prompt_builder.check(session.owner, turn, on_checked):
-            turn.phase = TurnPhase.CHECKING
+        with self._contained(session, turn):
+            if not self.prompt_builder.check(session.owner, turn, on_checked):
+                turn.phase = TurnPhase.CHECKING
         self.start_next(session)
 
     def _on_checked(
@@ -162,7 +167,8 @@ class TurnFlow:
                 self.counts.live += 1
                 turn.phase = TurnPhase.PREPARING
                 turn.course.begun_s = self._clock()
-                self._prepare(session, turn)
+                with self._contained(session, turn):
+                    self._prepare(session, turn)
                 if turn.phase is TurnPhase.WAITING:
                     break  # the engine did not accept it; `retry` tries again
         self._accept_waiting(session)
@@ -199,14 +205,9 @@ class TurnFlow:
                     end = cancelled(turn, kept=False, reason=reason, timings=None)
                     self._end(session, turn, end)
                 case TurnPhase.RUNNING:
-                    submitted = _submitted(turn)
-                    self._flush_text(session, turn)
-                    submitted.verdict = CancelAccepted(keep_partial, reason)
-                    turn.phase = TurnPhase.ENDING
-                    num_outputs = len(submitted.answer.token_ids) if keep_partial else None
-                    self._link.send_or_queue(
-                        CancelTurn(turn_id=turn.engine_id, num_outputs=num_outputs)
-                    )
+                    with self._contained(session, turn):
+                        self._flush_text(session, turn)
+                        self._link.send_or_queue(decide(turn, CancelAccepted(keep_partial, reason)))
                 case TurnPhase.ENDING | TurnPhase.ENDED:
                     pass
                 case _:
@@ -219,6 +220,13 @@ class TurnFlow:
         if found is None:
             return
         session, turn = found
+        is_over = isinstance(event, TurnFinished | TurnFailed)
+        with self._contained(session, turn, is_over=is_over):
+            self._take_event(session, turn, event)
+        if is_over:
+            self.start_next(session)
+
+    def _take_event(self, session: Session, turn: SessionTurn, event: TurnEvent) -> None:
         match event:
             case TokensProduced():
                 self._on_tokens(session, turn, event)
@@ -226,17 +234,15 @@ class TurnFlow:
                 self._on_started(session, turn, event)
             case PrefillProgressed(computed=computed, total=total):
                 if turn.phase is TurnPhase.RUNNING:
-                    cached = _submitted(turn).cached_tokens
+                    cached = submitted_of(turn).cached_tokens
                     turn_id = turn.request.turn_id
                     session.journal.append(TurnProgress(turn_id, computed, cached, total))
             case PromptLogprobsComputed(logprobs=logprobs):
-                _submitted(turn).prompt_logprobs.extend(logprobs)  # `reserve` has counted them
+                submitted_of(turn).prompt_logprobs.extend(logprobs)  # `reserve` has counted them
             case TurnFinished():
                 self._on_finished(session, turn, event)
-                self.start_next(session)
             case TurnFailed():
                 self._on_failed(session, turn, event)
-                self.start_next(session)
             case _:
                 assert_never(event)
 
@@ -258,7 +264,8 @@ class TurnFlow:
 
     def _fail_lost(self, session: Session, turn: SessionTurn, error: SessionServerError) -> None:
         if turn.phase is not TurnPhase.ENDED:
-            self._settle(session, turn, None, failure=error)
+            with self._contained(session, turn, is_over=True):
+                self._settle(session, turn, None, failure=error)
             self.start_next(session)
 
     def on_refused(self, session: Session, code: str, message: str) -> None:
@@ -267,11 +274,34 @@ class TurnFlow:
         turn = session.live
         if turn is None or turn.submitted is None or turn.phase is TurnPhase.ENDED:
             return
-        if turn.submitted.verdict is not None:
-            self._settle(session, turn, None, failure=None)
-        else:
-            self._end(session, turn, failed(turn, code=code, message=message))
+        with self._contained(session, turn, is_over=True):
+            if turn.submitted.verdict is not None:
+                self._settle(session, turn, None, failure=None)
+            else:
+                self._end(session, turn, failed(turn, code=code, message=message))
         self.start_next(session)
+
+    # -- what nobody expects
+
+    def _contained(
+        self, session: Session, turn: SessionTurn, *, is_over: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
+        """Fail a turn for which the block raises what it should not. `is_over`: the engine is done
+        with the turn."""
+        fail = partial(self._fail, session, turn, is_over=is_over)
+        return contained("a turn failed", fail)
+
+    def _fail(self, session: Session, turn: SessionTurn, *, is_over: bool) -> None:
+        if turn.phase is TurnPhase.ENDED:
+            return  # its conclusion contains what it meets
+        if turn.phase in (TurnPhase.RUNNING, TurnPhase.ENDING) and not is_over:
+            # Its end follows when the engine has let go of it.
+            self._link.send_or_queue(decide(turn, BugFound()))
+            return
+        if session.live is turn:
+            self._quotas.release(session, turn)
+        self._accept(session, turn, 0)
+        self._end(session, turn, failed(turn, code=BUG_CODE, message=BUG_MESSAGE))
 
     # -- from waiting to sent
 
@@ -311,7 +341,8 @@ class TurnFlow:
             if turn.phase is not TurnPhase.PREPARING:
                 self._quotas.release_turn(session.owner, turn)  # canceled during the build
                 return
-            self._on_prompt(session, turn, outcome)
+            with self._contained(session, turn):
+                self._on_prompt(session, turn, outcome)
             if turn in session.queue:
                 # The engine accepts nothing now. Trying again at once would loop forever.
                 self._accept_waiting(session)
@@ -349,18 +380,20 @@ class TurnFlow:
         self._sent[turn.engine_id] = (session, turn)
         try:
             self._send(session, turn, sampling)
-        except EngineUnavailable:
+        except Exception as error:
+            del self._sent[turn.engine_id]
+            turn.submitted, turn.phase = None, TurnPhase.PREPARING
+            self._quotas.release(session, turn)
+            if not isinstance(error, EngineUnavailable):
+                raise
             # The engine died without an event so far, or accepts nothing at the moment. The turn
             # returns to the head of the queue, for the next engine or the next tick.
-            del self._sent[turn.engine_id]
             session.live = None
-            turn.submitted = None
             turn.phase = TurnPhase.WAITING
             session.queue.insert(0, turn)
             self.counts.live -= 1
             self.counts.queued += 1
             self._waiting[session] = None
-            self._quotas.release(session, turn)
 
     def _make_submitted(
         self, session: Session, turn: SessionTurn, prompt: Prompt, *, sampling: SamplingParams
@@ -376,7 +409,7 @@ class TurnFlow:
         return SubmittedTurn(prompt, answer, self.copies.base_len(session, prompt))
 
     def _send(self, session: Session, turn: SessionTurn, sampling: SamplingParams) -> None:
-        submitted = _submitted(turn)
+        submitted = submitted_of(turn)
         self.copies.open(session, submitted.base_len)
         name = TurnName(session.copy.session_id, turn.request.turn_id, is_draft=False)
         self.copies.names.add(turn.engine_id, name)
@@ -395,7 +428,7 @@ class TurnFlow:
     # -- from sent to ended
 
     def _on_started(self, session: Session, turn: SessionTurn, event: TurnStarted) -> None:
-        submitted = _submitted(turn)
+        submitted = submitted_of(turn)
         if submitted.is_started:
             return  # started again after a retraction
         submitted.is_started = True
@@ -411,7 +444,7 @@ class TurnFlow:
             return
         if turn.course.first_token_s is None:
             turn.course.first_token_s = self._clock()
-        submitted = _submitted(turn)
+        submitted = submitted_of(turn)
         pieces, num_taken = submitted.answer.feed(event.token_ids, event.logprobs)
         delta = TurnDelta(
             turn.request.turn_id,
@@ -427,21 +460,18 @@ class TurnFlow:
         num_bytes -= logprob_bytes(delta.logprobs)  # `reserve` counted these
         self._quotas.add_turn_bytes(session.owner, turn, num_bytes)
         if submitted.answer.is_over:
-            submitted.verdict = StopFound(submitted.answer.matched)
-            turn.phase = TurnPhase.ENDING
-            num_outputs = len(submitted.answer.token_ids)
-            self._link.send_or_queue(StopTurn(turn_id=turn.engine_id, num_outputs=num_outputs))
+            self._link.send_or_queue(decide(turn, StopFound(submitted.answer.matched)))
 
     def _flush_text(self, session: Session, turn: SessionTurn) -> None:
         """Journal what was held back for a stop string or markup, which nothing can complete
         now."""
-        text, reasoning, calls = _submitted(turn).answer.finish()
+        text, reasoning, calls = submitted_of(turn).answer.finish()
         if text or reasoning or calls:
             ids = turn.request.turn_id, turn.item_id
             session.journal.append(TurnDelta(*ids, text, (), (), reasoning, calls))
 
     def _on_finished(self, session: Session, turn: SessionTurn, event: TurnFinished) -> None:
-        submitted = _submitted(turn)
+        submitted = submitted_of(turn)
         submitted.cached_tokens = event.cached_tokens
         turn.course.num_retractions = event.num_retractions
         end: TurnEnd
@@ -460,7 +490,7 @@ class TurnFlow:
             self._end(session, turn, end)
 
     def _on_failed(self, session: Session, turn: SessionTurn, event: TurnFailed) -> None:
-        submitted = _submitted(turn)
+        submitted = submitted_of(turn)
         is_known = event.code != _UNKNOWN_SESSION
         known_len = min(event.history_len, submitted.base_len) if is_known else None
         session.copy.set_known_len(known_len, self._link.generation)
@@ -478,20 +508,12 @@ class TurnFlow:
         failure: SessionServerError | None,
     ) -> None:
         """End a turn by its verdict, or with `failure` if it has none."""
-        verdict = _submitted(turn).verdict
-        end: TurnEnd
-        match verdict:
-            case StopFound(stop=stop):
-                end = completed(turn, is_stop=True, matched=stop, timings=timings)
-                self._end(session, turn, end)
-            case CancelAccepted(keep_partial=keep, reason=reason):
-                end = cancelled(turn, kept=keep, reason=reason, timings=timings)
-                self._end(session, turn, end)
-            case None:
-                assert failure is not None, "an undecided turn settled without a cause"
-                self._refuse(session, turn, failure)
-            case _:
-                assert_never(verdict)
+        verdict = submitted_of(turn).verdict
+        if verdict is not None:
+            self._end(session, turn, end_by(turn, verdict, timings))
+        else:
+            assert failure is not None, "an undecided turn settled without a cause"
+            self._refuse(session, turn, failure)
 
     def _end(self, session: Session, turn: SessionTurn, end: TurnEnd) -> None:
         """End an accepted turn; the only way in which one ends."""
@@ -500,7 +522,12 @@ class TurnFlow:
         self._sent.pop(turn.engine_id, None)
         rewound: SessionRewound | None = None
         if turn.submitted is not None:
-            rewound = self._commit(session, turn, turn.submitted, kept=is_kept(end))
+            try:
+                rewound = self._commit(session, turn, turn.submitted, kept=is_kept(end))
+            except Exception as error:  # noqa: BLE001 - it ends all the same
+                log_bug("a turn was not kept", error)
+                end = failed(turn, code=BUG_CODE, message=BUG_MESSAGE)
+                self.copies.note_kept(session, turn.submitted.base_len)
         on_late = partial(self.start_next, session)
         self.conclusion.end(session, turn, end, rewound=rewound, on_late=on_late)
 
@@ -523,13 +550,5 @@ class TurnFlow:
                 output=submitted.answer.token_ids,
                 said=submitted.answer.message,
             )
-        known_len = session.copy.known_len(self._link.generation)
-        if known_len is not None:
-            same_len = len(session.transcript) if kept else submitted.base_len
-            session.copy.set_known_len(min(known_len, same_len), self._link.generation)
+        self.copies.note_kept(session, len(session.transcript) if kept else submitted.base_len)
         return rewound
-
-
-def _submitted(turn: SessionTurn) -> SubmittedTurn:
-    assert turn.submitted is not None, "the turn was never sent"
-    return turn.submitted

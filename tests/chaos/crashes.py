@@ -211,6 +211,10 @@ class Client:
     def _hear(self, end: dict[str, Any], body: dict[str, Any]) -> None:
         self.unknown = None
         self.report.saw[end["type"]] += 1
+        if end.get("retryable"):
+            self.report.saw["failed, and to run again"] += 1
+            self.unknown = body
+            return
         if not end.get("durable"):
             # It never ran: it was canceled while it waited, by a server that shuts down.
             if end["usage"]["input_tokens"]:

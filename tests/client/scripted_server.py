@@ -42,8 +42,10 @@ class Peer:
             "session.opened", seq=seq, session_id="s_1", epoch=epoch, resumed=resumed, limits={}
         )
 
-    async def complete(self, seq: int, turn_id: str, text: str, **item: object) -> None:
-        """The end of a turn that went well."""
+    async def complete(
+        self, seq: int, turn_id: str, text: str, *, durable: bool | None = None, **item: object
+    ) -> None:
+        """The end of a turn that went well; `durable` None: by a server without a store."""
         await self.send(
             "turn.completed",
             seq=seq,
@@ -58,7 +60,14 @@ class Peer:
                 "total_tokens": 12,
             },
             timings={"ttft_ms": 1.5},
+            **({} if durable is None else {"durable": durable}),
         )
+
+    async def left(self) -> None:
+        """Wait until the client goes, which closes no session."""
+        await self.socket.wait_closed()
+        async for frame in self.socket:
+            raise AssertionError(frame)
 
     async def closed(self, seq: int) -> None:
         """Wait for the client's close and confirm it."""

@@ -130,6 +130,37 @@ def test_a_turn_the_server_may_not_have_heard_is_sent_again_under_its_id() -> No
     run(test)
 
 
+def test_a_turn_that_failed_while_nobody_was_connected_is_asked_for_until_it_runs() -> None:
+    """It was sent again before its failure was told: the server may have begun it anew."""
+    turns: list[str] = []
+
+    async def first(peer: Peer) -> None:
+        await peer.hello()
+        turns.append((await peer.receive())["turn_id"])
+        peer.cut()
+
+    async def second(peer: Peer) -> None:
+        await peer.hello(0, resumed=True)
+        assert (await peer.receive())["turn_id"] == turns[0]
+        error = {"type": "server_error", "code": "engine_restarting", "message": "m"}
+        failure = {"turn_id": turns[0], "error": error, "retryable": True, "usage": {}}
+        await peer.send("turn.created", seq=1, turn_id=turns[0], position=0)
+        await peer.send("turn.failed", seq=2, **failure)
+        assert (await peer.receive())["turn_id"] == turns[0]
+        await peer.send("turn.created", seq=3, turn_id=turns[0], position=0)
+        await peer.complete(4, turns[0], "yes")
+        await peer.closed(5)
+
+    async def test() -> None:
+        async with (
+            playing(first, second) as server,
+            await connect(server.url, options=QUICK) as session,
+        ):
+            assert (await session.ask("are you there?")).text == "yes"
+
+    run(test)
+
+
 def test_a_cancel_survives_the_loss_of_the_socket() -> None:
     turns: list[str] = []
 

@@ -29,7 +29,7 @@ from session_server.core.events import (
     MemoryReported,
     SessionGone,
 )
-from session_server.engine_host.child import EXIT_BUG, EXIT_UNUSABLE, _Child
+from session_server.engine_host.child import EXIT_BUG, EXIT_ORPHANED, EXIT_UNUSABLE, _Child
 from session_server.engine_host.process import (
     EngineProcess,
     ProcessSettings,
@@ -432,6 +432,26 @@ def test_a_reader_of_a_socket_that_its_process_closed_says_nothing(
     theirs.close()
     child._read_commands()
     assert not exits, "the exit status of `serve` counts"
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_a_server_that_was_killed_before_it_read_everything_leaves_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_ready: bool
+) -> None:
+    """The system then resets the socket, where it would end it otherwise."""
+    exits: list[int] = []
+    monkeypatch.setattr(os, "_exit", exits.append)
+    ours, theirs = socket.socketpair()
+    child = _Child(theirs)
+    theirs.sendall(b"an event")
+    ours.close()
+    if is_ready:
+        child._read_commands()
+        assert exits == [EXIT_ORPHANED]
+    else:
+        assert child._read_settings() is None
+    theirs.close()
     assert not capsys.readouterr().err
 
 

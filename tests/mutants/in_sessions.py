@@ -84,7 +84,7 @@ COPY_IS_TRUSTED_TOO_FAR = Mutant(
     "What the engine holds of a turn that left nothing counts as history.",
     "sglang#22790 (A15)",
     Edit(
-        "session_server.sessions.turn_flow:TurnFlow._commit",
+        "session_server.sessions.engine_copies:EngineCopies.note_kept",
         "session.copy.set_known_len(min(known_len, same_len), self._link.generation)",
         "session.transcript._tokens.extend([0] * (known_len - same_len))",
     ),
@@ -94,7 +94,7 @@ ENDED_TURN_HOLDS_QUOTA = Mutant(
     "A turn that has ended is still counted against its owner.",
     "lmdeploy#1788 (L8)",
     Edit(
-        "session_server.sessions.turn_conclusion:TurnConclusion._conclude",
+        "session_server.sessions.turn_conclusion:TurnConclusion._release",
         "self._quotas.release_turn(session.owner, turn)",
         "pass",
     ),
@@ -342,7 +342,7 @@ ENDED_TURNS_ARE_NOT_COUNTED = Mutant(
     "What ended turns leave with their session is counted nowhere.",
     "llama.cpp#25740 (L12)",
     Edit(
-        "session_server.sessions.turn_conclusion:TurnConclusion._conclude",
+        "session_server.sessions.turn_conclusion:TurnConclusion._release",
         "self._quotas.recount(session)",
         "pass",
     ),

@@ -68,7 +68,7 @@ ENDED_TURN_HOLDS_KV = Mutant(
     "A turn that ended early is counted with the KV of the answer that it might have given.",
     "systematic",
     Edit(
-        "session_server.sessions.turn_conclusion:TurnConclusion._conclude",
+        "session_server.sessions.turn_conclusion:TurnConclusion._release",
         "self._quotas.rest_kv(session)",
         "pass",
     ),

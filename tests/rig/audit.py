@@ -43,7 +43,11 @@ async def audit(scene: Scene, http: httpx.AsyncClient, name: str, log: SessionLo
 async def _repetitions(wire: Wire, log: SessionLog) -> list[str]:
     """Every turn whose end is known, asked for once more, is the same turn and not another one."""
     found = []
-    known = [ask for ask in log.asks.values() if ask.end is not None and "input_ids" in ask.body]
+    known = [
+        ask
+        for ask in log.asks.values()
+        if ask.end is not None and ask.end.status != "failed" and "input_ids" in ask.body
+    ]
     for ask in known:
         await wire.send("turn.create", **{**ask.body, "turn_id": ask.turn_id})
         again = await wire.until(*ENDS, "error")

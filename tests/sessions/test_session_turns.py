@@ -383,7 +383,7 @@ class TestOrder:
                 if name in "bc":
                     world.manager.cancel(OWNER, session, name, keep_partial=name == "c")
                 elif name == "d":
-                    world.engine.fail(next(iter(world.engine.slots)), "numerical_error")
+                    world.engine.fail(next(iter(world.engine.slots)), "grammar_failed")
                 world.engine.run()
             whole = {name: world.submit(session, request) for name, request in asked.items()}
             for index in range(100):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from session_server.core.errors import (
     InternalInconsistency,
@@ -35,6 +36,7 @@ from session_server.core.session_events import (
 from session_server.sessions import ended_turns, session_logs
 from session_server.sessions.journal import JournalLimits
 from session_server.sessions.quotas import QuotaLimits, SessionLimits
+from session_server.sessions.store.records import LogEntry, decode_entry, encode_entry
 from session_server.sessions.transcript import Transcript
 from session_server.sessions.views import OpenRequest
 from tests.sessions.paper_store import PaperStore
@@ -441,6 +443,29 @@ def test_a_damaged_session_is_refused_and_the_others_are_served(disk: Disk, plac
         assert len(world.manager.list(OWNER).sessions) == 2
 
 
+@pytest.mark.parametrize("odd", ["nothing is said", "a number that does not fit"])
+def test_content_that_no_server_has_written_is_refused_as_damaged(disk: Disk, odd: str) -> None:
+    """Every checksum matches: somebody has written it with tools."""
+    with disk.world() as world:
+        for session in ("odd", "whole"):
+            world.open(session_id=session, is_stored=True)
+            world.run(session, turn("a"))
+        row = disk.store.find(OWNER.owner_id, "odd")
+        assert row is not None
+        entry = decode_entry(disk.store._database.entries(row.number)[-1])
+        change, turns = entry.change, entry.turns
+        if odd == "nothing is said":
+            change = structs.replace(change, answer_len=0)
+        else:
+            turns = tuple(structs.replace(each, item=1 << 40) for each in turns)
+        disk.store.put(row, encode_entry(LogEntry(change, turns)), lambda _error: None)
+    with disk.world() as world:
+        with pytest.raises(InternalInconsistency):
+            world.manager.get(OWNER, "odd")
+        assert [each.session_id for each in world.manager.list(OWNER).sessions] == ["odd", "whole"]
+        completed(world.run("whole", turn("b")))
+
+
 def test_sessions_that_nobody_asked_to_keep_leave_nothing(disk: Disk) -> None:
     with disk.world() as world:
         name = world.create()
@@ -605,7 +630,7 @@ def test_a_reason_keeps_its_name_when_others_are_added(
         assert isinstance(told, TurnFailedEntry)
     monkeypatch.setattr(ended_turns, "_CODES", ("a_new_code", *ended_turns._CODES))
     with disk.world() as world:
-        view = world.submit(name, request)
+        view = world.manager.turn(OWNER, name, "1")
         assert isinstance(view.end, TurnFailedEntry)
         assert view.end.code == told.code
         assert view.end.outcome.is_durable

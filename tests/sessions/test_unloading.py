@@ -8,6 +8,7 @@ from weakref import ref
 
 import pytest
 
+from session_server.core.commands import OpenSession
 from session_server.core.errors import QuotaExceeded, ServerBusy, SessionNotFound
 from session_server.core.owner import Owner, TenantLimits
 from session_server.sessions import quotas as quotas_module
@@ -117,7 +118,6 @@ def test_a_session_that_left_has_left_nothing(disk: Disk) -> None:
         "queue",
         "listener",
         "reader",
-        "pinned",
         "draft",
         "write",
         "behind",
@@ -127,7 +127,7 @@ def test_a_session_that_left_has_left_nothing(disk: Disk) -> None:
 )
 def test_who_is_in_use_or_not_on_disk_stays(disk: Disk, reason: str) -> None:
     with disk.world(quotas=QuotaLimits(sessions=1)) as world:
-        name = world.create(is_stored=True, pinned=reason == "pinned")
+        name = world.create(is_stored=True)
         session = session_of(world, name)
         match reason:
             case "turn":
@@ -162,6 +162,47 @@ def test_who_is_in_use_or_not_on_disk_stays(disk: Disk, reason: str) -> None:
         assert session_of(world, name) is session
         assert not session.journal.is_closed
         disk.store.tell()
+
+
+@pytest.mark.parametrize("kv", ["none yet", "cooled", "of an engine that died"])
+def test_a_pin_without_kv_keeps_no_place_in_memory(disk: Disk, kv: str) -> None:
+    with disk.world(quotas=QuotaLimits(sessions=2)) as world:
+        pinned = [world.create(is_stored=True, pinned=True) for _ in "ab"]
+        if kv != "none yet":
+            for name in pinned:
+                world.run(name, turn("1"))
+        if kv == "cooled":
+            for slot in list(world.engine.slots):
+                world.engine.cool(slot)
+            world.engine.deliver()
+        if kv == "of an engine that died":
+            world.engine.die()
+            world.engine.come_up()
+            world.engine.deliver()
+        completed(world.run(world.create(is_stored=True), turn("1")))
+        assert len(loaded(world) & {*pinned}) == 1
+        for name in pinned:
+            assert world.manager.get(OWNER, name).is_pinned
+            completed(world.run(name, turn("2")))
+        opened = [each for each in world.engine.seen if isinstance(each, OpenSession)]
+        assert [each.pinned for each in opened[-2:]] == [True, True]
+
+
+def test_a_pin_with_kv_leaves_the_memory_behind_all_others(disk: Disk) -> None:
+    """Else whoever pins as many sessions as there may be in memory has all of it."""
+    with disk.world(quotas=QuotaLimits(sessions=3)) as world:
+        pinned = [world.create(is_stored=True, pinned=True) for _ in "ab"]
+        for name in pinned:
+            world.run(name, turn("1"))
+        for _ in range(3):
+            world.create(is_stored=True)
+            assert {*pinned} <= loaded(world)
+        third = world.create(is_stored=True, pinned=True)
+        world.run(third, turn("1"))
+        other = world.create(is_stored=True)
+        completed(world.run(other, turn("1")))
+        assert loaded(world) == {pinned[1], third, other}
+        assert world.manager.get(OWNER, pinned[0]).is_pinned
 
 
 def test_the_session_in_hand_stays(disk: Disk) -> None:

@@ -177,6 +177,8 @@ class SessionShadow:
 
     def _created(self, entry: TurnCreated) -> None:
         turn = self.asked.get(entry.turn_id)
+        if turn is not None and isinstance(turn.end, TurnFailedEntry) and turn.end.retryable:
+            self._runs_again(entry.turn_id, turn)
         if turn is None or turn.created_seq is not None:
             raise Broken(Layer.PROTOCOL, f"{entry}: nobody asked, or it was created before")
         if entry.position != self.num_unended:
@@ -185,6 +187,16 @@ class SessionShadow:
         self.order.append(entry.turn_id)
         self._world.reached["turn accepted"] += 1
         self._world.reached["turn waited behind another"] += entry.position > 0
+
+    def _runs_again(self, turn_id: str, turn: AskedTurn) -> None:
+        """It failed by no fault of its client, and was sent again."""
+        self._world.reached["turn runs again"] += 1
+        self.order.remove(turn_id)
+        self.ended.remove(turn_id)
+        self._num_done = 0
+        turn.num_sent -= 1
+        turn.created_seq, turn.end, turn.text = None, None, ""
+        turn.outputs.clear()
 
     def _rewound(self, entry: SessionRewound) -> None:
         """Somebody went back; or the turn that runs is a whole conversation, and ends next."""

@@ -171,12 +171,13 @@ class Restoring:
         has_room = self._has_room(wish)
         if is_ahead and not has_room:
             return False
-        self._store.counts.lookups += 1
         path = self._path_of(wish)
         if not has_room and (path.parts or self._store.is_unread(path.next_name)):
             self._deferred[session_id] = wish
         elif not self._begin(wish, path):
+            self._store.counts.lookups += not is_ahead and self._is_missing(wish)
             return False
+        self._store.counts.lookups += 1
         self._waiting[session_id] = waiting
         return True
 
@@ -228,6 +229,13 @@ class Restoring:
             return True
         most = self._num_pages // (_AHEAD_DIVISOR if is_ahead else _PLANNED_DIVISOR)
         return num_unused + len(wish.tokens) // self._page_size <= most
+
+    def _is_missing(self, wish: _Wish) -> bool:
+        """Return whether the pools lack KV that the session had before."""
+        num_had = min(self._cache.slot(wish.session_id).num_tokens, len(wish.tokens))
+        num_pages = max(0, num_had - 1) // self._page_size  # the last token has no KV
+        match = self._cache.peek(wish.tokens, wish.namespace)
+        return num_pages * self._page_size > match.matched_len
 
     def _path_of(self, wish: _Wish) -> Path:
         return self._store.find_readable(wish.namespace, wish.tokens)

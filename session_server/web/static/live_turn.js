@@ -71,8 +71,10 @@ export class LiveTurn {
   receive(frame) {
     const before = this.state;
     if (frame.type === 'turn.delta') this.add(frame);
-    else if (frame.type === 'turn.created') this.state = frame.position > 0 ? 'waiting' : 'running';
-    else {
+    else if (frame.type === 'turn.created') {
+      if (before === 'failed') this.reset(); // it runs again under its id
+      this.state = frame.position > 0 ? 'waiting' : 'running';
+    } else {
       this.state = 'running';
       this.progress = frame;
     }
@@ -88,7 +90,7 @@ export class LiveTurn {
     else this.state = queued.includes(this.id) ? 'waiting' : 'sending';
   }
 
-  /** Go back to the beginning: it runs again, in another session. */
+  /** Go back to the beginning: it runs again. */
   reset() {
     this.state = 'sending';
     this.text = this.base;
