@@ -500,12 +500,10 @@ class EngineHistory:
             raise Broken(layer, f"{event}, allowed were {sorted(refusals | faults)}")
         if event.code in refusals or turn.session is None:
             return
-        # One that might have been refused was not, so nothing is said of the draft before it.
-        self.drafts.replace(event.session_id)
+        self.drafts.replace(event.session_id)  # it was not refused, though it might have been
         if event.history_len != turn.command.base_len:
             raise Broken(Layer.SHADOW, f"{event} changed the history")
-        turn.session.held = turn.session.held[: event.history_len]
-        turn.session.resident_len = 0
+        turn.session.held, turn.session.resident_len = turn.session.held[: event.history_len], 0
 
     def _end(self, turn: EngineTurn, event: TurnFinished | TurnFailed) -> None:
         """The one way out of `live`."""

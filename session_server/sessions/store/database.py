@@ -107,18 +107,7 @@ class Database:
             self._probe()
             # SQLite would make its files with the permissions that the umask leaves.
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
-            self._writer = self._connect(self.path)
-            (mode,) = self._writer.execute("PRAGMA journal_mode = WAL").fetchone()
-            if mode != "wal":
-                raise StoreUnusable(f"--store {directory}: no WAL there: use a local file system")
-            # What a client deletes is not left behind in free pages.
-            self._writer.execute("PRAGMA secure_delete = ON")
-            self._writer.execute(f"PRAGMA journal_size_limit = {MAX_LOG_BYTES}")
-            # FULL waits for the disk in every commit, NORMAL leaves that to the system: a commit
-            # then outlives the process, and not always the machine.
-            level = "FULL" if durability == "turn" else "NORMAL"
-            self._writer.execute(f"PRAGMA synchronous = {level}")
-            self._writer.execute("PRAGMA foreign_keys = ON")
+            self._writer = self._open_to_write(durability)
             self._migrate()
             self._check_writable()
             # SQLite does so too, for its log, and goes on if that fails.
@@ -137,6 +126,21 @@ class Database:
         except StoreUnusable:
             self._release()
             raise
+
+    def _open_to_write(self, durability: Durability) -> sqlite3.Connection:
+        writer = self._connect(self.path)
+        (mode,) = writer.execute("PRAGMA journal_mode = WAL").fetchone()
+        if mode != "wal":
+            directory = self.path.parent
+            raise StoreUnusable(f"--store {directory}: no WAL there: use a local file system")
+        # What a client deletes is not left behind in free pages.
+        writer.execute("PRAGMA secure_delete = ON")
+        writer.execute(f"PRAGMA journal_size_limit = {MAX_LOG_BYTES}")
+        # FULL waits for the disk in every commit, NORMAL leaves that to the system: a commit then
+        # outlives the process, and not always the machine.
+        writer.execute(f"PRAGMA synchronous = {'FULL' if durability == 'turn' else 'NORMAL'}")
+        writer.execute("PRAGMA foreign_keys = ON")
+        return writer
 
     def _connect(self, place: Path | str) -> sqlite3.Connection:
         connection = connect(place)
