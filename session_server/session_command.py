@@ -117,8 +117,11 @@ def run(args: argparse.Namespace) -> int:
     except BrokenPipeError:
         raise  # whoever reads what is printed has seen enough
     except (*_ERRORS, OSError, ValueError) as error:
-        is_of_store = isinstance(error, sqlite3.Error)
-        told = f"{directory}: {explain(error, directory)}" if is_of_store else str(error)
+        told = str(error)
+        if isinstance(error, sqlite3.Error):
+            told = f"{directory}: {explain(error, directory)}"
+        elif isinstance(error, OSError) and error.filename is not None:
+            told = explain(error, Path(error.filename).absolute().parent)
         print(f"session-server sessions: {told}", file=sys.stderr)
         return 1
     return 0
@@ -233,7 +236,10 @@ def _delete(directory: Path, args: argparse.Namespace) -> None:
 def _backup(directory: Path, args: argparse.Namespace) -> None:
     path = Path(args.words[0])
     with closing(Database(directory, is_read_only=True)) as database, new_file(path):
-        database.back_up(path)
+        try:
+            database.back_up(path)
+        except sqlite3.Error as error:
+            raise _Refused(f"{path}: {explain(error, path.absolute().parent)}") from error
     print(f"copied {path.stat().st_size:,} bytes; to go back to it, put it in a new directory as")
     print(f"{Database.FILE}, and `serve --store` that")
 

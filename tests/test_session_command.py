@@ -168,6 +168,7 @@ def test_a_file_that_cannot_all_be_written_is_not_left(
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handled)
     assert (status, told.count("\n")) == (1, 1)
+    assert str(path) in told
     assert not path.exists()
 
 

@@ -49,8 +49,10 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(fd)
-    except BaseException:
+    except BaseException as error:
         path.unlink()
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = os.fspath(path)
         raise
 
 

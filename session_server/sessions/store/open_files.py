@@ -32,6 +32,7 @@ _NAMES: Final = (
 KV_DIRECTORY: Final = "kv"
 """Of a store, where the files of KV are."""
 
+_ADVICE: Final = "put them back, or restart the server"
 _EXPOSED: Final = stat.S_IRWXG | stat.S_IRWXO
 _KINDS: Final = {
     stat.S_IFREG: "a file",
@@ -76,7 +77,7 @@ class OpenFiles:
 
     def __init__(self, path: Path, *others: Path) -> None:
         """Begin where all of them are open. Raises OSError."""
-        self._paths = (path, log_of(path), index_of(path), *others)
+        self._paths = tuple(map(os.fspath, (path, log_of(path), index_of(path), *others)))
         # SQLite's locks on a file go where any descriptor of it is closed: this one stays open.
         self._index_fd = os.open(index_of(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
@@ -94,14 +95,13 @@ class OpenFiles:
         these were cut short: what is written then is lost, or another server's."""
         try:
             found = self._find()
-        except FileNotFoundError as error:
-            kind = LogGone if error.filename == str(self._paths[1]) else sqlite3.OperationalError
-            raise kind(f"the store's files are gone: {error}") from error
         except OSError as error:
-            raise sqlite3.OperationalError(f"the store's files are gone: {error}") from error
+            kind = LogGone if error.filename == self._paths[1] else sqlite3.OperationalError
+            raise kind(f"the store's files are gone ({error}): {_ADVICE}") from error
         for path, was, now in zip(self._paths, self._found, found, strict=True):
             if not os.path.samestat(was, now):
-                raise sqlite3.OperationalError(f"the store's files were replaced: {path}")
+                told = f"the store's files were replaced ({path}): {_ADVICE}"
+                raise sqlite3.OperationalError(told)
         # Read behind their sizes: a log is short only after its index says so.
         page_bytes, num_frames, num_pages = _INDEX_HEADER.unpack(
             os.pread(self._index_fd, _INDEX_HEADER.size, 0)
@@ -110,7 +110,7 @@ class OpenFiles:
         # Pages that are in the log alone may be missing; of those once in the file, none.
         least = min(self._found[0].st_size, num_pages * page_bytes)
         if database < least or log < frames_bytes(num_frames, page_bytes):
-            raise sqlite3.OperationalError("the store's files were cut short")
+            raise sqlite3.OperationalError(f"the store's files were cut short: {_ADVICE}")
         self._found = found
 
     def _find(self) -> tuple[os.stat_result, ...]:
