@@ -35,6 +35,13 @@ _T = TypeVar("_T")
 
 MAX_URL_CHARS: Final = 2048
 
+MEMORY_TTL_S: Final = 900.0
+"""Idle time before a session that is in memory alone expires, if nobody says another."""
+
+STORED_TTL_S: Final = 86_400.0
+"""The same of one in a store: it may leave the memory, and a server that was stopped for a night
+goes on with it."""
+
 
 class EngineMode(StrEnum):
     """Choose where the engine runs."""
@@ -207,8 +214,14 @@ class SessionOptions(_Section):
     """Limit sessions and how long they live."""
 
     ttl_s: Annotated[
-        float, Bound("seconds", "`session.closed` with reason `expired`, close code 4410")
-    ] = _setting(900.0, "idle time before a session expires, seconds", gt=0, le=30 * 86400)
+        float | None, Bound("seconds", "`session.closed` with reason `expired`, close code 4410")
+    ] = _setting(
+        None,
+        "idle time before a session expires, seconds, whether or not the server runs; by default "
+        f"{STORED_TTL_S:.0f} for those in --store and {MEMORY_TTL_S:.0f} for others",
+        gt=0,
+        le=30 * 86400,
+    )
     max_sessions: Annotated[int, Bound("sessions", "another one is refused: `server_busy`")] = (
         _setting(10_000, "maximum open sessions in memory", ge=1, le=1 << 20)
     )
@@ -246,6 +259,10 @@ class SessionOptions(_Section):
         "when a turn of a session in --store is told to have ended: once it is on disk (turn), or "
         "at once (relaxed)",
     )
+
+    def ttl_for(self, *, is_stored: bool) -> float:
+        """Return the idle time before a session expires whose client asks for none."""
+        return self.ttl_s or (STORED_TTL_S if is_stored else MEMORY_TTL_S)
 
 
 class HttpOptions(_Section):

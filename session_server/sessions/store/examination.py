@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sqlite3
 import stat
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -104,17 +105,20 @@ def _content(
 
 
 def _sessions(database: Database, on_progress: OnProgress) -> StoreFinding:
-    num_sessions, num_tokens, damaged = 0, 0, list[str]()
+    now_s = time.time()
+    num_sessions, num_expired, num_tokens, damaged = 0, 0, 0, list[str]()
     for rows in database.slices():
         for row in rows:
             why = _fault_of(row, database)
             if why is not None:
                 damaged.append(f"{row.session_id} of {row.owner_id} ({why})")
             num_tokens += row.num_tokens
+            num_expired += row.expires_s < now_s
         num_sessions += len(rows)
         on_progress(len(rows))
     advice = "the others are served; take these from a backup, or `session-server sessions delete`"
     found = f"{num_sessions:,} with {num_tokens:,} tokens"
+    found += f", {num_expired:,} of them expired" if num_expired else ""
     return _walked("sessions", found, damaged, advice)
 
 
