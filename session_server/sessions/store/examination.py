@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 import sqlite3
 import stat
@@ -13,6 +15,8 @@ from pathlib import Path
 from typing import Final
 
 from session_server.sessions.store.database import Database, StoreUnusable
+from session_server.sessions.store.lost_pages import log_of
+from session_server.sessions.store.places import KV_DIRECTORY, KV_REFUSED
 from session_server.sessions.store.records import (
     Damaged,
     Parts,
@@ -52,6 +56,7 @@ def examine(directory: Path, on_progress: OnProgress) -> Iterator[StoreFinding]:
     """Yield what is found of a store, beside a server that has it open or without one. A store that
     cannot be read is a finding too."""
     yield _files(directory)
+    yield from _kv(directory)
     try:
         database = Database(directory, is_read_only=True)
     except StoreUnusable as error:
@@ -77,8 +82,34 @@ def _files(directory: Path) -> StoreFinding:
     if exposed:
         advice = f"chmod -R go= {directory}"
         return StoreFinding("files", f"open to other users: {', '.join(exposed)}", advice)
-    num_bytes = sum(path.stat().st_size for path in there[1:])
-    return StoreFinding("files", f"{len(there[1:])} in {directory}, {num_bytes:,} bytes")
+    sizes = _sizes(directory)
+    database, log = (
+        sizes.pop(Database.FILE, 0),
+        sizes.pop(log_of(directory / Database.FILE).name, 0),
+    )
+    found = f"in {directory}: database {database:,} bytes, its log {log:,}"
+    return StoreFinding("files", f"{found}, {len(sizes)} others {sum(sizes.values()):,}")
+
+
+def _kv(directory: Path) -> Iterator[StoreFinding]:
+    """Say what files of KV take, if there is a place for them."""
+    if (directory / KV_DIRECTORY).is_dir():
+        kv = directory / KV_DIRECTORY
+        sizes, refused = _sizes(kv), _sizes(kv / KV_REFUSED)
+        found = f"{len(sizes):,} files, {sum(sizes.values()):,} bytes"
+        more = f"; {len(refused):,} refused, {sum(refused.values()):,} bytes" if refused else ""
+        yield StoreFinding("kv", found + more)
+
+
+def _sizes(directory: Path) -> dict[str, int]:
+    """Return the files of a directory and their bytes. A server may be removing some of them."""
+    sizes = dict[str, int]()
+    with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):
+                if entry.is_file(follow_symlinks=False):
+                    sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
+    return sizes
 
 
 def _content(

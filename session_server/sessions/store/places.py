@@ -15,6 +15,9 @@ STATE_VARIABLE: Final = "XDG_STATE_HOME"
 KV_DIRECTORY: Final = "kv"
 """Of a store, where the files of KV are."""
 
+KV_REFUSED: Final = "refused"
+"""Of that, where files are that did not verify."""
+
 _PROGRAM: Final = "session-server"
 
 
