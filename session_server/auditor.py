@@ -23,7 +23,7 @@ from rich.table import Column, Table
 from session_server.arguments import add_server, whole_number
 from session_server.client import key_header, server_address
 from session_server.core.events import ACCOUNTS
-from session_server.terminal import SERVER_FAILURES, make_table, print_failure
+from session_server.terminal import SERVER_FAILURES, make_table, print_failure, printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         console.print(told)
     console.print(checks_line(memory["checks"]))
     for problem in problems:
-        console.print(f"[red]{escape(problem)}[/]")
+        console.print(f"[red]{escape(printable(problem))}[/]")
     return 1 if problems else 0
 
 

@@ -8,8 +8,8 @@
   vacuum                   give the space of deleted sessions back to the disk
 
 `list`, `show` and `export` work beside a server; the others need the store
-for themselves, so stop the server first. The store is that of a server on the
-default port, unless --store names another.
+for themselves, so stop the server first. The store is that of `serve` with the
+same variables and --config, unless --store names another.
 
 examples:
   session-server sessions list
@@ -20,7 +20,6 @@ examples:
 from __future__ import annotations
 
 import argparse
-import os
 import sqlite3
 import sys
 import time
@@ -32,15 +31,11 @@ from typing import Final
 from msgspec import structs
 from rich.console import Console
 
-from session_server.config import Settings
 from session_server.core.errors import InvalidRequest
-from session_server.core.owner import ANONYMOUS
+from session_server.core.os_errors import in_words
+from session_server.core.owner import ANONYMOUS, owner_id_of, shown_owner
 from session_server.sessions.store.database import Database, StoreUnusable
-from session_server.sessions.store.places import (
-    KV_DIRECTORY,
-    default_directory,
-    found_directories,
-)
+from session_server.sessions.store.places import KV_DIRECTORY
 from session_server.sessions.store.records import (
     Damaged,
     LogEntry,
@@ -58,7 +53,8 @@ from session_server.sessions.store.session_file import (
     write_file,
 )
 from session_server.sessions.validation import check_session_id
-from session_server.terminal import make_table
+from session_server.store_place import add_config, find_store, made_store
+from session_server.terminal import make_table, printable
 
 _WORDS: Final = {
     "list": (0, 0, "no id"),
@@ -84,12 +80,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=_WORDS, metavar="ACTION", help=", ".join(_WORDS))
     parser.add_argument("words", nargs="*", default=[], metavar="ID", help="see above")
     group = parser.add_argument_group("sessions", "Choose the store, and whose sessions.")
-    told = "directory of the store; by default that of `serve` on its default port"
-    group.add_argument("--store", type=Path, metavar="DIR", help=told)
+    told = "directory of the store; by default that of `serve` with the same configuration"
+    group.add_argument("--store", metavar="DIR", help=told)
+    add_config(group)
     group.add_argument(
         "--owner",
-        help=f"name of the key whose sessions they are; {ANONYMOUS.owner_id} without keys. "
-        "By default everybody's, and for import that",
+        type=owner_id_of,
+        help=f"name of the key whose sessions they are, as `list` shows it; {ANONYMOUS.owner_id} "
+        "without keys. By default everybody's, and for import that",
     )
     group.add_argument("--id", dest="new_id", metavar="ID", help="import it under another id")
 
@@ -101,29 +99,13 @@ def run(args: argparse.Namespace) -> int:
         print(f"session-server sessions: {args.action} takes {needs}", file=sys.stderr)
         return 2
     try:
-        directory = _directory(args.store)
+        directory = made_store(find_store(args.store, args.config))
         with closing(Database(directory, is_read_only=args.action in _READS)) as database:
             _ACTIONS[args.action](database, args)
     except (*_ERRORS, OSError, ValueError) as error:
-        print(f"session-server sessions: {error}", file=sys.stderr)
+        print(f"session-server sessions: {printable(in_words(error))}", file=sys.stderr)
         return 1
     return 0
-
-
-def _directory(asked: Path | None) -> Path:
-    """Return the directory of the store."""
-    port = Settings().http.port
-    directory = asked or default_directory(os.environ, port)
-    if directory is None:
-        raise _Refused("there is no home directory with a store: pass --store DIR")
-    if (directory / Database.FILE).exists():
-        return directory
-    if asked is not None:
-        raise _Refused(f"{asked} is no store: `serve --store {asked}` makes one")
-    others = " or ".join(map(str, found_directories(os.environ)))
-    raise _Refused(
-        f"no server has run on port {port} and kept sessions: pass --store {others or 'DIR'}"
-    )
 
 
 def _list(database: Database, args: argparse.Namespace) -> None:
@@ -131,15 +113,17 @@ def _list(database: Database, args: argparse.Namespace) -> None:
     rows = (
         (
             row.session_id,
-            row.owner_id,
+            shown_owner(row.owner_id),
             f"{row.num_turns:,}",
             f"{row.num_tokens:,}",
             datetime.fromtimestamp(_created_s(row)).isoformat(" ", "minutes"),
             f"{(row.expires_s - now_s) / 60:,.0f} min" if row.expires_s > now_s else "expired",
+            "" if decode_settings(row.settings).num_own_uses is None else "Responses",
         )
         for row in database.walk(args.owner)
     )
-    table = make_table(("id", "owner", "turns", "tokens", "opened", "expires in"), rows)
+    columns = ("id", "owner", "turns", "tokens", "opened", "expires in", "opened by")
+    table = make_table(columns, rows)
     console = Console()
     if not console.is_terminal:
         console.width = _PIPED_COLUMNS
@@ -153,7 +137,7 @@ def _created_s(row: SessionRow) -> float:
 def _show(database: Database, args: argparse.Namespace) -> None:
     row = _find(database, args.words[0], args.owner)
     for item in file_of(row, _entries(database, row)).items:
-        print(f"{item.role}: {item.content}")
+        print(printable(f"{item.role}: {item.content}"))
 
 
 def _export(database: Database, args: argparse.Namespace) -> None:
@@ -238,7 +222,7 @@ def _find(database: Database, session_id: str, owner_id: str | None) -> SessionR
         case []:
             raise _Refused(f"no session has the id {session_id}, or one that begins so")
         case several:
-            owners = ", ".join(sorted({row.owner_id for row in several}))
+            owners = ", ".join(sorted({shown_owner(row.owner_id) for row in several}))
             raise _Refused(
                 f"{len(several)} sessions have an id that is or begins with {session_id}: give "
                 f"more of it, or an --owner of {owners}"

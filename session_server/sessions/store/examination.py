@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from session_server.core.owner import shown_owner
 from session_server.sessions.store.database import Database, StoreUnusable
 from session_server.sessions.store.lost_pages import log_of
 from session_server.sessions.store.places import KV_DIRECTORY, KV_REFUSED
@@ -142,7 +143,7 @@ def _sessions(database: Database, on_progress: OnProgress) -> StoreFinding:
         for row in rows:
             why = _fault_of(row, database)
             if why is not None:
-                damaged.append(f"{row.session_id} of {row.owner_id} ({why})")
+                damaged.append(f"{row.session_id} of {shown_owner(row.owner_id)} ({why})")
             num_tokens += row.num_tokens
             num_expired += row.expires_s < now_s
         num_sessions += len(rows)
@@ -162,7 +163,7 @@ def _records(database: Database, on_progress: OnProgress) -> StoreFinding:
             try:
                 _check_parts(database.parts(row.number))
             except Damaged as error:
-                damaged.append(f"{row.record_id} of {row.owner_id} ({error})")
+                damaged.append(f"{row.record_id} of {shown_owner(row.owner_id)} ({error})")
         on_progress(len(rows))
     found = ", ".join(f"{num_of[kind]:,} {kind}" for kind in sorted(num_of)) or "none"
     advice = "the others are served; take these from a backup, or have their clients delete them"
