@@ -106,7 +106,13 @@ class TierStore:
         """Return what was done so far, and what is held now."""
         disk_bytes = self.disk.num_bytes + self._unread.num_bytes
         counted = {name: getattr(self.counts, name) for name in TierCounts.__slots__}
-        return TierReport(**counted, host_bytes=self.host.num_bytes, disk_bytes=disk_bytes)
+        return TierReport(
+            **counted,
+            host_bytes=self.host.num_bytes,
+            disk_bytes=disk_bytes,
+            host_max_bytes=self.host.max_bytes,
+            disk_max_bytes=self.disk.max_bytes,
+        )
 
     def start(self) -> None:
         """Ask what the disk has from before."""
