@@ -56,7 +56,8 @@ class PinnedQuota:
             others = self._held[index] - own[index]
             if others + wanted[index] > quota:
                 raise PinQuotaExceeded(
-                    f"{wanted[index]} {pool} pages for a pinned session, {others} of {quota} held"
+                    f"this pinned session needs {wanted[index]} {pool} pages, and others hold "
+                    f"{others} of the {quota} that are kept for pinned ones"
                 )
         # One row must remain for sessions that are not pinned.
         if len(self._row_pages) - (session_id in self._row_pages) >= self._num_rows - 1:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import httpx
 from rich.console import Console
@@ -23,7 +23,10 @@ from rich.table import Column, Table
 from session_server.arguments import add_server, whole_number
 from session_server.client import key_header, server_address
 from session_server.core.events import ACCOUNTS
-from session_server.terminal import SERVER_FAILURES, make_table, print_failure
+from session_server.terminal import SERVER_FAILURES, make_table, print_failure, printable
+
+MAX_ASKED: Final = 200
+"""Sessions that the server is asked about, as many as it tells at once."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         console.print(told)
     console.print(checks_line(memory["checks"]))
     for problem in problems:
-        console.print(f"[red]{escape(problem)}[/]")
+        console.print(f"[red]{escape(printable(problem))}[/]")
     return 1 if problems else 0
 
 
@@ -132,12 +135,13 @@ def session_table(
 ) -> Table:
     """Tabulate sessions: what the engine holds next to what the server knows.
 
+    A session is called what its client calls it, where that is among those that were asked for.
     Published pages are in the tree, where others may share them; private ones are the session's.
     """
     known = {session["id"]: session for session in sessions}
     rows = (
         (
-            held["session_id"],
+            escape(known.get(held["session_id"], {}).get("session_id", held["session_id"])),
             held["state"].lower(),
             held["tokens"],
             held["committed_len"],
@@ -163,11 +167,7 @@ def _fetch(args: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any
         params = {"full": int(args.full), "trace": int(args.trace)}
         memory = client.get("/v1/admin/memory", params=params)
         memory.raise_for_status()
-        sessions = client.get("/v1/sessions", params={"limit": args.limit})
+        limit = min(max(args.limit, 1), MAX_ASKED)
+        sessions = client.get("/v1/admin/sessions", params={"limit": limit, "sort": "opened"})
         sessions.raise_for_status()
-    # What clients note of a session is theirs, and reports are sent to others.
-    shown = [
-        {name: value for name, value in session.items() if name != "metadata"}
-        for session in sessions.json()["data"]
-    ]
-    return memory.json(), shown
+    return memory.json(), sessions.json()["data"]

@@ -43,7 +43,7 @@ from session_server.client import (
 from session_server.core.sampling import MAX_OUTPUT_TOKENS
 from session_server.core.session_events import ChatInput, Message
 from session_server.local_server import LocalServer
-from session_server.terminal import SERVER_FAILURES, make_table, print_failure
+from session_server.terminal import SERVER_FAILURES, make_table, print_failure, printable
 
 T = TypeVar("T")
 
@@ -289,14 +289,14 @@ class _Chat:
             )
             result = self._wait(turn)
         except ClientError as error:
-            self._console.print(f"[red]{escape(str(error))}[/]")
+            self._console.print(f"[red]{escape(printable(str(error)))}[/]")
             if self._session.is_over:
                 self._console.print("[yellow]your next line starts a new session[/]")
             return
         self._turns.append(result)
         if result.error is not None:
             failure = f"{result.error.code}: {result.error.message}"
-            self._console.print(f"[red]{escape(failure)}[/]")
+            self._console.print(f"[red]{escape(printable(failure))}[/]")
         self._console.print(f"[dim]{describe(result)}[/]", highlight=False)
 
     def _reopen(self) -> None:
@@ -354,17 +354,21 @@ class _Chat:
         is_thinking = False
         async for event in turn:
             if isinstance(event, TurnText):
-                self._console.out(event.reasoning, style="dim", end="", highlight=False)
+                self._console.out(printable(event.reasoning), style="dim", end="", highlight=False)
                 if is_thinking and event.text:
                     self._console.print("\n")
                 is_thinking = bool(event.reasoning) or (is_thinking and not event.text)
-                self._console.out(event.text, end="", highlight=False)
+                self._console.out(printable(event.text), end="", highlight=False)
             elif isinstance(event, TurnReplaced):
-                self._console.out(f"\n(reconnected) {event.text}", end="", highlight=False)
+                self._console.out(
+                    f"\n(reconnected) {printable(event.text)}", end="", highlight=False
+                )
         self._console.print()
         result = await turn.result()
         for call in result.tool_calls:
-            self._console.print(f"[dim]calls {escape(call.name)}({escape(call.arguments)})[/]")
+            self._console.print(
+                f"[dim]calls {escape(printable(f'{call.name}({call.arguments})'))}[/]"
+            )
         return result
 
 

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from session_server.core.bounds import Bound
+from session_server.core.sizes import parse_size
 from session_server.demo import MODEL_DIR
 from session_server.engine.config import MemoryCheck
 from session_server.models.hub import resolve_model
@@ -33,6 +34,13 @@ _JOURNAL_IS_SHORT: Final = (
 _T = TypeVar("_T")
 
 MAX_URL_CHARS: Final = 2048
+
+MEMORY_TTL_S: Final = 900.0
+"""Idle time before a session that is in memory alone expires, if nobody says another."""
+
+STORED_TTL_S: Final = 86_400.0
+"""The same of one in a store: it may leave the memory, and a server that was stopped for a night
+goes on with it."""
 
 
 class EngineMode(StrEnum):
@@ -65,6 +73,13 @@ def _url(given: SecretStr | None) -> SecretStr | None:
     return given
 
 
+def _size(given: Any) -> Any:
+    """Read a size with a unit; what is none is left to be refused."""
+    size = parse_size(given) if isinstance(given, str) else None
+    return given if size is None else size
+
+
+_Bytes = Annotated[int, BeforeValidator(_size)]
 _Words = Annotated[tuple[str, ...], BeforeValidator(_words)]
 
 
@@ -137,7 +152,7 @@ class CacheOptions(_Section):
         0.0, "share of all pages kept for pinned sessions; contexts are shorter by it", ge=0, le=0.9
     )
     host_kv_bytes: Annotated[
-        int,
+        _Bytes,
         Bound("bytes", "the copies of whoever has most give way, those used longest ago first"),
     ] = _setting(
         1 << 30,
@@ -147,7 +162,7 @@ class CacheOptions(_Section):
         le=1 << 44,
     )
     disk_kv_bytes: Annotated[
-        int,
+        _Bytes,
         Bound("bytes", "the files of whoever has most give way, those used longest ago first"),
     ] = _setting(
         0,
@@ -199,13 +214,19 @@ class SessionOptions(_Section):
     """Limit sessions and how long they live."""
 
     ttl_s: Annotated[
-        float, Bound("seconds", "`session.closed` with reason `expired`, close code 4410")
-    ] = _setting(900.0, "idle time before a session expires, seconds", gt=0, le=30 * 86400)
+        float | None, Bound("seconds", "`session.closed` with reason `expired`, close code 4410")
+    ] = _setting(
+        None,
+        "idle time before a session expires, seconds, whether or not the server runs; by default "
+        f"{STORED_TTL_S:.0f} for those in --store and {MEMORY_TTL_S:.0f} for others",
+        gt=0,
+        le=30 * 86400,
+    )
     max_sessions: Annotated[int, Bound("sessions", "another one is refused: `server_busy`")] = (
         _setting(10_000, "maximum open sessions in memory", ge=1, le=1 << 20)
     )
     memory_bytes: Annotated[
-        int,
+        _Bytes,
         Bound(
             "bytes",
             "further sessions and turns are refused: `server_busy`, or `quota_exceeded` if the API"
@@ -221,7 +242,7 @@ class SessionOptions(_Section):
     max_queued_turns: Annotated[int, Bound("turns", "another one is refused: `session_busy`")] = (
         _setting(4, "maximum turns of one session that wait behind a running one", ge=0, le=1024)
     )
-    replay_bytes: Annotated[int, Bound("bytes", _JOURNAL_IS_SHORT)] = _setting(
+    replay_bytes: Annotated[_Bytes, Bound("bytes", _JOURNAL_IS_SHORT)] = _setting(
         1 << 20, "size of the journal kept per session for clients that resume", ge=4096, le=1 << 30
     )
     replay_ttl_s: Annotated[float, Bound("seconds", _JOURNAL_IS_SHORT)] = _setting(
@@ -238,6 +259,10 @@ class SessionOptions(_Section):
         "when a turn of a session in --store is told to have ended: once it is on disk (turn), or "
         "at once (relaxed)",
     )
+
+    def ttl_for(self, *, is_stored: bool) -> float:
+        """Return the idle time before a session expires whose client asks for none."""
+        return self.ttl_s or (STORED_TTL_S if is_stored else MEMORY_TTL_S)
 
 
 class HttpOptions(_Section):
@@ -292,7 +317,7 @@ class HttpOptions(_Section):
         (), "browser origin to allow besides this host and loopback; repeatable", max_length=64
     )
     max_message_bytes: Annotated[
-        int, Bound("bytes", "a larger body is a 413, a larger frame closes with 1009")
+        _Bytes, Bound("bytes", "a larger body is a 413, a larger frame closes with 1009")
     ] = _setting(1 << 20, "maximum size of a frame or request body", ge=1024, le=1 << 26)
     max_connections: Annotated[
         int,
@@ -318,7 +343,7 @@ class HttpOptions(_Section):
         le=1 << 20,
     )
     max_input_bytes: Annotated[
-        int, Bound("bytes", "the oldest unfinished one is refused: 503, or close code 1013")
+        _Bytes, Bound("bytes", "the oldest unfinished one is refused: 503, or close code 1013")
     ] = _setting(
         64 << 20,
         "maximum size of unfinished frames and request bodies, of all connections "

@@ -9,7 +9,8 @@ examples:
   session-server doctor
   session-server doctor --model-path PATH            check your own checkpoint
   session-server doctor --port 8000 --json | jq .ok
-  session-server doctor --store DIR            read all of a store
+  session-server doctor --store                 read all of the store of `serve`
+  session-server doctor --store DIR             read all of another one
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from rich.markup import escape
 from rich.table import Column
 
 from session_server.arguments import whole_number
-from session_server.config import ModelOptions, Settings
+from session_server.config import HttpOptions, ModelOptions, Settings
 from session_server.demo import MODEL_DIR
 from session_server.models.errors import ModelError
 from session_server.models.gguf.config import ARCHITECTURES
@@ -42,7 +43,11 @@ from session_server.models.registry import FAMILIES
 from session_server.progress import StepProgress
 from session_server.served_model import checked_directory, open_model
 from session_server.sessions.store.examination import examine
+from session_server.sessions.store.lock import StoreUnusable
+from session_server.store_place import add_config, find_store
 from session_server.terminal import make_table
+
+_PORT: Final = HttpOptions().port
 
 MIN_FREE_BYTES: Final = 1 << 30
 """Bytes that torch, a small model and its KV need together."""
@@ -93,11 +98,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--port",
         type=whole_number(0, 65_535),
         metavar="N",
-        default=30000,
-        help="port to listen on (default: %(default)s)",
+        help=f"port to listen on (default: {_PORT})",
     )
     store = parser.add_argument_group("store", "Examine a store, and nothing else.")
-    store.add_argument("--store", type=Path, metavar="DIR", help="directory of the store")
+    store.add_argument(
+        "--store",
+        nargs="?",
+        const="",
+        metavar="DIR",
+        help="directory of the store; without DIR that of `serve` with the same configuration",
+    )
+    add_config(store)
     output = parser.add_argument_group("output")
     output.add_argument(
         "--json", action="store_true", help="print one JSON object instead of a table"
@@ -107,10 +118,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run every check. Return 1 if a finding would keep the server from serving."""
     if args.store is not None:
-        findings = list(check_store(args.store))
+        findings = list(check_store(args.store, args.config, port=args.port))
     else:
         model_dir = Path(args.model_path) if args.model_path else MODEL_DIR
-        findings = list(run_checks(model_dir, args.host, args.port))
+        findings = list(run_checks(model_dir, args.host, _PORT if args.port is None else args.port))
     is_wrong = any(finding.verdict is CheckStatus.WRONG for finding in findings)
     console = Console()
     if args.json:
@@ -137,8 +148,14 @@ def run_checks(model_dir: Path, host: str, port: int) -> Iterator[Finding]:
     yield check_disk(shutil.disk_usage(model_dir if model_dir.is_dir() else Path.cwd()).free)
 
 
-def check_store(directory: Path) -> Iterator[Finding]:
-    """Examine a store, and show on stderr how far that is."""
+def check_store(asked: str, config: Path | None, *, port: int | None = None) -> Iterator[Finding]:
+    """Examine a store, that of a server where `asked` is empty, and show on stderr how far that
+    is."""
+    try:
+        directory = find_store(asked or None, config, port=port)
+    except (StoreUnusable, ValueError) as error:
+        yield Finding("store", CheckStatus.WRONG, str(error))
+        return
     with StepProgress(Console(stderr=True)) as progress:
         task = progress.add_task("sessions and records", total=None)
         for of in examine(directory, partial(progress.advance, task)):

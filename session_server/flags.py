@@ -16,6 +16,8 @@ from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 
 from session_server.config import Settings
+from session_server.core.bounds import Bound
+from session_server.core.sizes import SIZE_EXAMPLES, exact_size
 
 Place = tuple[str, str]
 """A setting's section and key."""
@@ -209,14 +211,21 @@ def _add_flag(group: argparse._ArgumentGroup, flag: Flag, defaults: BaseModel) -
             **options,
         )
         return
-    default = getattr(defaults, flag.field)
     if flag.field in _REPEATED:
         options["action"] = "append"
-    shown = "" if default in (None, ()) else f"default: {getattr(default, 'value', default)}"
+    shown = default_text(type(defaults).model_fields[flag.field])
+    shown = shown and f"default: {shown}"
     facts = "; ".join(filter(None, (shown, range_text(type(defaults).model_fields[flag.field]))))
     text = f"{description} ({facts})" if facts else description
     metavar = _choices(type(defaults), flag.field) or _metavar(type(defaults), flag.field)
     group.add_argument(*flag.names, metavar=metavar, help=text.replace("%", "%%"), **options)
+
+
+def default_text(field: FieldInfo) -> str:
+    """Describe the default of a setting; nothing where it has none."""
+    default = getattr(field.default, "value", field.default)
+    default = str(default).lower() if isinstance(default, bool) else default
+    return "" if default in (None, ()) else _number_text(field, default)
 
 
 def range_text(field: FieldInfo) -> str:
@@ -224,14 +233,24 @@ def range_text(field: FieldInfo) -> str:
 
     def bound(name: str) -> str:
         found = (getattr(item, name, None) for item in field.metadata)
-        return next((f"{value}" for value in found if value is not None), "")
+        return next((_number_text(field, value) for value in found if value is not None), "")
 
     low = bound("ge") or ("above " + bound("gt") if bound("gt") else "")
     high = bound("le") or ("below " + bound("lt") if bound("lt") else "")
     return f"{low} to {high}" if low and high else ""
 
 
+def _number_text(field: FieldInfo, value: Any) -> str:
+    return exact_size(value) if _is_size(field) else f"{value}"
+
+
+def _is_size(field: FieldInfo) -> bool:
+    return any(isinstance(item, Bound) and item.unit == "bytes" for item in field.metadata)
+
+
 def _metavar(part: type[BaseModel], field: str) -> str:
+    if _is_size(part.model_fields[field]):
+        return "SIZE"
     kinds = {part.model_fields[field].annotation, *get_args(part.model_fields[field].annotation)}
     return "N" if int in kinds else "X" if float in kinds else field.upper()
 
@@ -259,6 +278,7 @@ def _explain(error: ValidationError, given: Mapping[Place, Given]) -> str:
         limits = range_text(field)
         message = item["msg"].replace("Input should be", "expected")
         message = f"expected {limits}" if limits else message
+        message += f", in {SIZE_EXAMPLES}" if _is_size(field) else ""
         is_secret = SecretStr in get_args(field.annotation)
         shown = "" if is_secret else f", got {item['input']!r}"
         lines.append(f"{given[part, name].name}: {message}{shown}")

@@ -4,6 +4,7 @@ Without --model-path it serves the embedded model. Flags have SGLang's names; a
 flag of SGLang that has no effect here is accepted with a warning.
 Each is also a key of a TOML file (--config) and a variable such as
 SESSION_SERVER_HTTP__PORT; flags win over variables, variables over the file.
+A SIZE is bytes, or as 512MiB and 1GiB.
 docs/runbook.md has the names, docs/limits.md what happens at each limit.
 
 examples:

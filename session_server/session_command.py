@@ -12,8 +12,8 @@
 
 `list`, `show`, `export` and `backup` work beside a server, and take the
 beginning of an ID; the others need the store for themselves, so stop the
-server first. The store is that of a server on the default port, unless
---store names another.
+server first. The store is that of `serve` with the same variables and
+--config, unless --store names another.
 
 examples:
   session-server sessions list
@@ -24,7 +24,7 @@ examples:
 from __future__ import annotations
 
 import argparse
-import os
+import contextlib
 import sqlite3
 import sys
 import time
@@ -35,16 +35,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
-from session_server.config import Settings
 from session_server.core.errors import InvalidRequest
-from session_server.core.owner import ANONYMOUS
+from session_server.core.owner import ANONYMOUS, owner_id_of, shown_owner
 from session_server.sessions.store.database import Database
 from session_server.sessions.store.directories import new_file
 from session_server.sessions.store.disk_health import explain
 from session_server.sessions.store.lock import StoreUnusable
 from session_server.sessions.store.open_files import KV_DIRECTORY
 from session_server.sessions.store.pieces import encode_pieces
-from session_server.sessions.store.places import default_directory, found_directories
 from session_server.sessions.store.records import (
     Damaged,
     SessionRow,
@@ -61,6 +59,8 @@ from session_server.sessions.store.session_file import (
     write_file,
 )
 from session_server.sessions.validation import check_session_id
+from session_server.store_place import add_config, find_store, made_store
+from session_server.terminal import printable
 
 _WORDS: Final = {
     "list": (0, 0, "no id"),
@@ -78,7 +78,7 @@ _MAX_NAMED: Final = 8
 _LAST_CHARACTER: Final = "~"
 """Is behind every one that an id may have."""
 
-_COLUMNS: Final = "{:<36} {:<16} {:>7} {:>11} {:<16} {:>12}"
+_COLUMNS: Final = "{:<36} {:<16} {:>7} {:>11} {:<16} {:>12} {}"
 """Of a list. A longer id, or owner, moves what is behind it."""
 
 
@@ -94,12 +94,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=_WORDS, metavar="ACTION", help=", ".join(_WORDS))
     parser.add_argument("words", nargs="*", default=[], metavar="ID", help="see above")
     group = parser.add_argument_group("sessions", "Choose the store, and whose sessions.")
-    told = "directory of the store; by default that of `serve` on its default port"
-    group.add_argument("--store", type=Path, metavar="DIR", help=told)
+    told = "directory of the store; by default that of `serve` with the same configuration"
+    group.add_argument("--store", metavar="DIR", help=told)
+    add_config(group)
     group.add_argument(
         "--owner",
-        help=f"name of the key whose sessions they are; {ANONYMOUS.owner_id} without keys. "
-        "By default everybody's, and for import that",
+        type=owner_id_of,
+        help=f"name of the key whose sessions they are, as `list` shows it; {ANONYMOUS.owner_id} "
+        "without keys. By default everybody's, and for import that",
     )
     group.add_argument("--id", dest="new_id", metavar="ID", help="import it under another id")
 
@@ -112,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     directory = Path()
     try:
-        directory = _directory(args.store)
+        directory = made_store(find_store(args.store, args.config))
         _ACTIONS[args.action](directory, args)
     except BrokenPipeError:
         raise  # whoever reads what is printed has seen enough
@@ -120,31 +122,15 @@ def run(args: argparse.Namespace) -> int:
         told = str(error)
         if isinstance(error, sqlite3.Error):
             told = f"{directory}: {explain(error, directory)}"
-        elif isinstance(error, OSError) and error.filename is not None:
-            told = explain(error, Path(error.filename).absolute().parent)
-        print(f"session-server sessions: {told}", file=sys.stderr)
+        elif isinstance(error, OSError):
+            told = explain(error, Path(error.filename or ".").absolute().parent)
+        print(f"session-server sessions: {printable(told)}", file=sys.stderr)
         return 1
     return 0
 
 
-def _directory(asked: Path | None) -> Path:
-    """Return the directory of the store."""
-    port = Settings().http.port
-    directory = asked or default_directory(os.environ, port)
-    if directory is None:
-        raise _Refused("there is no home directory with a store: pass --store DIR")
-    if (directory / Database.FILE).exists():
-        return directory
-    if asked is not None:
-        raise _Refused(f"{asked} is no store: `serve --store {asked}` makes one")
-    others = " or ".join(map(str, found_directories(os.environ)))
-    raise _Refused(
-        f"no server has run on port {port} and kept sessions: pass --store {others or 'DIR'}"
-    )
-
-
 def _list(directory: Path, args: argparse.Namespace) -> None:
-    print(_COLUMNS.format("id", "owner", "turns", "tokens", "opened", "expires in").rstrip())
+    print(_COLUMNS.format("id", "owner", "turns", "tokens", "opened", "expires in", "opened by"))
     after, num_read = 0, LISTED_AT_ONCE
     while num_read == LISTED_AT_ONCE:
         with closing(Database(directory, is_read_only=True)) as database:
@@ -159,25 +145,26 @@ def _list(directory: Path, args: argparse.Namespace) -> None:
 
 def _line_of(row: SessionRow) -> str:
     left_s = row.expires_s - time.time()
-    try:
-        opened = datetime.fromtimestamp(decode_settings(row.settings).created_s)
-        when = opened.isoformat(" ", "minutes")
-    except Damaged:
-        when = "damaged"
+    when, opener = "damaged", ""
+    with contextlib.suppress(Damaged):
+        settings = decode_settings(row.settings)
+        when = datetime.fromtimestamp(settings.created_s).isoformat(" ", "minutes")
+        opener = "" if settings.num_own_uses is None else "Responses"
     line = _COLUMNS.format(
         row.session_id,
-        row.owner_id,
+        shown_owner(row.owner_id),
         f"{row.num_turns:,}",
         f"{row.num_tokens:,}",
         when,
         f"{left_s / 60:,.0f} min" if left_s > 0 else "expired",
+        opener,
     )
-    return f"{line}\n"
+    return f"{line.rstrip()}\n"
 
 
 def _show(directory: Path, args: argparse.Namespace) -> None:
     for item in _read(directory, args.words[0], args.owner).items:
-        print(f"{item.role}: {item.content}")
+        print(printable(f"{item.role}: {item.content}"))
 
 
 def _export(directory: Path, args: argparse.Namespace) -> None:
@@ -308,4 +295,4 @@ def _only(rows: Sequence[SessionRow], session_id: str) -> SessionRow:
 
 def _names(rows: Sequence[SessionRow]) -> str:
     more = ", ..." if len(rows) == _MAX_NAMED else ""
-    return ", ".join(f"{row.session_id} of {row.owner_id}" for row in rows) + more
+    return ", ".join(f"{row.session_id} of {shown_owner(row.owner_id)}" for row in rows) + more

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from http import HTTPStatus
@@ -20,8 +21,16 @@ from session_server.local_server import ServerFailed
 SERVER_FAILURES: Final = (ServerFailed, ClientError, httpx.HTTPError)
 """Errors that `print_failure` explains."""
 
+_OBEYED: Final = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
 NOT_HTTP: Final = "did not receive a valid HTTP response"
 """What websockets says of a peer that speaks something else, such as TLS."""
+
+
+def printable(text: str) -> str:
+    """Return a text of others without what a terminal would obey: control characters and marks
+    that turn the direction of writing are shown as escapes, but for newlines and tabs."""
+    return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def make_table(
@@ -33,7 +42,7 @@ def make_table(
         *all_columns, title=title or None, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
     )
     for row in rows:
-        table.add_row(*map(str, row))
+        table.add_row(*(printable(str(cell)) for cell in row))
     return table
 
 
@@ -60,7 +69,7 @@ def print_failure(
             text = f"{response.status_code}: {response.json()['error']['message']}"
     elif isinstance(error, httpx.HTTPError):
         text = f"no answer from {error.request.url}: {error}"
-    console.print(f"[red]{prefix}{escape(text)}[/]", soft_wrap=True)
+    console.print(f"[red]{prefix}{escape(printable(text))}[/]", soft_wrap=True)
     if is_refused:
         what = "does not know the key of" if key else "requires an API key: pass"
         console.print(f"this server {what} --api-key or {KEY_VARIABLE}", soft_wrap=True)

@@ -435,7 +435,7 @@ async def _open_store(
             raise
         _logger.warning("sessions end with this server, because they cannot be kept: %s", error)
         return None
-    _logger.info("sessions are kept in %s, where there are %d", directory, store.num_sessions)
+    _logger.info("sessions are kept in %s, where there are %s", directory, store.census())
     return store
 
 
@@ -451,7 +451,8 @@ def make_manager(
         text,
         salts=TenantSalts(secret, share_prefixes=settings.cache.share_prefixes),
         limits=SessionLimits(
-            default_ttl_s=sessions.ttl_s,
+            default_ttl_s=sessions.ttl_for(is_stored=False),
+            stored_ttl_s=sessions.ttl_for(is_stored=store is not None),
             max_queued_turns=sessions.max_queued_turns,
             allows_pinned=settings.cache.pinned_fraction > 0,
             journal=JournalLimits(max_bytes=sessions.replay_bytes, max_age_s=sessions.replay_ttl_s),

@@ -48,7 +48,7 @@ MAY_READ_ENVIRONMENT = {
     "environment.py",
     "local_server.py",
     "serve.py",
-    "session_command.py",
+    "store_place.py",
     "wiring.py",
 }
 

@@ -85,11 +85,32 @@ def test_a_value_out_of_bounds_names_its_flag(name: str, value: str) -> None:
         ("--page-size", "0", "--page-size: expected 1 to 256, got '0'"),
         ("--page-size", "x", "--page-size: expected 1 to 256, got 'x'"),
         ("--dtype", "int3", "--dtype: expected 'auto'"),
+        (
+            "--host-kv-bytes",
+            "1 PiB",
+            "--host-kv-bytes: expected 0 to 16TiB, in bytes, or a size as 512MiB or 1GiB, "
+            "got '1 PiB'",
+        ),
+        ("--replay-bytes", "1KiB", "--replay-bytes: expected 4KiB to 1GiB, in bytes"),
     ],
 )
 def test_a_value_out_of_bounds_is_told_the_bounds(name: str, value: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         flags.read_settings(parse(name, value))
+
+
+def test_every_size_is_written_as_people_do() -> None:
+    sizes = [flag for flag in flags.FLAGS if flag.field.endswith("_bytes")]
+    assert len(sizes) == 6
+    for flag in sizes:
+        for text, num_bytes in {"64MiB": 1 << 26, "67108864": 1 << 26, "0.0625 G": 1 << 26}.items():
+            settings = flags.read_settings(parse(flag.names[0], text))
+            assert getattr(getattr(settings, flag.part), flag.field) == num_bytes
+    parser = argparse.ArgumentParser()
+    flags.add_arguments(parser)
+    told = " ".join(parser.format_help().split())
+    assert "--host-kv-bytes SIZE" in told
+    assert "(default: 1GiB; 0 to 16TiB)" in told
 
 
 def test_a_flag_that_means_nothing_here_is_accepted_and_named() -> None:

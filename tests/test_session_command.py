@@ -18,9 +18,11 @@ from msgspec import structs
 from session_server import cli
 from session_server.config import Settings
 from session_server.core.errors import SessionNotFound
+from session_server.core.owner import ANONYMOUS
 from session_server.sessions.store.database import Database
 from session_server.sessions.store.lock import StoreIsBusy, StoreUnusable
 from session_server.sessions.store.session_file import MAX_TTL_S
+from session_server.web.key_file import grants_of
 from tests.sessions.test_stored_sessions import Disk, state_of
 from tests.sessions.world import OWNER, completed, turn
 
@@ -49,7 +51,7 @@ def name(disk: Disk) -> str:
         items = world.manager.snapshot(OWNER, name).items
         world.manager.edits.rewind(OWNER, name, items[3].id)
         world.run(name, turn("other", "another question"))
-        world.create(owner="stranger", is_stored=True)
+        world.create(owner="name:stranger", is_stored=True)
     return name
 
 
@@ -320,6 +322,86 @@ def test_one_with_damaged_settings_is_listed_and_deleted_with_the_others(
     (line,) = (line for line in table.splitlines() if name in line)
     assert (status, "damaged" in line, len(table.splitlines())) == (0, True, 3)
     assert sessions(capsys, disk.directory, "delete", name)[0] == 0
+
+
+def test_the_store_is_found_as_serve_finds_it(
+    disk: Disk, name: str, *, capsys: Shown, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SESSION_SERVER_SESSIONS__STORE", str(disk.directory))
+    assert cli.main(["sessions", "list"]) == 0
+    assert name in capsys.readouterr().out
+    assert cli.main(["doctor", "--json", "--store"]) == 0
+    assert str(disk.directory) in capsys.readouterr().out
+    monkeypatch.delenv("SESSION_SERVER_SESSIONS__STORE")
+    file = tmp_path / "server.toml"
+    file.write_text(f"[sessions]\nstore = '{disk.directory}'\n")
+    assert cli.main(["sessions", "list", "--config", str(file)]) == 0
+    assert name in capsys.readouterr().out
+    assert cli.main(["doctor", "--store", "--config", str(file), "--json"]) == 0
+    assert str(disk.directory) in capsys.readouterr().out
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    stores = tmp_path / "session-server"
+    stores.mkdir()
+    disk.directory.rename(stores / "port-21750")
+    monkeypatch.setenv("SESSION_SERVER_HTTP__PORT", "21750")
+    assert cli.main(["sessions", "list"]) == 0
+    assert name in capsys.readouterr().out
+    monkeypatch.setenv("SESSION_SERVER_HTTP__PORT", "x")
+    assert cli.main(["sessions", "list"]) == 1
+    assert "SESSION_SERVER_HTTP__PORT: expected" in capsys.readouterr().err
+
+
+def test_no_store_at_all_is_told(capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli.main(["sessions", "list", "--store", "none"]) == 1
+    told = "the store is none, which keeps no sessions: pass --store DIR"
+    assert capsys.readouterr().err == f"session-server sessions: {told}\n"
+    monkeypatch.setenv("SESSION_SERVER_SESSIONS__STORE", "none")
+    assert cli.main(["doctor", "--store", "--json"]) == 1
+    assert told in capsys.readouterr().out
+
+
+def test_an_owner_is_the_name_of_a_key(
+    disk: Disk, name: str, *, capsys: Shown, tmp_path: Path
+) -> None:
+    path = tmp_path / "talk.json"
+    assert sessions(capsys, disk.directory, "export", name, str(path), "--owner", "owner")[0] == 0
+    assert sessions(capsys, disk.directory, "import", str(path), "--owner", "alice")[0] == 0
+    assert sessions(capsys, disk.directory, "import", str(path))[0] == 0
+    grants = grants_of("alice sha256:" + "0" * 64, "a file")
+    with closing(Database(disk.directory, is_read_only=True)) as database:
+        for owner_id in (grants["0" * 64].owner_id, ANONYMOUS.owner_id):
+            assert database.find(owner_id, name) is not None
+    _, table, _ = sessions(capsys, disk.directory, "list")
+    owners = {line.split()[1] for line in table.splitlines() if name in line}
+    assert owners == {"owner", "alice", "anonymous"}
+    for owner in owners:
+        _, mine, _ = sessions(capsys, disk.directory, "list", "--owner", owner)
+        assert [line.split()[1] for line in mine.splitlines() if "s_" in line] == [owner]
+    assert sessions(capsys, disk.directory, "delete", name, "--owner", "alice")[0] == 0
+
+
+def test_what_the_system_refuses_is_told_in_words(
+    disk: Disk, name: str, *, capsys: Shown, tmp_path: Path
+) -> None:
+    path = tmp_path / "talk.json"
+    path.touch()
+    for words, told in (
+        (("export", name, str(path)), f"{path}: file exists"),
+        (("import", str(tmp_path / "no")), f"{tmp_path / 'no'}: no such file or directory"),
+    ):
+        status, _, error = sessions(capsys, disk.directory, *words)
+        assert (status, error) == (1, f"session-server sessions: {told}\n")
+
+
+def test_what_a_client_said_cannot_command_the_terminal_that_shows_it(
+    disk: Disk, capsys: Shown
+) -> None:
+    with disk.world() as world:
+        name = world.create(is_stored=True)
+        world.run(name, turn("t", "a\x1b]0;title\x07\x9b2J\r\u202eb\tc\nd"))
+    status, said, _ = sessions(capsys, disk.directory, "show", name)
+    assert status == 0
+    assert said.startswith("user: a\\x1b]0;title\\x07\\x9b2J\\r\\u202eb\tc\nd\n")
 
 
 @pytest.mark.parametrize(

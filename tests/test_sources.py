@@ -73,6 +73,15 @@ def test_every_setting_but_the_key_has_a_variable_of_its_own(place: tuple[str, s
     assert dict(_from_environment({name: "5"})) == {place: Given("5", name, name)}
 
 
+def test_a_file_and_a_variable_take_sizes_as_flags_do(file: Path) -> None:
+    assert read(SESSION_SERVER_CACHE__HOST_KV_BYTES="2GiB").settings.cache.host_kv_bytes == 2 << 30
+    for text in ("'512MiB'", str(512 << 20)):
+        found = read(file, f"[cache]\ndisk_kv_bytes = {text}\n").settings
+        assert found.cache.disk_kv_bytes == 512 << 20
+    with pytest.raises(ValueError, match=re.escape("expected 0 to 1024TiB, in bytes, or a size")):
+        read(file, "[cache]\ndisk_kv_bytes = 'much'\n")
+
+
 def test_names_of_hosts_are_separated_by_commas_in_a_variable(file: Path) -> None:
     hosts = read(SESSION_SERVER_HTTP__ALLOWED_HOSTS="a.example, b.example").settings.http
     assert hosts.allowed_hosts == ("a.example", "b.example")

@@ -14,6 +14,7 @@ import pytest
 from session_server import cli
 from session_server.sessions.store import examination
 from session_server.sessions.store.database import Database
+from session_server.sessions.store.places import KV_DIRECTORY, KV_REFUSED
 from tests.sessions.test_store import LOSSES, contents, spoil
 from tests.sessions.test_stored_dialects import desk, restore_version_1
 from tests.sessions.test_stored_sessions import Disk
@@ -182,6 +183,26 @@ def test_files_are_examined_before_what_is_in_them(
     assert found[topic][0] == verdict
     assert words in found[topic][1]
     assert status == (verdict == "wrong")
+
+
+def test_what_takes_room_is_told_apart_beside_a_server_too(store: Path, capsys: Shown) -> None:
+    kv = store / KV_DIRECTORY
+    (kv / KV_REFUSED).mkdir(parents=True, mode=0o700)
+    kv.chmod(0o700)
+    for name in ("a", "b"):
+        (kv / name).write_bytes(bytes(1500))
+    server = Database(store)
+    change(store, "UPDATE sessions SET num_uses = 7")
+    size, log = (os.path.getsize(store / f"{Database.FILE}{end}") for end in ("", "-wal"))
+    assert log > 0
+    _, found = examined(store, capsys)
+    assert found["files"][1].startswith(
+        f"in {store}: database {size:,} bytes, its log {log:,}, 2 others "
+    )
+    assert found["kv"][1] == "2 files, 3,000 bytes"
+    (kv / KV_REFUSED / "c").write_bytes(bytes(7))
+    assert examined(store, capsys)[1]["kv"][1] == "2 files, 3,000 bytes; 1 refused, 7 bytes"
+    server.close()
 
 
 def test_a_disk_that_is_nearly_full_is_a_warning(

@@ -320,7 +320,7 @@ class TierReport(msgspec.Struct, frozen=True, gc=False):
         refused_files: files that were not what they should be.
         failed_copies: copies that memory or the disk did not do.
         dropped_segments: copies that gave way to others, or were of no use any more.
-        host_bytes, disk_bytes: held now.
+        host_bytes, disk_bytes: held now; `host_max_bytes`, `disk_max_bytes`: at most.
     """
 
     spilled_tokens: int = 0
@@ -337,6 +337,8 @@ class TierReport(msgspec.Struct, frozen=True, gc=False):
     dropped_segments: int = 0
     host_bytes: int = 0
     disk_bytes: int = 0
+    host_max_bytes: int = 0
+    disk_max_bytes: int = 0
 
 
 class MemoryReported(Event, frozen=True, tag=True, kw_only=True):

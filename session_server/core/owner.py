@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, fields
 from typing import Final
 
@@ -79,6 +80,28 @@ class Owner:
 
 ANONYMOUS: Final = Owner("anonymous", is_admin=True, sees_metrics=True)
 """The owner of all requests where no key is required."""
+
+_NAMED: Final = "name:"
+_DIGEST: Final = re.compile("[0-9a-f]{64}")
+
+
+def named_owner_id(name: str) -> str:
+    """Return the id of the owner of the keys of a name."""
+    return _NAMED + name
+
+
+def owner_id_of(given: str) -> str:
+    """Return the id of the owner that an operator names: by the name of a key, the digest of a key
+    without one, or "anonymous". What `shown_owner` returns leads back to its owner."""
+    is_id = given == ANONYMOUS.owner_id or given.startswith(_NAMED) or _DIGEST.fullmatch(given)
+    return given if is_id else named_owner_id(given)
+
+
+def shown_owner(owner_id: str) -> str:
+    """Return how an operator names an owner."""
+    name = owner_id.removeprefix(_NAMED)
+    return name if owner_id_of(name) == owner_id else owner_id
+
 
 KEY_VARIABLE: Final = "SESSION_SERVER_API_KEY"
 """Environment variable with a key: clients send it, and `serve` requires it."""

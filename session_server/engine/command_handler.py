@@ -33,7 +33,6 @@ from session_server.core.errors import (
     ContextTooLong,
     InternalInconsistency,
     InvalidRequest,
-    QuotaExceeded,
     ServerBusy,
     SessionBusy,
     SessionExists,
@@ -52,7 +51,7 @@ from session_server.core.events import (
 from session_server.engine.context import EngineContext
 from session_server.engine.guard import MemoryGuard
 from session_server.engine.input_drafts import InputDrafts
-from session_server.engine.scheduler import Scheduler
+from session_server.engine.scheduler import Scheduler, pin_refusal
 from session_server.engine.settle import Settler
 from session_server.engine.turn import Turn, TurnClock, TurnState
 
@@ -136,7 +135,7 @@ class CommandHandler:
                     tenant_weight=command.tenant_weight,
                 )
             except PinQuotaExceeded as refusal:
-                error = QuotaExceeded(str(refusal))
+                error = pin_refusal(refusal)
         if error is not None:
             code = wire_error(error).code
             self._outbox.emit(

@@ -49,6 +49,12 @@ class Applied:
         return self.waits_for_copy and not has_changed
 
 
+def pin_refusal(error: PinQuotaExceeded) -> QuotaExceeded:
+    """Return what a client is told whose session cannot be pinned as it is."""
+    advice = "unpin or close one, or have the operator raise --pinned-fraction"
+    return QuotaExceeded(f"{error}: {advice}")
+
+
 class Scheduler:
     """Hold every live turn: `compiling`, then in one of two queues, both in `Turn.order`.
 
@@ -225,7 +231,7 @@ class Scheduler:
             self._counters.shortfalls += 1
             return False
         except PinQuotaExceeded as error:
-            applied.refused.append((turn, QuotaExceeded(str(error))))
+            applied.refused.append((turn, pin_refusal(error)))
             return False
         self._outbox.write(loan.table_writes)
         self._tiers.note_turn(request.session_id)

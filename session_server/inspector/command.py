@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import re
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, replace
@@ -32,6 +31,7 @@ from rich.table import Column, Table
 
 from session_server import flags
 from session_server.config import Settings
+from session_server.core.sizes import SIZE_EXAMPLES, parse_size
 from session_server.engine_wiring import plan_service, runner_options
 from session_server.inspector.report import (
     LayerFigures,
@@ -70,12 +70,6 @@ MAX_LENGTH: Final = 1 << 31
 
 MAX_SHOWN_RUNS: Final = 3
 """Ranges of layers that are listed; of more, the first two and the last."""
-
-_UNITS: Final = {"": 1, "B": 1} | {
-    f"{prefix}{unit}": size**power
-    for unit, size in (("iB", 1024), ("B", 1000), ("", 1024))
-    for power, prefix in enumerate("KMGT", start=1)
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -258,7 +252,7 @@ def _lengths(text: str) -> tuple[int, ...]:
 
 
 def _num_bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?) ?([KMGT](?:i?B)?|B?)", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"a size as 16GiB or 500MB, got {text!r}")
-    return int(float(match[1]) * _UNITS[match[2]])
+    num_bytes = parse_size(text)
+    if num_bytes is None:
+        raise argparse.ArgumentTypeError(f"expected {SIZE_EXAMPLES}, got {text!r}")
+    return num_bytes

@@ -44,7 +44,7 @@ class SessionMaker:
             raise UnsupportedOperation("this model has no chat template", param="messages")
         ttl_s, key = request.ttl_s, request.idempotency_key
         settings = SessionConfig(
-            ttl_s=self.limits.default_ttl_s if ttl_s is None else ttl_s,
+            ttl_s=self.limits.ttl_s(is_stored=request.is_stored) if ttl_s is None else ttl_s,
             metadata=dict(request.metadata),
             is_pinned=request.pinned,
             is_single_turn=request.single_turn,

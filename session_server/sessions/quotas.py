@@ -43,10 +43,11 @@ class SessionLimits:
     `max_queued_turns` wait behind a running turn. Inputs above `inline_input_chars` are tokenized
     off the event loop, for at most `tokenize_deadline_s`, after waiting at most `tokenize_wait_s`
     for their owner's turn. `allows_pinned`: whether the server keeps
-    KV memory for pinned sessions.
+    KV memory for pinned sessions. `stored_ttl_s`: of sessions on disk, None: as of all others.
     """
 
     default_ttl_s: float = 900.0
+    stored_ttl_s: float | None = None
     max_ttl_s: float = 7 * 86_400.0
     max_queued_turns: int = 4
     max_input_chars: int = 4 << 20
@@ -60,6 +61,12 @@ class SessionLimits:
     tokenize_wait_s: float = 60.0
     allows_pinned: bool = True
     journal: JournalLimits = field(default_factory=JournalLimits)
+
+    def ttl_s(self, *, is_stored: bool) -> float:
+        """Return how long an idle session lives whose client does not say."""
+        if is_stored and self.stored_ttl_s is not None:
+            return self.stored_ttl_s
+        return self.default_ttl_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Final
 
-from session_server.core.owner import NO_LIMITS, TenantLimits
+from session_server.core.owner import NO_LIMITS, TenantLimits, named_owner_id
 from session_server.protocol.messages import MAX_PRIORITY
 
 MAX_KEY_CHARS: Final = 512
@@ -201,7 +201,7 @@ def _line_of(words: list[str], number: int, place: str) -> KeyLine:
         _logger.warning("%s: a short key; or is it a name, and its key is missing?", place)
     digest = digest_in(key, place)
     name = names[0] if names else None
-    grant = _with_options(Grant(f"name:{name}" if name else digest), options, place)
+    grant = _with_options(Grant(named_owner_id(name) if name else digest), options, place)
     return KeyLine(number, name, digest, written, grant)
 
 

@@ -2,7 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from session_server.core.owner import Owner
+from session_server.core.owner import (
+    ANONYMOUS,
+    Owner,
+    named_owner_id,
+    owner_id_of,
+    shown_owner,
+)
+
+_DIGEST = "0123456789abcdef" * 4
 
 
 def test_owners_of_one_id_are_one_whatever_they_are_granted() -> None:
@@ -23,3 +31,18 @@ def test_an_owner_is_granted_what_an_equal_one_is() -> None:
 def test_a_share_is_a_part_of_the_whole(share: float) -> None:
     with pytest.raises(ValueError, match="share"):
         Owner("a", share=share)
+
+
+@pytest.mark.parametrize(
+    ("owner_id", "shown"),
+    [
+        (named_owner_id("alice"), "alice"),
+        (ANONYMOUS.owner_id, "anonymous"),
+        (_DIGEST, _DIGEST),
+        (named_owner_id("anonymous"), "name:anonymous"),
+        (named_owner_id(_DIGEST), f"name:{_DIGEST}"),
+    ],
+)
+def test_an_owner_is_shown_as_it_is_asked_for(owner_id: str, shown: str) -> None:
+    assert shown_owner(owner_id) == shown
+    assert owner_id_of(shown) == owner_id

@@ -304,6 +304,13 @@ REQUESTS = (
         "`tokenize_failed`; arguments go to the template as text",
     ),
     _constant("sessions.quotas:SessionLimits.max_ttl_s", "`ttl_s`", "s", _400),
+    _constant(
+        "config:MEMORY_TTL_S",
+        "idle time of a session in memory alone, without a `ttl_s` or `--session-ttl`",
+        "s",
+        "`session.closed` with reason `expired`",
+    ),
+    _constant("config:STORED_TTL_S", "the same of one in a store", "s", "the same"),
     _constant("sessions.quotas:SessionLimits.max_metadata", "`metadata`", "entries", _400),
     _constant("sessions.validation:_MAX_KEY_CHARS", "a key of `metadata`", "characters", _400),
     _constant("sessions.validation:_MAX_VALUE_CHARS", "a value of `metadata`", "characters", _400),

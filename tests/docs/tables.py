@@ -7,7 +7,13 @@ from collections.abc import Callable, Iterator
 
 from session_server.config import Settings
 from session_server.core.errors import INTERNAL_ERROR, WIRE_ERRORS
-from session_server.flags import FLAGS, IGNORED_SWITCHES, IGNORED_VALUES, range_text
+from session_server.flags import (
+    FLAGS,
+    IGNORED_SWITCHES,
+    IGNORED_VALUES,
+    default_text,
+    range_text,
+)
 from session_server.foreign_flags import RENAMED_FLAGS, UNSUPPORTED_FLAGS
 from session_server.metrics.prometheus import ServerMetrics
 from session_server.sources import variable_of
@@ -51,10 +57,8 @@ def flag_table() -> str:
             part = Settings.model_fields[flag.part].default
             field = type(part).model_fields[flag.field]
             names = ", ".join(f"`{name}`" for name in flag.names)
-            default = getattr(part, flag.field)
-            default = getattr(default, "value", default)
-            default = str(default).lower() if isinstance(default, bool) else default
-            shown = "" if default in (None, ()) else f"`{default}`"
+            default = default_text(field)
+            shown = default and f"`{default}`"
             description = field.description
             if flag.constant is not None:
                 does = "do not " if flag.constant is False else ""

@@ -257,6 +257,10 @@ def test_pinning_beyond_the_quota_is_refused() -> None:
     refusal = bench.events[-1]
     assert isinstance(refusal, SessionRefused)
     assert (refusal.session_id, refusal.code) == ("too big", "quota_exceeded")
+    assert refusal.message == (
+        "this pinned session needs 3 full pages, and others hold 0 of the 2 that are kept for "
+        "pinned ones: unpin or close one, or have the operator raise --pinned-fraction"
+    )
     bench.run(bench.submit_command(SessionId("fits"), "t", (1, 2), base_len=8))
     assert bench.failed("t").code == "quota_exceeded"
     bench.run(bench.submit_command(SessionId("fits"), "u", (), base_len=8, max_tokens=1))

@@ -16,6 +16,7 @@ from session_server.core.commands import (
     Shutdown,
     WarmSession,
 )
+from session_server.core.events import EngineStats
 from session_server.core.tier_orders import CopyIn, FindFiles
 from session_server.engine.config import MemoryCheck
 from session_server.engine.tiers.store import TierCounts
@@ -119,6 +120,22 @@ def test_books_of_copies_that_are_wrong_are_found_and_everything_outside_is_drop
     assert "host memory" in watch.texts[0]
     assert len(store.tree) == 0
     assert second_turns(bench, histories) < 4 * PROMPT_LEN
+
+
+def test_what_is_on_disk_is_reported_once_it_is_known() -> None:
+    sizes = Sizes(num_pages=80, host_kv_bytes=MIB, disk_kv_bytes=MIB)
+    first = Bench(sizes)
+    first_turns(first, 1)
+    first.run(Shutdown())
+    bench = Bench(sizes)
+    carrier = bench.hand.carrier
+    assert carrier is not None
+    assert first.hand.carrier is not None
+    carrier.disk = first.hand.carrier.disk
+    bench.run()
+    reports = [event.tiers for event in bench.events if isinstance(event, EngineStats)]
+    assert reports[-1].disk_bytes > 0
+    assert (reports[-1].host_max_bytes, reports[-1].disk_max_bytes) == (MIB, MIB)
 
 
 def test_a_copy_found_on_disk_waits_for_forwards_launched_meanwhile() -> None:

@@ -31,6 +31,10 @@ MAY_SHOW_THE_TIME = {
         "when the server began: sessions on disk expire by it, whatever it says later"
     ),
     ("session_server/session_command.py", "_line_of"): "what is left of a session's time",
+    (
+        "session_server/sessions/store/examination.py",
+        "_sessions",
+    ): "how many sessions of a store have expired",
     ("session_server/session_command.py", "_import"): "when a session was imported",
     ("session_server/sessions/response_turns.py", "_measure"): "the template's date, in a count",
     (

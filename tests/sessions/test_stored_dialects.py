@@ -152,6 +152,9 @@ def restore_version_1(directory: Path) -> None:
     packed = Path(__file__).with_name("version_1.sqlite3.gz.b64").read_text("ascii")
     directory.mkdir(mode=0o700)
     (directory / Database.FILE).write_bytes(gzip.decompress(base64.b64decode(packed)))
+    with closing(sqlite3.connect(directory / Database.FILE)) as database, database:
+        query = "UPDATE sessions SET owner = ? WHERE owner = 'owner'"
+        assert database.execute(query, (OWNER.owner_id,)).rowcount == 1
 
 
 def test_a_store_of_version_1_is_brought_to_this_one(disk: Disk) -> None:

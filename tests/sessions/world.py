@@ -38,7 +38,7 @@ from tests.text.tiny_models import write_model
 
 T = TypeVar("T")
 EngineT = TypeVar("EngineT", bound=EngineClient)
-OWNER = Owner("owner")
+OWNER = Owner("name:owner")
 
 
 @lru_cache(maxsize=8)

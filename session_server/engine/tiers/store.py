@@ -123,8 +123,13 @@ class TierStore:
     def report(self) -> TierReport:
         """Return what was done so far, and what is held now."""
         counted = {name: getattr(self.counts, name) for name in TierCounts.__slots__}
-        sizes = {"host_bytes": self.host.num_bytes, "disk_bytes": self.disk.num_bytes}
-        return TierReport(**counted, **sizes)
+        return TierReport(
+            **counted,
+            host_bytes=self.host.num_bytes,
+            disk_bytes=self.disk.num_bytes,
+            host_max_bytes=self.host.max_bytes,
+            disk_max_bytes=self.disk.max_bytes,
+        )
 
     def start(self) -> None:
         """Ask what the disk has from before."""

@@ -464,6 +464,15 @@ class Database:
         num_sessions, last = self._reader.execute(query).fetchone()
         return int(num_sessions), int(last)
 
+    def census(self, now_s: float) -> tuple[int, int]:
+        """Return how many sessions are open, and how many have expired, without retired ones."""
+        query = (
+            "SELECT count(*) FILTER (WHERE expires >= :now_s),"
+            " count(*) FILTER (WHERE expires < :now_s) FROM sessions WHERE expires > 0"
+        )
+        num_open, num_expired = self._reader.execute(query, {"now_s": now_s}).fetchone()
+        return int(num_open), int(num_expired)
+
     def records(self) -> list[RecordRow]:
         """Return all records, that first which was not written for longest."""
         return self._record_rows("ORDER BY used")

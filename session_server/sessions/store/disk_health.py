@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from session_server.core.os_errors import in_words
+
 _logger: Final = logging.getLogger("session_server.store")
 
 QUIET_S: Final = 60.0
@@ -33,15 +35,15 @@ def explain(error: Exception, directory: Path) -> str:
     code = getattr(error, "sqlite_errorcode", 0) & _PRIMARY
     is_full = code == sqlite3.SQLITE_FULL or getattr(error, "errno", None) in _NO_ROOM
     if not is_full and code not in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN):
-        return str(error)
+        return in_words(error)
     try:
         free_bytes = shutil.disk_usage(directory).free
     except OSError:
-        return str(error)
+        return in_words(error)
     is_full |= free_bytes < _FULL_BYTES
     said = "" if "full" in str(error) or not is_full else "; the disk is full"
     advice = "make room" if is_full else "a quota may be full, or the device fails"
-    return f"{error}{said} ({free_bytes:,} bytes free): {advice}"
+    return f"{in_words(error)}{said} ({free_bytes:,} bytes free): {advice}"
 
 
 class DiskHealth:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 import sqlite3
 import stat
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from session_server.core.owner import shown_owner
 from session_server.sessions.store.database import Database
 from session_server.sessions.store.lock import StoreUnusable
+from session_server.sessions.store.log_frames import log_of
+from session_server.sessions.store.open_files import KV_DIRECTORY, KV_REFUSED
 from session_server.sessions.store.records import Damaged, Parts, SessionRow, check_part
 from session_server.sessions.store.schema import SCHEMA_VERSION
 from session_server.sessions.store.session_file import file_of
@@ -46,6 +52,7 @@ def examine(directory: Path, on_progress: OnProgress) -> Iterator[StoreFinding]:
     """Yield what is found of a store, beside a server that has it open or without one. A store that
     cannot be read is a finding too."""
     yield _files(directory)
+    yield from _kv(directory)
     try:
         database = Database(directory, is_read_only=True)
     except StoreUnusable as error:
@@ -71,8 +78,34 @@ def _files(directory: Path) -> StoreFinding:
     if exposed:
         advice = f"chmod -R go= {directory}"
         return StoreFinding("files", f"open to other users: {', '.join(exposed)}", advice)
-    num_bytes = sum(path.stat().st_size for path in there[1:])
-    return StoreFinding("files", f"{len(there[1:])} in {directory}, {num_bytes:,} bytes")
+    sizes = _sizes(directory)
+    database, log = (
+        sizes.pop(Database.FILE, 0),
+        sizes.pop(log_of(directory / Database.FILE).name, 0),
+    )
+    found = f"in {directory}: database {database:,} bytes, its log {log:,}"
+    return StoreFinding("files", f"{found}, {len(sizes)} others {sum(sizes.values()):,}")
+
+
+def _kv(directory: Path) -> Iterator[StoreFinding]:
+    """Say what files of KV take, if there is a place for them."""
+    if (directory / KV_DIRECTORY).is_dir():
+        kv = directory / KV_DIRECTORY
+        sizes, refused = _sizes(kv), _sizes(kv / KV_REFUSED)
+        found = f"{len(sizes):,} files, {sum(sizes.values()):,} bytes"
+        more = f"; {len(refused):,} refused, {sum(refused.values()):,} bytes" if refused else ""
+        yield StoreFinding("kv", found + more)
+
+
+def _sizes(directory: Path) -> dict[str, int]:
+    """Return the files of a directory and their bytes. A server may be removing some of them."""
+    sizes = dict[str, int]()
+    with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):
+                if entry.is_file(follow_symlinks=False):
+                    sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
+    return sizes
 
 
 def _content(
@@ -99,17 +132,20 @@ def _content(
 
 
 def _sessions(database: Database, on_progress: OnProgress) -> StoreFinding:
-    num_sessions, num_tokens, damaged = 0, 0, list[str]()
+    now_s = time.time()
+    num_sessions, num_expired, num_tokens, damaged = 0, 0, 0, list[str]()
     for rows in database.slices():
         for row in rows:
             why = _fault_of(row, database)
             if why is not None:
-                damaged.append(f"{row.session_id} of {row.owner_id} ({why})")
+                damaged.append(f"{row.session_id} of {shown_owner(row.owner_id)} ({why})")
             num_tokens += row.num_tokens
+            num_expired += row.expires_s < now_s
         num_sessions += len(rows)
         on_progress(len(rows))
     advice = "the others are served; take these from a backup, or `session-server sessions delete`"
     found = f"{num_sessions:,} with {num_tokens:,} tokens"
+    found += f", {num_expired:,} of them expired" if num_expired else ""
     return _walked("sessions", found, damaged, advice)
 
 
@@ -122,7 +158,7 @@ def _records(database: Database, on_progress: OnProgress) -> StoreFinding:
             try:
                 _check_parts(database.parts(row.number))
             except Damaged as error:
-                damaged.append(f"{row.record_id} of {row.owner_id} ({error})")
+                damaged.append(f"{row.record_id} of {shown_owner(row.owner_id)} ({error})")
         on_progress(len(rows))
     found = ", ".join(f"{num_of[kind]:,} {kind}" for kind in sorted(num_of)) or "none"
     advice = "the others are served; take these from a backup, or have their clients delete them"

@@ -32,6 +32,9 @@ _NAMES: Final = (
 KV_DIRECTORY: Final = "kv"
 """Of a store, where the files of KV are."""
 
+KV_REFUSED: Final = "refused"
+"""Of that, where files are that did not verify."""
+
 _ADVICE: Final = "put them back, or restart the server"
 _EXPOSED: Final = stat.S_IRWXG | stat.S_IRWXO
 _KINDS: Final = {

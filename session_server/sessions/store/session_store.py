@@ -106,6 +106,11 @@ class SessionStore:
         """Return how many sessions are on disk. O(sessions)."""
         return self._database.count()[0]
 
+    def census(self) -> str:
+        """Say how many sessions are on disk, those that have expired apart. O(sessions)."""
+        num_open, num_expired = self._database.census(self.wall_clock())
+        return f"{num_open}, and {num_expired} that have expired" if num_expired else f"{num_open}"
+
     @property
     def last_number(self) -> int:
         """Return the highest number of a session on disk, 0 without one."""

@@ -9,6 +9,7 @@ import { age, setText, whole } from './quantities.js';
 import { SampleStream } from './sample_stream.js';
 import { SessionTable } from './session_table.js';
 import { toggleTheme } from './theme.js';
+import { TierBars } from './tier_bars.js';
 import { Timeline } from './timeline.js';
 
 /** Of the totals: what it is called, and what it means. */
@@ -34,6 +35,7 @@ class Dashboard {
   #pause = byId('pause');
   #figures = new Figures(byId('figures'));
   #pools = new PoolBars(byId('pools'));
+  #tiers = new TierBars(byId('tiers'));
   #timeline = new Timeline(byId('timeline'));
   #table = new SessionTable(this.#api, { table: byId('session-table'), total: byId('sessions-total'), say: (text) => setText(byId('announcer'), text) });
   #counts = new Map();
@@ -95,6 +97,7 @@ class Dashboard {
     this.#figures.show(sample);
     if (memory) {
       this.#pools.show(memory.pools);
+      this.#tiers.show(memory.tiers);
       setText(byId('pools-rows'), `${whole(memory.rows - memory.rows_free)} of ${whole(memory.rows)} rows held · ${whole(memory.checks.violations)} violations in ${whole(memory.checks.runs)} checks`);
     }
     this.#timeline.add(sample.timeline);

@@ -1,0 +1,12 @@
+"""Say what the operating system has refused, in words for people."""
+
+from __future__ import annotations
+
+
+def in_words(error: Exception) -> str:
+    """Return what went wrong without the number and the quotes of the interpreter: "talk.json: file
+    exists". Other exceptions speak for themselves."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error)
+    told = error.strerror[:1].lower() + error.strerror[1:]
+    return told if error.filename is None else f"{error.filename}: {told}"

@@ -1,0 +1,66 @@
+"""Find the store that a command is about: as `serve` does, from flags, variables and a file."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from session_server import flags, sources
+from session_server.sessions.store.database import Database
+from session_server.sessions.store.lock import StoreUnusable
+from session_server.sessions.store.places import default_directory, found_directories
+
+
+def add_config(group: argparse._ArgumentGroup) -> None:
+    """Add the flag that names a configuration file."""
+    group.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help=f"what `serve` is configured with (default: ${sources.CONFIG_VARIABLE}, or none)",
+    )
+
+
+def find_store(asked: str | None, config: Path | None, *, port: int | None = None) -> Path:
+    """Return the directory of the store of a server that is given the same.
+
+    Args:
+        asked: what `--store` says; None: what the variable or the file says.
+        port: what `--port` says, likewise.
+
+    Raises:
+        StoreUnusable: there is none; the message says what to do.
+        ValueError: the file or a variable cannot be used.
+    """
+    given = {
+        place: flags.Given(value, name, name)
+        for place, name, value in (
+            (("sessions", "store"), "--store", asked),
+            (("http", "port"), "--port", port),
+        )
+        if value is not None
+    }
+    settings = sources.read_sources(given, environment=os.environ, file=config).settings
+    store = settings.sessions.store
+    if store == "none":
+        raise StoreUnusable("the store is none, which keeps no sessions: pass --store DIR")
+    if store != "auto":
+        return store.expanduser()
+    directory = default_directory(os.environ, settings.http.port)
+    if directory is None:
+        raise StoreUnusable("there is no home directory with a store: pass --store DIR")
+    if not directory.is_dir():
+        others = " or ".join(map(str, found_directories(os.environ)))
+        raise StoreUnusable(
+            f"no server has run on port {settings.http.port} and kept sessions: "
+            f"pass --store {others or 'DIR'}"
+        )
+    return directory
+
+
+def made_store(directory: Path) -> Path:
+    """Return a directory that a server has made a store of. Raises StoreUnusable for others."""
+    if (directory / Database.FILE).exists():
+        return directory
+    raise StoreUnusable(f"{directory} is no store: `serve --store {directory}` makes one")
