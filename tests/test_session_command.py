@@ -228,7 +228,7 @@ def test_only_whole_ids_are_deleted(disk: Disk, name: str, capsys: Shown) -> Non
     status, _, told = sessions(capsys, disk.directory, "delete", "other")
     assert (status, "no session has the id other" in told) == (1, True)
     with disk.world() as world:
-        for owner in ("one", "two"):
+        for owner in ("name:one", "name:two"):
             world.create(owner=owner, is_stored=True, session_id="same")
     status, _, told = sessions(capsys, disk.directory, "delete", "same")
     assert (status, "same of one, same of two" in told) == (1, True)
@@ -250,7 +250,7 @@ def test_a_session_is_found_without_a_look_at_the_others(disk: Disk, name: str) 
             looks[0] += 1
 
         database._reader.set_progress_handler(count, 1)
-        for owner_id in (None, "owner"):
+        for owner_id in (None, OWNER.owner_id):
             assert database.named(owner_id, name, name, limit=9) == [row]
             assert len(database.named(owner_id, name, f"{name}~", limit=9)) == 9
         assert looks[0] < 4 * 300, "steps of SQLite's machine"
@@ -469,4 +469,4 @@ def test_every_value_of_a_file_has_a_name(disk: Disk, name: str, capsys: Shown) 
 
 def test_a_file_may_have_the_longest_time_to_live_that_a_server_gives() -> None:
     schema = Settings.model_json_schema()["$defs"]["SessionOptions"]["properties"]["ttl_s"]
-    assert schema["maximum"] == MAX_TTL_S
+    assert MAX_TTL_S in (kind.get("maximum") for kind in schema["anyOf"])

@@ -440,7 +440,6 @@ SESSIONS = (
         "it does not start: exit status 2",
     ),
     _constant(
-        "sessions.store.database:_BUSY_S",
         "sessions.store.disk_health:QUIET_S",
         "time for which a disk that could not be read counts as failing, and between two errors of "
         "a kind in the log",
