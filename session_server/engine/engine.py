@@ -184,13 +184,13 @@ class Engine:
         planned = self._next_batch(now_s)
         plan, batch = planned.plan, planned.batch
         has_repaired = self._guard.end_step(plan, batch)
+        orders = self._context.tiers.take_orders(now_s)
         is_asked = any(isinstance(command, ReportMemory) for command in commands)
         self._reporter.report(now_s, has_worked=bool(results or batch), is_asked=is_asked)
         # Drafts that found no page have ended; the next step tries those behind them.
         has_drafts = bool(self._input_drafts) and not (self._scheduler or self._in_flight)
-        orders = self._context.tiers.take_orders(now_s)
-        may_do_more = planned.may_do_more or has_repaired or has_drafts
-        is_blocked = self._in_flight.is_full or not (may_do_more or self._context.tiers.has_more)
+        has_more = self._context.tiers.has_more or has_repaired or has_drafts
+        is_blocked = self._in_flight.is_full or not (has_more or planned.may_do_more)
         events = self._context.outbox.take_events()
         return StepOutcome(events, batch, is_blocked, to_compile, tuple(orders))
 

@@ -42,13 +42,14 @@ class Reporter:
         is_due = has_worked and now_s - self._sampled_s >= STATS_INTERVAL_S
         has_emptied = self._is_shown_busy and not self._scheduler
         has_violation = self._watch.num_violations > self._num_shown_violations
-        has_news = has_violation or self._is_shown_listed != self._tiers.store.is_listed
+        has_list = not self._is_shown_listed and self._tiers.store.is_listed
+        has_news = has_violation or has_list
         if not (is_due or has_emptied or has_news or is_asked):
             return
         self._sampled_s = now_s
         self._is_shown_busy = bool(self._scheduler)
         self._num_shown_violations = self._watch.num_violations
-        self._is_shown_listed = self._tiers.store.is_listed
+        self._is_shown_listed |= has_list
         self._outbox.emit(self._sample())
 
     def _sample(self) -> EngineStats:

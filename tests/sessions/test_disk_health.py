@@ -44,8 +44,8 @@ class Clock:
             1 << 30,
             "disk I/O error (1,073,741,824 bytes free): a quota may be full, or the device fails",
         ),
-        (OSError(errno.ENOSPC, "No space"), 0, "[Errno 28] No space; the disk is full (0 bytes"),
-        (OSError(errno.EACCES, "Not yours"), 0, "[Errno 13] Not yours"),
+        (OSError(errno.ENOSPC, "No space"), 0, "no space; the disk is full (0 bytes"),
+        (OSError(errno.EACCES, "Not yours"), 0, "not yours"),
         (sqlite_error(sqlite3.SQLITE_BUSY, "database is locked"), 0, "database is locked"),
     ],
 )

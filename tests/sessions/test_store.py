@@ -35,6 +35,7 @@ from session_server.sessions.store.records import (
     encode_settings,
 )
 from session_server.sessions.store.session_store import SessionStore
+from tests.sessions.world import OWNER
 
 SETTINGS = encode_settings(StoredSettings(900.0, {"k": "v"}, False, 1.0, b"digest", None, 1.0))
 ENTRY = LogEntry(
@@ -49,7 +50,7 @@ DATA = encode_entry(ENTRY)
 def row(number: int, *, name: str | None = None, num_entries: int = 0, **kept: float) -> SessionRow:
     return SessionRow(
         number,
-        "owner",
+        OWNER.owner_id,
         name or f"s{number}",
         b"model",
         kept.get("expires_s", 100.0),
@@ -73,7 +74,7 @@ def test_a_session_and_its_entries_are_read_as_they_were_written(database: Datab
         database.put(row(7), DATA)
         database.append(row(7, num_entries=1), DATA + b"")
         database.touch(row(7, num_entries=2, expires_s=5.0))
-    found = database.find("owner", "s7")
+    found = database.find(OWNER.owner_id, "s7")
     num_bytes = 2 * len(DATA)
     assert found == msgspec.structs.replace(
         row(7, num_entries=2, expires_s=5.0), num_bytes=num_bytes
@@ -112,7 +113,7 @@ def test_a_session_written_again_replaces_what_had_its_number_and_ends_what_had_
             database.append(row(number, num_entries=1), DATA)
         database.put(row(1, name="s2"), DATA)
     assert [len(database.entries(number)) for number in (1, 2)] == [1, 2]
-    found = database.find("owner", "s2")
+    found = database.find(OWNER.owner_id, "s2")
     assert found is not None
     assert found.number == 1
     (ended,) = database.expired((0.0, 0), 2.0, limit=9)
@@ -123,8 +124,8 @@ def test_a_retired_session_has_its_tokens_and_frees_its_id(database: Database) -
     with database.transaction():
         database.put(row(1, name="s"), DATA)
         database.retire(1)
-    assert database.find("owner", "s") is None
-    assert database.holdings() == [("owner", 0, len(DATA), len(DATA))]
+    assert database.find(OWNER.owner_id, "s") is None
+    assert database.holdings() == [(OWNER.owner_id, 0, len(DATA), len(DATA))]
     assert not list(database.walk(None))
     with database.transaction():
         database.put(row(2, name="s"), DATA)
@@ -140,8 +141,10 @@ def test_pages_and_what_has_expired_come_in_order_and_no_more_than_asked_for(
         for number in (5, 3, 9, 7):
             database.put(row(number, expires_s=float(number)), DATA)
         database.delete(7)
-    assert [each.number for each in database.page("owner", after=3, now_s=0.0, limit=1)] == [5]
-    assert [each.number for each in database.page("owner", after=0, now_s=5.0, limit=9)] == [
+    assert [each.number for each in database.page(OWNER.owner_id, after=3, now_s=0.0, limit=1)] == [
+        5
+    ]
+    assert [each.number for each in database.page(OWNER.owner_id, after=0, now_s=5.0, limit=9)] == [
         5,
         9,
     ]
@@ -480,7 +483,7 @@ def test_a_write_that_fails_takes_no_other_with_it(tmp_path: Path) -> None:
             type(None),
         ]
         assert store.counts.num_failed == 2
-        assert [each.number for each in store.page("owner", after=0, limit=9)] == [1, 4]
+        assert [each.number for each in store.page(OWNER.owner_id, after=0, limit=9)] == [1, 4]
         await store.close()
 
     asyncio.run(run())
@@ -525,13 +528,13 @@ def test_a_deleted_session_is_not_found_while_it_is_being_deleted(tmp_path: Path
         store = await opened(tmp_path)
         store.put(row(1), DATA, lambda _error: None)
         await store.flush()
-        assert store.find("owner", "s1") is not None
+        assert store.find(OWNER.owner_id, "s1") is not None
         store.deletions.delete(1)
-        assert store.find("owner", "s1") is None
-        assert store.page("owner", after=0, limit=9) == []
+        assert store.find(OWNER.owner_id, "s1") is None
+        assert store.page(OWNER.owner_id, after=0, limit=9) == []
         store.put(row(2, name="s1"), DATA, lambda _error: None)
         await store.flush()
-        found = store.find("owner", "s1")
+        found = store.find(OWNER.owner_id, "s1")
         assert found is not None
         assert found.number == 2
         await store.close()
@@ -717,7 +720,7 @@ def test_what_was_written_before_its_log_was_removed_outlives_the_process(tmp_pa
     shutil.copytree(tmp_path / "store", tmp_path / "killed")
     database.close()
     again = Database(tmp_path / "killed")
-    assert again.find("owner", "s1") is not None
+    assert again.find(OWNER.owner_id, "s1") is not None
     again.close()
 
 

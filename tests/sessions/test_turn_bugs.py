@@ -53,7 +53,7 @@ DURING = (
 AFTER = (
     (turn_conclusion, "record_of"),
     (SessionLogs, "record_turn"),
-    (session_logs, "encode_entry"),
+    (session_logs, "encode_pieces"),
     (EndedTurns, "add"),
     (turn_conclusion, "report_of"),
 )

@@ -36,6 +36,9 @@ class Tiers:
         self._restoring = Restoring(cache, self.store, spilling=self._spilling, in_flight=in_flight)
         self._cache = cache
         self._is_on = policy.host_bytes > 0
+        self.has_more = False
+        """Whether another step has work that is done in slices."""
+
         self._drain_s, self._drain_until_s = policy.drain_s, 0.0
         if self._is_on:
             self.store.start()
@@ -109,11 +112,6 @@ class Tiers:
     # Steps
 
     @property
-    def has_more(self) -> bool:
-        """Return whether another step has work that is done in slices."""
-        return self._forgetting.has_more or self.store.has_more
-
-    @property
     def is_draining(self) -> bool:
         """Return whether sessions at rest are still being written to disk, or what was deleted is
         being dropped, after `drain`. Nothing is written to a disk that does not answer."""
@@ -138,6 +136,8 @@ class Tiers:
 
     def take(self, results: Sequence[TierResult], now_s: float) -> None:
         """Handle results of orders, and go on without those of a disk that does not answer."""
+        if not self._is_on:
+            return
         orders = self.store.orders
         for result in results:
             orders.disk_watch.answer(result.number, now_s)
@@ -160,6 +160,7 @@ class Tiers:
             # After those that are copied: of what they found some may be written again.
             self.store.write_ahead(is_draining=True)
         self._restoring.release()
+        self.has_more = self._forgetting.has_more or self.store.has_more
         orders = self.store.orders.take()
         for order in orders:
             self.store.orders.disk_watch.ask(order, now_s)
