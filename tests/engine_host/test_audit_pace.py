@@ -58,6 +58,7 @@ class EndlessAudit:
     is_audit_due = True
     is_at_rest = True
     has_shut_down = False
+    due_s = None
     counters = Counters()
     loop: EngineLoop
 

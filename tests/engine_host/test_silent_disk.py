@@ -17,6 +17,7 @@ from session_server.core.tier_orders import (
     ListFiles,
     TierOrder,
     TierResult,
+    TierThread,
     TierWork,
     uses_disk,
 )
@@ -45,12 +46,13 @@ class HungDisk:
         """See `TierCarrier.prepare`."""
         match order:
             case CopyOut(number=number):
-                return TierWork(uses_disk=False, run=lambda: TierResult(number, 0.0))
+                return TierWork(TierThread.COPY, lambda: TierResult(number, 0.0))
             case ListFiles(number=number) if self._lists_files:
-                return TierWork(uses_disk=True, run=lambda: TierResult(number, 0.0))
+                return TierWork(TierThread.DISK, lambda: TierResult(number, 0.0))
             case _:
                 failed = NoTiers().prepare(order).run
-                return TierWork(uses_disk=uses_disk(order), run=lambda: self._hang(failed))
+                thread = TierThread.DISK if uses_disk(order) else TierThread.COPY
+                return TierWork(thread, lambda: self._hang(failed))
 
     def _hang(self, then: object) -> TierResult | None:
         self.may_go_on.wait(LONG_S)
