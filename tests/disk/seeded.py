@@ -7,18 +7,19 @@ from typing import Final
 from tests.mutants.mutant import Edit, Mutant
 
 _DATABASE: Final = "session_server.sessions.store.database"
+_LOCK: Final = "session_server.sessions.store.lock:StoreLock"
 _WRITER: Final = "session_server.sessions.store.writer:GroupCommits"
 
 WRITING: Final = {
     "no sync": Mutant(
         "a commit does not wait for the disk",
         "systematic",
-        Edit(f"{_DATABASE}:Database.__init__", '"FULL" if', '"OFF" if'),
+        Edit(f"{_DATABASE}:Database._open_to_write", "'FULL' if", "'OFF' if"),
     ),
     "sync at checkpoints": Mutant(
         "a commit is left to the system, as with `--durability relaxed`",
         "systematic",
-        Edit(f"{_DATABASE}:Database.__init__", '"FULL" if', '"NORMAL" if'),
+        Edit(f"{_DATABASE}:Database._open_to_write", "'FULL' if", "'NORMAL' if"),
     ),
     "told early": Mutant(
         "a group is told before it is committed",
@@ -34,15 +35,18 @@ WRITING: Final = {
     "parent not synced": Mutant(
         "the directory of a new store is not synced into its parent",
         "systematic",
-        Edit(f"{_DATABASE}:_lock", "sync_above(directory.resolve())", "pass"),
+        Edit(f"{_LOCK}.alone", "sync_above(directory.resolve())", "pass"),
     ),
     "journal in memory": Mutant(
         "pages are changed in place, and what they were is in memory",
         "systematic",
         Edit(
-            f"{_DATABASE}:Database.__init__",
-            'WAL").fetchone()\n            if mode != "wal"',
-            'MEMORY").fetchone()\n            if mode == "wal"',
+            f"{_DATABASE}:Database._open_to_write",
+            'WAL").fetchone()\n        if mode != "wal"',
+            'MEMORY").fetchone()\n        if mode == "wal"',
+        ),
+        Edit(
+            f"{_DATABASE}:Database.__init__", "OpenFiles(self.path, directory / LOCK_NAME)", "None"
         ),
     ),
     "put in two commits": Mutant(
@@ -97,11 +101,11 @@ KILLED: Final = {
         "the name of a directory that is there already is taken to be on disk",
         "systematic",
         Edit(
-            f"{_DATABASE}:_lock",
-            "        make_directory(directory)\n",
-            "        if directory.exists():\n"
-            "            return os.open(directory / _LOCK_NAME, os.O_RDWR | os.O_CREAT)\n"
-            "        make_directory(directory)\n",
+            f"{_LOCK}.alone",
+            "            make_directory(directory)\n            sync_above(directory.resolve())\n",
+            "            if not directory.exists():\n"
+            "                make_directory(directory)\n"
+            "                sync_above(directory.resolve())\n",
         ),
     ),
 }
@@ -133,9 +137,9 @@ READING: Final = {
         "systematic",
         Edit(
             f"{_DATABASE}:Database.__init__",
-            "            self._inodes =",
+            "            self._writer = self._open",
             "            Path(f'{self.path}-wal').unlink(missing_ok=True)\n"
-            "            self._inodes =",
+            "            self._writer = self._open",
         ),
     ),
     "checksum of entries ignored": Mutant(

@@ -36,8 +36,10 @@ def test_a_chat_comes_back_to_a_session_that_is_still_open(url: str) -> None:
     assert f"kept: {session}" in done.stdout
     done = command("chat", "--url", url, "--session", session, stdin="What is my name?\n")
     assert "Your name is Bob." in done.stdout
+    assert f"kept: {session}" in done.stdout, "it was there before the chat"
+    command("chat", "--url", url, "--session", session, stdin="/forget\n")
     again = command("chat", "--url", url, "--session", session, stdin="Hello?\n")
-    assert again.returncode == 1, "leaving the chat closed the session"
+    assert again.returncode == 1, "the session was deleted"
     assert "session_not_found" in again.stdout
 
 
