@@ -25,6 +25,8 @@ def segment_of(number: int, tenant: str, num_bytes: int) -> Segment:
         tokens=np.zeros(4, np.int32),
         spans={},
         num_bytes=num_bytes,
+        num_token_bytes=0,
+        tag=tenant.encode(),
     )
     return Segment(number, content)
 
@@ -36,13 +38,14 @@ class AccountMachine(RuleBasedStateMachine):
         super().__init__()
         self.account = TierAccount(ROOM)
         self.model: list[Segment] = []
-        self.num_made = 0
+        self.num_made = self.num_uses = 0
 
     @rule(tenant=st.sampled_from("abc"), num_bytes=st.integers(1, ROOM))
     def add(self, tenant: str, num_bytes: int) -> None:
         self.num_made += 1
         segment = segment_of(self.num_made, tenant, num_bytes)
         assert segment not in self.account
+        self.use(segment)
         if num_bytes <= ROOM - self.num_bytes():
             self.account.add(segment)
             self.model.append(segment)
@@ -62,10 +65,16 @@ class AccountMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def touch(self, data: st.DataObject) -> None:
         path = data.draw(st.lists(st.sampled_from(self.model), unique=True))
+        for segment in reversed(path):
+            self.use(segment)
         self.account.touch([*path, segment_of(0, "a", 1), segment_of(0, "nobody", 1)])
         for segment in reversed(path):
             self.model.remove(segment)
             self.model.append(segment)
+
+    def use(self, segment: Segment) -> None:
+        self.num_uses += 1
+        segment.used_ns = self.num_uses
 
     @rule(num_tried=st.integers(1, 3), odd=st.booleans())
     def give(self, num_tried: int, odd: bool) -> None:

@@ -111,7 +111,8 @@ def phases(this: Served) -> Counter[str]:
 def is_enough(struck: Counter[str]) -> bool:
     """Whether engines were killed often enough, and whatever they did then."""
     rare = min(struck["ending"], struck["kills of a starting engine"])
-    return struck["kills"] >= MIN_KILLS and rare >= 2
+    in_phases = min(struck[phase] for phase in ("waiting", "prefill", "decode"))
+    return struck["kills"] >= MIN_KILLS and rare >= 2 and in_phases >= MIN_KILLS // 4
 
 
 STARTING_POLLS = 200

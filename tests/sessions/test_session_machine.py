@@ -50,6 +50,7 @@ from tests.depth import at_depth
 from tests.sessions.world import OWNER, World, letters, turn
 
 MAX_LEN = 220
+REFUSALS = (ContextTooLong, EngineUnavailable, InvalidRequest, SessionBusy)
 INDEX = st.integers(0, 2)
 KINDS = ["chat"] * 5 + ["tokens"] * 4 + ["long", "huge", "huge"]
 WANTED = (
@@ -65,6 +66,7 @@ WANTED = (
     "cancel lost the race",
     "close while running",
     "engine died under a turn",
+    "ran when it was asked for again",
     "turn after a restart",
     "numerical error",
     "duplicate id",
@@ -124,6 +126,7 @@ class Shadow:
     order: list[str] = field(default_factory=list)
     ended: set[str] = field(default_factory=set)
     rolled_back: set[str] = field(default_factory=set)
+    may_run_again: set[str] = field(default_factory=set)
     seq: int = 0
     is_over: bool = False
 
@@ -263,17 +266,19 @@ class SessionMachine(RuleBasedStateMachine):
         request = shadow.requests[turn_id]
         if other_body:
             request = TurnRequest(turn_id, ChatInput((Message("user", "no"),)), request.sampling)
-        before = shadow.journal.last_seq
+        before, runs_again = shadow.journal.last_seq, turn_id in shadow.may_run_again
         try:
             view = self.world.submit(name, request)
         except TurnConflict:
             assert other_body
             self.reached["conflict"] += 1
+        except (*REFUSALS, SessionClosing, SessionNotFound):
+            assert runs_again
         else:
             assert not other_body
             assert view.turn_id == turn_id
-            self.reached["duplicate id"] += 1
-        assert shadow.journal.last_seq == before
+            self.reached["duplicate id"] += not runs_again
+        assert runs_again or shadow.journal.last_seq == before
 
     @precondition(lambda self: self.names)
     @rule(index=INDEX, keep=st.booleans(), which=st.sampled_from(["live", "last", "none"]))
@@ -467,6 +472,15 @@ class SessionMachine(RuleBasedStateMachine):
             self.world.engine.die()
             self.restarted = True
 
+    @precondition(lambda self: self.names)
+    @rule(index=INDEX, times=st.integers(1, 4), chance=st.integers(0, 3))
+    def die_under_a_turn(self, index: int, times: int, chance: int) -> None:
+        """One that would go on for long, and is asked for again once there is an engine."""
+        if chance == 0 and self.world.engine.is_alive:
+            self.submit(index, "chat", 100, (), True, ignore_eos=True)
+            self.play(times)
+            self.die(0)
+
     @rule()
     def come_up(self) -> None:
         if not self.world.engine.is_alive:
@@ -525,6 +539,8 @@ class SessionMachine(RuleBasedStateMachine):
     def _read(self, shadow: Shadow, entry: object) -> None:
         match entry:
             case TurnCreated(turn_id=turn_id, position=position):
+                if turn_id in shadow.may_run_again:
+                    self._forget_end(shadow, turn_id)
                 assert turn_id not in shadow.order, "a turn created twice"
                 shadow.order.append(turn_id)
                 self.reached["waited"] += position > 0
@@ -545,6 +561,15 @@ class SessionMachine(RuleBasedStateMachine):
             case _:
                 pass
 
+    def _forget_end(self, shadow: Shadow, turn_id: str) -> None:
+        """A turn that failed by no fault of its client was asked for again, and runs."""
+        shadow.may_run_again.remove(turn_id)
+        shadow.ended.remove(turn_id)
+        shadow.order.remove(turn_id)
+        shadow.texts.pop(turn_id, None)
+        shadow.outputs.pop(turn_id, None)
+        self.reached["ran when it was asked for again"] += 1
+
     def _read_end(
         self, shadow: Shadow, end: TurnCompleted | TurnCancelled | TurnFailedEntry
     ) -> None:
@@ -553,6 +578,8 @@ class SessionMachine(RuleBasedStateMachine):
             isinstance(end, TurnCancelled) and end.kept_partial
         )
         self._count(request, end)
+        if isinstance(end, TurnFailedEntry) and end.retryable:
+            shadow.may_run_again.add(end.turn_id)
         outcome = end.outcome
         if not kept:
             assert (outcome.text, outcome.token_ids) == ("", ())
@@ -648,7 +675,7 @@ class SessionMachine(RuleBasedStateMachine):
         before = (shadow.journal.last_seq, shadow.is_over)
         try:
             self.world.submit(name, request)
-        except (ContextTooLong, EngineUnavailable, InvalidRequest, SessionBusy) as error:
+        except REFUSALS as error:
             assert (shadow.journal.last_seq, shadow.is_over) == before, "a refusal left a trace"
             self.reached["too long"] += isinstance(error, ContextTooLong)
             self.reached["busy"] += isinstance(error, SessionBusy)
