@@ -192,7 +192,7 @@ def test_a_response_in_the_background_that_a_crash_interrupts_has_failed(lives: 
         first = ask(client, QUESTIONS[0])
         begun = ask(
             client,
-            QUESTIONS[1],
+            "Count from 1 to 1000.",
             background=True,
             previous_response_id=first.id,
             max_output_tokens=4000,
