@@ -494,7 +494,7 @@ class EngineHistory:
         if self._pinned.get(event.session_id) is False:
             refusals |= {"session_not_found"}
         faults = turn.faults | ({"quota_exceeded"} if event.session_id in self._pinned else set())
-        faults |= {"server_busy"} if self.num_doubts else set()  # for want of pages
+        faults |= {"server_busy"} if self.num_doubts or self.reached["tier: disk silent"] else set()
         if event.code not in refusals | faults:
             layer = Layer.PAIR if event.code == "internal_inconsistency" else Layer.SHADOW
             raise Broken(layer, f"{event}, allowed were {sorted(refusals | faults)}")
