@@ -537,7 +537,7 @@ END_HAS_NO_LIMIT = _on_disk(
 
 ONLY_COPIES_BEFORE_ITS_END = _on_disk(
     "An engine that is to end copies to host memory, which ends with it, and writes no file.",
-    (f"{_TIERS}.take_orders", "self.store.write_ahead(is_draining=True)", "pass"),
+    (f"{_TIERS}.take_orders", "self.store.write_ahead()", "pass"),
 )
 
 END_PUSHES_OUT_WHAT_IT_WROTE = _on_disk(

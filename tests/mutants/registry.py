@@ -59,9 +59,6 @@ SURVIVORS: Final[Mapping[str, str]] = MappingProxyType(
         "found file hangs anywhere": "No deletion takes a path behind which files lie that nobody"
         " has read, and other ways are not met in 60,000 steps; a test of the store alone has"
         " an opinion (`tests/engine/test_tier_store.py`).",
-        "ends with the first refusal": "That a segment finds no room on a disk that has some for"
-        " others while an engine ends is met once in 200,000 steps; a test of the store alone has"
-        " an opinion (`tests/engine/test_tier_store.py`).",
         "short pool is not asked for": "The oldest turn is given everything before it is given up,"
         " so everybody comes to an end, only later; a test of the planner alone has an opinion"
         " (`tests/engine/test_engine_plan.py`).",

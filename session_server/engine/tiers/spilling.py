@@ -53,7 +53,7 @@ class _Dirty:
 
 
 class Spilling:
-    """Copy sessions at rest. `is_draining`: copy all there are, those used last first."""
+    """Copy sessions at rest: while the store is draining all there are, those used last first."""
 
     def __init__(
         self,
@@ -85,8 +85,6 @@ class Spilling:
 
         self._full_at = -1
         """`_progress` when the last session found no room in host memory."""
-
-        self.is_draining = False
 
     @property
     def _may_get_room(self) -> bool:
@@ -155,15 +153,16 @@ class Spilling:
     def advance(self) -> None:
         """Order copies that are due. O(1) while none is."""
         while self._dirty and len(self._copying) < MAX_COPIES:
-            is_due = self.is_draining or self._num_dirty > self._max_dirty
+            is_draining = self._store.is_draining
+            is_due = is_draining or self._num_dirty > self._max_dirty
             if not is_due or self._is_waiting_for_room:
                 return
-            session_id = next(reversed(self._dirty) if self.is_draining else iter(self._dirty))
+            session_id = next(reversed(self._dirty) if is_draining else iter(self._dirty))
             if session_id in self._copying:
                 return
             is_begun = self._begin(session_id)
             # One that is refused for good is the only one in a step, unless no other may come.
-            if session_id in self._dirty or not (is_begun or self.is_draining):
+            if session_id in self._dirty or not (is_begun or is_draining):
                 return
 
     def holds(self, session_id: SessionId) -> bool:
@@ -246,7 +245,7 @@ class Spilling:
     def _is_worth(self, num_tokens: int, num_bytes: int, used_ns: int) -> bool:
         """Return whether a copy out and back takes less time than to compute the tokens. At the end
         what does not reach the disk is lost."""
-        if self.is_draining and not self._store.may_be_written(num_bytes, used_ns):
+        if self._store.is_draining and not self._store.may_be_written(num_bytes, used_ns):
             return False
         costs, load = self._store.costs, {Route.OUT: num_bytes, Route.IN: num_bytes}
         is_worth = costs.is_worth(num_tokens, load)

@@ -73,7 +73,8 @@ class TierCounts:
 
 
 class TierStore:
-    """Hold the segments. Nothing here touches a pool."""
+    """Hold the segments. Nothing here touches a pool. `is_draining`: the engine ends, and what was
+    used last is written first."""
 
     def __init__(self, tree: SegmentTree, *, host_bytes: int, disk_bytes: int) -> None:
         """Begin with nothing in host memory. `disk_bytes`: 0 for no disk; `start` finds what is
@@ -93,6 +94,7 @@ class TierStore:
         self._ruins: list[dict[Any, Any]] = []
         """What was dropped at once, and is let go of a little at a time."""
 
+        self.is_draining = False
         self._num_clears = 0
 
     @property
@@ -185,24 +187,24 @@ class TierStore:
         self.write_ahead()
         return True
 
-    def write_ahead(self, *, is_draining: bool = False) -> None:
+    def write_ahead(self) -> None:
         """Write a segment to disk, if none is being written: the one used longest ago if host
         memory is nearly full; when `is_draining`, the one used last."""
-        while self._write_next(is_draining=is_draining):
+        while self._write_next():
             pass  # one that has no room, or gave way to make it, is passed over
 
-    def _write_next(self, *, is_draining: bool) -> bool:
+    def _write_next(self) -> bool:
         """Write the next segment, or find that it cannot be; return False if there is none."""
         if not self.has_disk or self.is_writing:
             return False
-        if is_draining:
+        if self.is_draining:
             segment = self._writes.latest()
         elif self.host.free_bytes <= self.host.max_bytes // _FULL_DIVISOR:
             segment = self.host.next_to_give(self._writes.__contains__, _NUM_AHEAD)
         else:
             return False
         if segment is not None:
-            self._write(self._writes.beginning_of(segment), is_draining=is_draining)
+            self._write(self._writes.beginning_of(segment))
         return segment is not None
 
     # Disk
@@ -409,12 +411,12 @@ class TierStore:
         self.host.remove(segment)
         self.orders.forget_in_host(segment.number)
 
-    def _write(self, segment: Segment, *, is_draining: bool) -> None:
+    def _write(self, segment: Segment) -> None:
         self._writes.remove(segment)
         parent = segment.parent
         # What the disk did not take before has no room for what follows it either.
         is_found = parent is None or parent.on_disk or self._writes.has_failed(parent)
-        if not (is_found and self._make_room_for(segment, is_draining=is_draining)):
+        if not (is_found and self._make_room_for(segment)):
             segment.is_refused = True
             return
         if self.tree.get(segment.number) is not segment:
@@ -454,7 +456,7 @@ class TierStore:
             self._writes.fail(segment)
         self.write_ahead()
 
-    def _make_room_for(self, segment: Segment, *, is_draining: bool) -> bool:
+    def _make_room_for(self, segment: Segment) -> bool:
         """Make room on disk for a segment, if what gives way for it was used longer ago. Somebody
         else who has more gives way in any case, but not when `is_draining`: then nothing is pushed
         out that has just been written."""
@@ -464,7 +466,7 @@ class TierStore:
         index_bytes = _KNOWN_FILE_BYTES + content.tokens.nbytes
 
         def may_give(other: Segment) -> bool:
-            is_own = is_draining or other.content.tag == content.tag
+            is_own = self.is_draining or other.content.tag == content.tag
             return other.used_ns < segment.used_ns or not is_own
 
         while not self._has_room_on_disk(content.num_bytes, index_bytes):
