@@ -9,9 +9,11 @@ from cache.tiers.segment import Segment
 
 
 class WriteQueue:
-    """Hold segments in host memory that are not on disk. `num_under_way`: being written now."""
+    """Hold segments in host memory that are not on disk. `num_under_way`: being written now.
+    `is_draining`: the engine ends, and what was used last is written first."""
 
     def __init__(self) -> None:
+        self.is_draining = False
         self.num_under_way = 0
         self._waiting: dict[int, Segment] = {}
         self._latest_first: LazyHeap[int] = LazyHeap()

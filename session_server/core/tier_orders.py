@@ -8,7 +8,7 @@ before it orders what depends on it. Each is answered once, but `Forget`, which 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -111,13 +111,18 @@ class Forget(msgspec.Struct, frozen=True, gc=False):
 TierOrder = CopyOut | CopyIn | WriteFile | FindFiles | ListFiles | Forget
 
 
+def reads_disk(parts: Iterable[ReadPart]) -> bool:
+    """Return whether some of these are read from disk."""
+    return any(part.found is not None for part in parts)
+
+
 def uses_disk(order: TierOrder) -> bool:
     """Return whether carrying out an order may wait for the disk."""
     match order:
         case CopyOut():
             return False
         case CopyIn():
-            return any(part.found is not None for part in order.parts)
+            return reads_disk(order.parts)
         case WriteFile() | FindFiles() | ListFiles():
             return True
         case Forget():

@@ -222,7 +222,7 @@ class SessionLogs:
             if is_whole:
                 session.transcript.forget_taken()
                 ends = (*session.ended.records(), *ends)
-            first, *more = pieces = encode_pieces(LogEntry(session.transcript.take_change(), ends))
+            pieces = encode_pieces(LogEntry(session.transcript.take_change(), ends))
         except Exception as error:  # noqa: BLE001 - told as a disk that fails: nobody waits for ever
             log_bug("a session was not encoded", error)
             if beside is not None:
@@ -233,7 +233,7 @@ class SessionLogs:
         after = before[0] + len(pieces), before[1] + sum(map(len, pieces))
         written = self._on_written(session, place, told, after)
         write = self.store.put if is_whole else self.store.append
-        write(row, first, written, beside, more=more)
+        write(row, pieces, written, beside)
 
     def _on_written(
         self, session: Session, place: LogPlace, told: Sequence[Told], after: tuple[int, int]

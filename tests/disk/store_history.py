@@ -200,7 +200,7 @@ def state_of(store: SessionStore) -> State | str:
 async def _goes_on(store: SessionStore) -> str | None:
     told: list[Exception | None] = []
     asked = Asked(0, "put", _AFTERWARDS, "afterwards", 1, 1)
-    store.put(row_of(asked, 0), encode_entry(entry_of(1)), told.append)
+    store.put(row_of(asked, 0), [encode_entry(entry_of(1))], told.append)
     await store.flush()
     if told != [None]:
         return f"a session cannot be written: {told}"

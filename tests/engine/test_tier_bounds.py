@@ -38,7 +38,7 @@ NUM_FILES = 20_000
 def drain(stock: Stock) -> None:
     """Write what there is, as an engine does at its end."""
     while True:
-        stock.store.is_draining = True
+        stock.store.writes.is_draining = True
         stock.store.write_ahead()
         if not stock.store.is_writing:
             return

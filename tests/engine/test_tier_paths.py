@@ -77,15 +77,15 @@ def test_a_file_that_gives_way_to_one_that_follows_it_takes_that_with_it() -> No
 def test_what_the_disk_did_not_take_is_written_once_it_takes_something() -> None:
     tiers = Tiers(host_bytes=4 * ONE_SEGMENT, disk_bytes=10 * ONE_SEGMENT)
     first, second = tiers.add(1), tiers.add(2)
-    tiers.store.is_draining = True
+    tiers.store.writes.is_draining = True
     tiers.store.write_ahead()
     written = tiers.answer(Refusal.FAILED)
     assert [order.segment for order in written] == [first.number]
-    tiers.store.is_draining = True
+    tiers.store.writes.is_draining = True
     tiers.store.write_ahead()
     assert [order.segment for order in tiers.answer()] == [second.number]
     assert second.on_disk
-    tiers.store.is_draining = True
+    tiers.store.writes.is_draining = True
     tiers.store.write_ahead()
     assert [order.segment for order in tiers.answer()] == [first.number]
     assert first.on_disk

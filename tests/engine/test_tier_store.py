@@ -284,7 +284,7 @@ def test_before_the_end_what_everybody_has_is_written(tmp_path: Path) -> None:
     stock.put(path(4), BOB)
     assert not stock.names, "there is room"
     for _ in range(5):
-        stock.store.is_draining = True
+        stock.store.writes.is_draining = True
         stock.store.write_ahead()
         stock.carry()
     assert len(stock.names) == 5
@@ -298,7 +298,7 @@ def test_before_the_end_what_the_disk_has_no_room_for_is_passed_over(tmp_path: P
     stock.put(path(1))
     small = stock.put(path(2)[:PAGE_SIZE])
     assert small is not None
-    stock.store.is_draining = True
+    stock.store.writes.is_draining = True
     stock.store.write_ahead()
     assert stock.store.is_writing
     stock.carry()
@@ -318,7 +318,7 @@ def before(tmp_path: Path) -> Path:
         stock.put(path(seed))
     stock.put(path(5, 2))
     while not all(each.on_disk for each in stock.store.tree.segments()):
-        stock.store.is_draining = True
+        stock.store.writes.is_draining = True
         stock.store.write_ahead()
         stock.carry()
     names = [stock.store.find(ALICE, path(seed)).parts[0].segment for seed in range(6)]
@@ -520,7 +520,7 @@ def test_nothing_is_left_of_what_is_dropped_whenever_that_happens(
     first = stock.store.find(ALICE, path(1, 3)).parts[0].segment
     waiting = stock.store.orders.take()
     for _ in range(num_carried):
-        stock.store.is_draining = True
+        stock.store.writes.is_draining = True
         stock.store.write_ahead()
         waiting += stock.store.orders.take()
         if waiting:
@@ -543,7 +543,7 @@ def test_what_is_dropped_while_it_is_written_can_be_written_again(tmp_path: Path
     stock.carry()
     segment = stock.put(path(1))
     assert segment is not None
-    stock.store.is_draining = True
+    stock.store.writes.is_draining = True
     stock.store.write_ahead()
     writing = stock.store.orders.take()
     stock.store.drop(segment)
@@ -552,7 +552,7 @@ def test_what_is_dropped_while_it_is_written_can_be_written_again(tmp_path: Path
         stock.finish(order)
     stock.carry()
     while stock.store.find(ALICE, path(1)).parts[0].segment.on_disk is False:
-        stock.store.is_draining = True
+        stock.store.writes.is_draining = True
         stock.store.write_ahead()
         stock.carry()
     stock.assert_bounded()

@@ -89,7 +89,7 @@ def test_many_that_expired_while_no_server_ran_keep_nobody_waiting(
         assert store.counts.num_writes == 0
         num_left: list[int] = []
         mine = row(num_expired + 1, expires_s=NOW_S + 9.0)
-        store.put(mine, DATA, lambda _error: num_left.append(store.num_sessions))
+        store.put(mine, [DATA], lambda _error: num_left.append(store.num_sessions))
         goes_on.set()
         settle(world, lambda: store.num_sessions == 1 and num_left)
         assert num_left[0] > num_expired - 2 * SLICE, "a turn waits for no more"

@@ -449,7 +449,7 @@ def test_writes_that_are_asked_for_together_share_a_commit_and_are_told_in_order
         store._loop = asyncio.get_running_loop()  # the thread starts when all has been asked for
         told: list[tuple[int, Exception | None]] = []
         for number in range(1, 41):
-            store.put(row(number), DATA, lambda error, n=number: told.append((n, error)))
+            store.put(row(number), [DATA], lambda error, n=number: told.append((n, error)))
         store.start(asyncio.get_running_loop())
         await store.flush()
         assert told == [(number, None) for number in range(1, 41)]
@@ -469,11 +469,11 @@ def test_a_write_that_fails_takes_no_other_with_it(tmp_path: Path) -> None:
         def tell(number: int, error: Exception | None) -> None:
             told[number] = error
 
-        store.put(row(1), DATA, partial(tell, 1))
-        store.append(row(2, num_entries=5), DATA, partial(tell, 2))
+        store.put(row(1), [DATA], partial(tell, 1))
+        store.append(row(2, num_entries=5), [DATA], partial(tell, 2))
         unsettled = msgspec.structs.replace(row(3), settings=None)
-        store.put(unsettled, DATA, partial(tell, 3))
-        store.put(row(4), DATA, partial(tell, 4))
+        store.put(unsettled, [DATA], partial(tell, 3))
+        store.put(row(4), [DATA], partial(tell, 4))
         store.start(asyncio.get_running_loop())
         await store.flush()
         assert [type(told[number]) for number in (1, 2, 3, 4)] == [
@@ -498,7 +498,7 @@ def test_a_commit_takes_no_more_writes_than_its_bound(
         store = SessionStore(tmp_path, model=b"model", wall_clock=lambda: 10.0)
         store._loop = asyncio.get_running_loop()  # the thread starts when all has been asked for
         for number in range(1, 11):
-            store.put(row(number), DATA, lambda _error: None)
+            store.put(row(number), [DATA], lambda _error: None)
         store.start(asyncio.get_running_loop())
         await store.flush()
         assert sum(store.counts.num_commits) >= 3
@@ -513,7 +513,7 @@ def test_closing_writes_what_is_left_and_tells_of_it(tmp_path: Path) -> None:
     async def run() -> None:
         store = await opened(tmp_path)
         for number in range(1, 30):
-            store.put(row(number), DATA, told.append)
+            store.put(row(number), [DATA], told.append)
         await store.close()
 
     asyncio.run(run())
@@ -526,13 +526,13 @@ def test_closing_writes_what_is_left_and_tells_of_it(tmp_path: Path) -> None:
 def test_a_deleted_session_is_not_found_while_it_is_being_deleted(tmp_path: Path) -> None:
     async def run() -> None:
         store = await opened(tmp_path)
-        store.put(row(1), DATA, lambda _error: None)
+        store.put(row(1), [DATA], lambda _error: None)
         await store.flush()
         assert store.find(OWNER.owner_id, "s1") is not None
         store.deletions.delete(1)
         assert store.find(OWNER.owner_id, "s1") is None
         assert store.page(OWNER.owner_id, after=0, limit=9) == []
-        store.put(row(2, name="s1"), DATA, lambda _error: None)
+        store.put(row(2, name="s1"), [DATA], lambda _error: None)
         await store.flush()
         found = store.find(OWNER.owner_id, "s1")
         assert found is not None
@@ -553,9 +553,9 @@ def test_one_that_cannot_be_told_keeps_no_other_from_it(
         def fail(_error: Exception | None) -> None:
             raise RuntimeError("a bug on purpose")
 
-        store.put(row(1), DATA, fail)
+        store.put(row(1), [DATA], fail)
         for number in range(2, 100):
-            store.put(row(number), DATA, lambda _error, n=number: told.append(n))
+            store.put(row(number), [DATA], lambda _error, n=number: told.append(n))
         store.start(asyncio.get_running_loop())
         await store.flush()
         assert told == list(range(2, 100))
@@ -575,7 +575,7 @@ def test_a_locked_database_fails_a_group_at_once_and_not_one_write_after_the_oth
         other.execute("BEGIN IMMEDIATE")
         errors: list[Exception | None] = []
         for number in range(1, 21):
-            store.put(row(number), DATA, errors.append)
+            store.put(row(number), [DATA], errors.append)
         begun_s = time.monotonic()
         store.start(asyncio.get_running_loop())
         await store.flush()
@@ -584,7 +584,7 @@ def test_a_locked_database_fails_a_group_at_once_and_not_one_write_after_the_oth
         assert store.failure is not None
         other.execute("ROLLBACK")
         other.close()
-        store.put(row(1), DATA, lambda _error: None)
+        store.put(row(1), [DATA], lambda _error: None)
         await store.flush()
         assert (store.failure, store.num_sessions) == (None, 1)
         await store.close()
@@ -613,7 +613,7 @@ def test_what_was_deleted_is_not_left_in_the_files(tmp_path: Path) -> None:
 
     async def run() -> None:
         store = await opened(tmp_path)
-        store.put(row(1), encode_entry(LogEntry(change, ENTRY.turns)), lambda _error: None)
+        store.put(row(1), [encode_entry(LogEntry(change, ENTRY.turns))], lambda _error: None)
         await store.flush()
         store.deletions.delete(1)
         await store.close()
@@ -635,7 +635,7 @@ def test_a_write_to_a_disk_that_hangs_fails_after_a_while(
         hang_until(goes_on, store)
         told: list[tuple[int, str]] = []
         for number in (1, 2, 3):
-            store.put(row(number), DATA, lambda error, n=number: told.append((n, str(error))))
+            store.put(row(number), [DATA], lambda error, n=number: told.append((n, str(error))))
         await asyncio.sleep(0)
         assert told == [(3, "the disk does not answer")], "no more than the bound waits"
         await store.flush()
@@ -646,7 +646,7 @@ def test_a_write_to_a_disk_that_hangs_fails_after_a_while(
             await asyncio.sleep(0.01)
         await store.flush()
         assert [number for number, _ in told] == [3, 1, 2], "nobody is told twice"
-        store.put(row(4), DATA, lambda error: told.append((4, str(error))))
+        store.put(row(4), [DATA], lambda error: told.append((4, str(error))))
         await store.flush()
         assert (told[-1], store.failure) == ((4, "None"), None)
         await store.close()

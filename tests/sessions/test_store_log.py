@@ -34,7 +34,7 @@ def test_the_log_is_emptied_behind_a_commit_and_nobody_who_reads_is_waited_for(
 
         async def write(times: int) -> int:
             for _ in range(times):
-                store.put(row(next(numbers)), MUCH, told.append)
+                store.put(row(next(numbers)), [MUCH], told.append)
                 await store.flush()
             await store.flush()  # what comes behind a commit is done before the next one
             return size_of(log)

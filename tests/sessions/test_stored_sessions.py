@@ -458,7 +458,7 @@ def test_content_that_no_server_has_written_is_refused_as_damaged(disk: Disk, od
             change = structs.replace(change, answer_len=0)
         else:
             turns = tuple(structs.replace(each, item=1 << 40) for each in turns)
-        disk.store.put(row, encode_entry(LogEntry(change, turns)), lambda _error: None)
+        disk.store.put(row, [encode_entry(LogEntry(change, turns))], lambda _error: None)
     with disk.world() as world:
         with pytest.raises(InternalInconsistency):
             world.manager.get(OWNER, "odd")

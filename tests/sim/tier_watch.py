@@ -232,7 +232,7 @@ class TierWatch:
             np.zeros(self._spilling._max_len, np.int32),
             dict.fromkeys(tree.page_bytes, (0, num_pages)),
         )
-        return self._store.is_draining or self._store.host.free_bytes < largest
+        return self._store.writes.is_draining or self._store.host.free_bytes < largest
 
     def _check_ends(self) -> None:
         """Nobody takes a segment in which another session ends, but to make room."""
@@ -382,7 +382,7 @@ class TierWatch:
             ),
             "results": len(store.orders._continue),
             "refused files": sum(store.tree.get(n) is not None for n in carrier.refused),
-            "writes": store._writes.num_under_way + sum(segment.is_writing for segment in segments),
+            "writes": store.writes.num_under_way + sum(segment.is_writing for segment in segments),
             "in host memory": len(carrier.host.keys() ^ {s.number for s in segments if s.in_host}),
         }
         if store.is_listed and store.has_disk:
@@ -406,7 +406,7 @@ class TierWatch:
                 for segment in store.tree.segments()
             ),
         }
-        may_write = store.is_draining and not store.orders.disk_watch.is_silent
+        may_write = store.writes.is_draining and not store.orders.disk_watch.is_silent
         if may_write and any(left.values()):
             raise self._broken(f"it has ended before its time, and left are {left}")
         if self._carrier.disk.num_in_vain:

@@ -19,7 +19,7 @@ from cache.session_cache import SessionAwareCache
 from cache.tiers.segment_tree import Path
 from cache.transit import Transit
 from cache.types import Namespace, SessionId, SlotState, Tokens
-from session_server.core.tier_orders import CopyIn, ReadPart, Refusal, TierResult
+from session_server.core.tier_orders import CopyIn, ReadPart, Refusal, TierResult, reads_disk
 from session_server.engine.in_flight import InFlight
 from session_server.engine.tiers.costs import Load, Route
 from session_server.engine.tiers.order_book import Continue
@@ -113,7 +113,7 @@ class _Copy:
     @property
     def reads_disk(self) -> bool:
         """Return whether it waits for the disk."""
-        return any(part.found is not None for part in self.parts)
+        return reads_disk(self.parts)
 
 
 class Restoring:

@@ -153,7 +153,7 @@ class Spilling:
     def advance(self) -> None:
         """Order copies that are due. O(1) while none is."""
         while self._dirty and len(self._copying) < MAX_COPIES:
-            is_draining = self._store.is_draining
+            is_draining = self._store.writes.is_draining
             is_due = is_draining or self._num_dirty > self._max_dirty
             if not is_due or self._is_waiting_for_room:
                 return
@@ -245,7 +245,7 @@ class Spilling:
     def _is_worth(self, num_tokens: int, num_bytes: int, used_ns: int) -> bool:
         """Return whether a copy out and back takes less time than to compute the tokens. At the end
         what does not reach the disk is lost."""
-        if self._store.is_draining and not self._store.may_be_written(num_bytes, used_ns):
+        if self._store.writes.is_draining and not self._store.may_be_written(num_bytes, used_ns):
             return False
         costs, load = self._store.costs, {Route.OUT: num_bytes, Route.IN: num_bytes}
         is_worth = costs.is_worth(num_tokens, load)

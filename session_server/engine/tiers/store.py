@@ -73,8 +73,7 @@ class TierCounts:
 
 
 class TierStore:
-    """Hold the segments. Nothing here touches a pool. `is_draining`: the engine ends, and what was
-    used last is written first."""
+    """Hold the segments. Nothing here touches a pool."""
 
     def __init__(self, tree: SegmentTree, *, host_bytes: int, disk_bytes: int) -> None:
         """Begin with nothing in host memory. `disk_bytes`: 0 for no disk; `start` finds what is
@@ -90,11 +89,10 @@ class TierStore:
         """Files that no segment stands for."""
 
         self._listing = Listing(self._unread, is_over=disk_bytes == 0)
-        self._writes = WriteQueue()
+        self.writes = WriteQueue()
         self._ruins: list[dict[Any, Any]] = []
         """What was dropped at once, and is let go of a little at a time."""
 
-        self.is_draining = False
         self._num_clears = 0
 
     @property
@@ -105,7 +103,7 @@ class TierStore:
     @property
     def is_writing(self) -> bool:
         """Return whether a segment is being written to disk."""
-        return self._writes.num_under_way > 0
+        return self.writes.num_under_way > 0
 
     @property
     def is_listed(self) -> bool:
@@ -183,13 +181,13 @@ class TierStore:
             self.orders.forget_in_host(segment.number)
             return False
         segment.in_host = True
-        self._writes.add(segment)
+        self.writes.add(segment)
         self.write_ahead()
         return True
 
     def write_ahead(self) -> None:
         """Write a segment to disk, if none is being written: the one used longest ago if host
-        memory is nearly full; when `is_draining`, the one used last."""
+        memory is nearly full; at the engine's end the one used last."""
         while self._write_next():
             pass  # one that has no room, or gave way to make it, is passed over
 
@@ -197,14 +195,14 @@ class TierStore:
         """Write the next segment, or find that it cannot be; return False if there is none."""
         if not self.has_disk or self.is_writing:
             return False
-        if self.is_draining:
-            segment = self._writes.latest()
+        if self.writes.is_draining:
+            segment = self.writes.latest()
         elif self.host.free_bytes <= self.host.max_bytes // _FULL_DIVISOR:
-            segment = self.host.next_to_give(self._writes.__contains__, _NUM_AHEAD)
+            segment = self.host.next_to_give(self.writes.__contains__, _NUM_AHEAD)
         else:
             return False
         if segment is not None:
-            self._write(self._writes.beginning_of(segment))
+            self._write(self.writes.beginning_of(segment))
         return segment is not None
 
     # Disk
@@ -277,7 +275,7 @@ class TierStore:
             segment.used_ns = max(segment.used_ns, used_ns - index)
         self.host.touch(used)
         self.disk.touch(used)
-        self._writes.touch(used)
+        self.writes.touch(used)
         return used_ns
 
     def is_followed(self, segment: Segment) -> bool:
@@ -342,7 +340,7 @@ class TierStore:
                 self.disk.remove(each)
                 if each.on_disk:
                     self.orders.forget_file(each.content.file_id)
-            self._writes.remove(each)
+            self.writes.remove(each)
 
     def refuse_file(self, segment: Segment) -> None:
         """Drop a segment whose file is not what it should be."""
@@ -356,7 +354,7 @@ class TierStore:
         self.counts.dropped_segments += len(self.tree)
         self._ruins += [self.tree.clear(), *self._unread.clear()]
         self._listing.end()
-        self._writes.clear()
+        self.writes.clear()
         for account in (self.host, self.disk):
             account.clear()
         self.orders.forget_all_in_host()
@@ -412,10 +410,10 @@ class TierStore:
         self.orders.forget_in_host(segment.number)
 
     def _write(self, segment: Segment) -> None:
-        self._writes.remove(segment)
+        self.writes.remove(segment)
         parent = segment.parent
         # What the disk did not take before has no room for what follows it either.
-        is_found = parent is None or parent.on_disk or self._writes.has_failed(parent)
+        is_found = parent is None or parent.on_disk or self.writes.has_failed(parent)
         if not (is_found and self._make_room_for(segment)):
             segment.is_refused = True
             return
@@ -425,7 +423,7 @@ class TierStore:
         self._forget_unread(segment.content.name)
         self.disk.add(segment)
         segment.is_writing = True
-        self._writes.num_under_way += 1
+        self.writes.num_under_way += 1
 
         def take(result: TierResult) -> None:
             self._end_writing(segment, is_whole=result.refusal is None)
@@ -440,7 +438,7 @@ class TierStore:
         )
 
     def _end_writing(self, segment: Segment, *, is_whole: bool) -> None:
-        self._writes.num_under_way -= 1
+        self.writes.num_under_way -= 1
         segment.is_writing = False
         if self.tree.get(segment.number) is not segment:
             if is_whole:
@@ -449,24 +447,24 @@ class TierStore:
         segment.on_disk = is_whole
         if is_whole:
             self.counts.written_bytes += segment.content.num_bytes
-            self._writes.try_again()
+            self.writes.try_again()
         else:
             self.counts.failed_copies += 1
             self.disk.remove(segment)
-            self._writes.fail(segment)
+            self.writes.fail(segment)
         self.write_ahead()
 
     def _make_room_for(self, segment: Segment) -> bool:
         """Make room on disk for a segment, if what gives way for it was used longer ago. Somebody
-        else who has more gives way in any case, but not when `is_draining`: then nothing is pushed
-        out that has just been written."""
+        else who has more gives way in any case, but not at the engine's end: then nothing is
+        pushed out that has just been written."""
         content = segment.content
         if content.num_bytes > self.disk.max_bytes:
             return False
         index_bytes = _KNOWN_FILE_BYTES + content.tokens.nbytes
 
         def may_give(other: Segment) -> bool:
-            is_own = self.is_draining or other.content.tag == content.tag
+            is_own = self.writes.is_draining or other.content.tag == content.tag
             return other.used_ns < segment.used_ns or not is_own
 
         while not self._has_room_on_disk(content.num_bytes, index_bytes):

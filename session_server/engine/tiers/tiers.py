@@ -117,13 +117,13 @@ class Tiers:
         being dropped, after `drain`. Nothing is written to a disk that does not answer."""
         if self._forgetting.has_more:
             return True
-        if not self.store.is_draining or self.store.orders.disk_watch.is_silent:
+        if not self.store.writes.is_draining or self.store.orders.disk_watch.is_silent:
             return False
         return self._spilling.has_dirty or self._spilling.is_copying or self.store.is_writing
 
     def drain(self, now_s: float) -> None:
         """Write to disk what is there, if there is one, within `TierPolicy.drain_s`."""
-        self.store.is_draining = self._is_on and self.store.has_disk
+        self.store.writes.is_draining = self._is_on and self.store.has_disk
         self._drain_until_s = now_s + self._drain_s
 
     @property
@@ -153,9 +153,9 @@ class Tiers:
         self.store.uses.set(now_s)
         self.store.advance()
         self._forgetting.advance()
-        self.store.is_draining &= now_s < self._drain_until_s
+        self.store.writes.is_draining &= now_s < self._drain_until_s
         self._spilling.advance()
-        if self.store.is_draining:
+        if self.store.writes.is_draining:
             # After those that are copied: of what they found some may be written again.
             self.store.write_ahead()
         self._restoring.release()

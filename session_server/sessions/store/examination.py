@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import sqlite3
-import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,7 @@ from session_server.core.owner import shown_owner
 from session_server.sessions.store.database import Database
 from session_server.sessions.store.lock import StoreUnusable
 from session_server.sessions.store.log_frames import log_of
-from session_server.sessions.store.open_files import KV_DIRECTORY, KV_REFUSED
+from session_server.sessions.store.open_files import EXPOSED, KV_DIRECTORY, KV_REFUSED
 from session_server.sessions.store.records import Damaged, Parts, SessionRow, check_part
 from session_server.sessions.store.schema import SCHEMA_VERSION
 from session_server.sessions.store.session_file import file_of
@@ -30,7 +29,6 @@ MIN_FREE_BYTES: Final = 1 << 30
 """Bytes on the disk of a store below which there is a warning."""
 
 _HOLDERS: Final = {"entries": "sessions", "parts": "records"}
-_EXPOSED: Final = stat.S_IRWXG | stat.S_IRWXO
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,7 @@ def _files(directory: Path) -> StoreFinding:
     if links:
         found = f"links, which no server follows: {', '.join(links)}"
         return StoreFinding("files", found, "put the files themselves there", is_wrong=True)
-    exposed = [path.name for path in there if path.stat().st_mode & _EXPOSED]
+    exposed = [path.name for path in there if path.stat().st_mode & EXPOSED]
     if exposed:
         advice = f"chmod -R go= {directory}"
         return StoreFinding("files", f"open to other users: {', '.join(exposed)}", advice)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar, Final, Self, TypeVar
 
+from session_server.core.os_errors import in_words
 from session_server.sessions.store.directories import make_directory, sync_above
 from session_server.sessions.store.open_files import LOCK_NAME, check_kinds
 
@@ -75,7 +76,7 @@ class StoreLock:
             lock._fds.append(os.open(directory, os.O_CLOEXEC | os.O_RDONLY | os.O_DIRECTORY))
         except OSError as error:
             lock.release()
-            raise StoreUnusable(f"--store {directory}: {error}") from error
+            raise StoreUnusable(f"--store {directory}: {in_words(error)}") from error
         if _try(lock._fds[0], fcntl.LOCK_EX):
             return lock
         is_served = not _try(lock._fds[1], fcntl.LOCK_SH)
@@ -100,7 +101,7 @@ class StoreLock:
         except FileNotFoundError:
             return cls(path)
         except OSError as error:
-            raise StoreUnusable(f"--store {directory}: {error}") from error
+            raise StoreUnusable(f"--store {directory}: {in_words(error)}") from error
         if _try(fd, fcntl.LOCK_SH):
             return cls(path, fd)
         os.close(fd)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
+from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 LOG_HEADER_BYTES: Final = 32
 FRAME_HEADER_BYTES: Final = 24
@@ -43,22 +45,35 @@ def frames_bytes(num_frames: int, page_bytes: int) -> int:
     return num_bytes if num_frames else 0
 
 
-def committed_bytes(log: Path) -> int:
-    """Return how many bytes of a log SQLite may read again: up to its last commit. Raises
-    OSError."""
+class Frame(NamedTuple):
+    """Describe a page in a log. `end`: where it ends there. `is_current`: it is not of a log before
+    this one. `is_commit`: with it a commit ends."""
+
+    page: int
+    end: int
+    is_current: bool
+    is_commit: bool
+
+
+def frames(log: Path) -> Iterator[Frame]:
+    """Yield the pages that a log has, in order. Raises OSError."""
     if not log.exists():
-        return 0
-    end = 0
+        return
     with log.open("rb") as file:
         header = file.read(LOG_HEADER_BYTES)
         page_bytes, salts = int.from_bytes(header[8:12], "big"), header[16:24]
         while len(frame := file.read(FRAME_HEADER_BYTES)) == FRAME_HEADER_BYTES:
-            if frame[8:16] != salts:
-                break
             file.seek(page_bytes, os.SEEK_CUR)
-            if any(frame[4:8]):  # a commit says here how many pages the database has
-                end = file.tell()
-    return end
+            # A commit says there how many pages the database has.
+            page, is_commit = int.from_bytes(frame[:4], "big"), any(frame[4:8])
+            yield Frame(page, file.tell(), frame[8:16] == salts, is_commit)
+
+
+def committed_bytes(log: Path) -> int:
+    """Return how many bytes of a log SQLite may read again: up to its last commit. Raises
+    OSError."""
+    current = takewhile(lambda frame: frame.is_current, frames(log))
+    return max((frame.end for frame in current if frame.is_commit), default=0)
 
 
 def shorten(database: sqlite3.Connection, path: Path) -> None:

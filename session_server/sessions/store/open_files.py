@@ -36,7 +36,9 @@ KV_REFUSED: Final = "refused"
 """Of that, where files are that did not verify."""
 
 _ADVICE: Final = "put them back, or restart the server"
-_EXPOSED: Final = stat.S_IRWXG | stat.S_IRWXO
+EXPOSED: Final = stat.S_IRWXG | stat.S_IRWXO
+"""What of the mode of a file lets other users do anything with it."""
+
 _KINDS: Final = {
     stat.S_IFREG: "a file",
     stat.S_IFDIR: "a directory",
@@ -70,8 +72,8 @@ def tighten(directory: Path) -> None:
     found = [directory / name for name in sorted(own & there)]
     for path in [*found, directory] if there <= own else found:
         status = path.stat()
-        if status.st_mode & _EXPOSED and status.st_uid == os.geteuid():
-            path.chmod(stat.S_IMODE(status.st_mode) & ~_EXPOSED)
+        if status.st_mode & EXPOSED and status.st_uid == os.geteuid():
+            path.chmod(stat.S_IMODE(status.st_mode) & ~EXPOSED)
             _logger.warning("other users could open %s: from now on they cannot", path)
 
 

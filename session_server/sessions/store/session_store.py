@@ -244,33 +244,18 @@ class SessionStore:
     # -- writing
 
     def put(
-        self,
-        row: SessionRow,
-        entry: bytes,
-        told: Told,
-        beside: Beside | None = None,
-        *,
-        more: Sequence[bytes] = (),
+        self, row: SessionRow, entries: Sequence[bytes], told: Told, beside: Beside | None = None
     ) -> None:
-        """Write a session in one entry and `more`, in place of what is there of it; `told` is
-        called when it is on disk, or cannot be. `beside`: in the same commit."""
-        entries = (entry, *more)
+        """Write a session in these entries, in place of what is there of it; `told` is called when
+        it is on disk, or cannot be. `beside`: in the same commit."""
         self.ask(lambda database: database.put(row, *entries), told, sum(map(len, entries)), beside)
 
     def append(
-        self,
-        row: SessionRow,
-        entry: bytes,
-        told: Told,
-        beside: Beside | None = None,
-        *,
-        more: Sequence[bytes] = (),
+        self, row: SessionRow, entries: Sequence[bytes], told: Told, beside: Beside | None = None
     ) -> None:
         """Write entries behind the `row.num_entries` that are there; the others as in `put`."""
-        entries = (entry, *more)
-        self.ask(
-            lambda database: database.append(row, *entries), told, sum(map(len, entries)), beside
-        )
+        num_bytes = sum(map(len, entries))
+        self.ask(lambda database: database.append(row, *entries), told, num_bytes, beside)
 
     def touch(self, row: SessionRow, told: Told) -> None:
         """Write what the row says, but no entry; `told` as in `put`."""
