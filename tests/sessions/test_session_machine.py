@@ -262,7 +262,22 @@ class SessionMachine(RuleBasedStateMachine):
         recent = shadow.order[-8:]
         if not recent or shadow.is_over:
             return
-        turn_id = data.draw(st.sampled_from(recent))
+        self._submit_again(name, data.draw(st.sampled_from(recent)), other_body=other_body)
+
+    @precondition(lambda self: any(self.shadows[name].may_run_again for name in self.names))
+    @rule(data=st.data())
+    def run_again(self, data: st.DataObject) -> None:
+        """What failed by no fault of its client is asked for once there is an engine."""
+        self.come_up()
+        self.play(1)
+        failed = [n for n in self.names if self.shadows[n].may_run_again]
+        if failed:
+            name = data.draw(st.sampled_from(failed))
+            turn_ids = sorted(self.shadows[name].may_run_again)
+            self._submit_again(name, data.draw(st.sampled_from(turn_ids)), other_body=False)
+
+    def _submit_again(self, name: str, turn_id: str, *, other_body: bool) -> None:
+        shadow = self.shadows[name]
         request = shadow.requests[turn_id]
         if other_body:
             request = TurnRequest(turn_id, ChatInput((Message("user", "no"),)), request.sampling)
