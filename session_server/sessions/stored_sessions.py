@@ -192,8 +192,7 @@ class StoredSessions:
         )
         session = self.maker.again(owner, settings, life)
         session.session_id = row.session_id
-        with _refusing(row):
-            session.transcript.now = datetime.fromtimestamp(stored.now_s).astimezone()
+        session.transcript.now = datetime.fromtimestamp(stored.now_s).astimezone()
         if row.model != self.store.model:
             raise UnknownModel(
                 "this session was held with a model that has another tokenizer or chat template"

@@ -106,13 +106,19 @@ def test_a_lost_socket_is_replaced_and_nothing_is_missed_or_doubled() -> None:
     run(test)
 
 
-def test_a_turn_the_server_may_not_have_heard_is_sent_again_under_its_id() -> None:
-    turns: list[str] = []
+def cut_at_a_turn(turns: list[str]) -> Callable[[Peer], Awaitable[None]]:
+    """A server whose line is cut when a turn comes, whose id it notes."""
 
-    async def deaf(peer: Peer) -> None:
+    async def script(peer: Peer) -> None:
         await peer.hello()
         turns.append((await peer.receive())["turn_id"])
         peer.cut()
+
+    return script
+
+
+def test_a_turn_the_server_may_not_have_heard_is_sent_again_under_its_id() -> None:
+    turns: list[str] = []
 
     async def second(peer: Peer) -> None:
         await peer.hello(0, resumed=True)
@@ -122,7 +128,7 @@ def test_a_turn_the_server_may_not_have_heard_is_sent_again_under_its_id() -> No
 
     async def test() -> None:
         async with (
-            playing(deaf, second) as server,
+            playing(cut_at_a_turn(turns), second) as server,
             await connect(server.url, options=QUICK) as session,
         ):
             assert (await session.ask("are you there?")).text == "yes"
@@ -133,11 +139,6 @@ def test_a_turn_the_server_may_not_have_heard_is_sent_again_under_its_id() -> No
 def test_a_turn_that_failed_while_nobody_was_connected_is_asked_for_until_it_runs() -> None:
     """It was sent again before its failure was told: the server may have begun it anew."""
     turns: list[str] = []
-
-    async def first(peer: Peer) -> None:
-        await peer.hello()
-        turns.append((await peer.receive())["turn_id"])
-        peer.cut()
 
     async def second(peer: Peer) -> None:
         await peer.hello(0, resumed=True)
@@ -153,7 +154,7 @@ def test_a_turn_that_failed_while_nobody_was_connected_is_asked_for_until_it_run
 
     async def test() -> None:
         async with (
-            playing(first, second) as server,
+            playing(cut_at_a_turn(turns), second) as server,
             await connect(server.url, options=QUICK) as session,
         ):
             assert (await session.ask("are you there?")).text == "yes"

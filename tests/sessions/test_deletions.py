@@ -89,9 +89,9 @@ def test_many_that_expired_while_no_server_ran_keep_nobody_waiting(
         assert store.counts.num_writes == 0
         num_left: list[int] = []
         mine = row(num_expired + 1, expires_s=NOW_S + 9.0)
-        store.put(mine, [DATA], lambda _error: num_left.append(store.num_sessions))
+        store.put(mine, [DATA], lambda _error: num_left.append(store._database.count()[0]))
         goes_on.set()
-        settle(world, lambda: store.num_sessions == 1 and num_left)
+        settle(world, lambda: store._database.count()[0] == 1 and num_left)
         assert num_left[0] > num_expired - 2 * SLICE, "a turn waits for no more"
         assert len(num_read) == num_expired
         assert set(num_read.values()) == {1}, "each is read once"
@@ -133,7 +133,7 @@ def test_all_that_expire_in_memory_at_once_keep_nobody_waiting(tmp_path: Path) -
         goes_on.set()
         settle(world, lambda: world.manager.turn(OWNER, name, "1").end)
         assert store.counts.num_writes < num_before + 3 * SLICE
-        settle(world, lambda: store.num_sessions == 1)
+        settle(world, lambda: store._database.count()[0] == 1)
 
 
 def test_a_revoked_key_asks_for_no_more_than_a_slice(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_revoked_key_asks_for_no_more_than_a_slice(tmp_path: Path) -> None:
         assert len(store.deletions.hidden) <= CLOSED_AT_ONCE
         goes_on.set()
         world.do(asyncio.wait_for(task, 60.0))
-        assert store.num_sessions == 0
+        assert store._database.count()[0] == 0
 
 
 def test_a_disk_that_has_much_to_write_is_not_dead(

@@ -453,7 +453,7 @@ def test_writes_that_are_asked_for_together_share_a_commit_and_are_told_in_order
         store.start(asyncio.get_running_loop())
         await store.flush()
         assert told == [(number, None) for number in range(1, 41)]
-        assert (store.counts.num_writes, store.num_sessions) == (40, 40)
+        assert (store.counts.num_writes, store._database.count()[0]) == (40, 40)
         assert sum(store.counts.num_commits) <= 2
         await store.close()
 
@@ -586,7 +586,7 @@ def test_a_locked_database_fails_a_group_at_once_and_not_one_write_after_the_oth
         other.close()
         store.put(row(1), [DATA], lambda _error: None)
         await store.flush()
-        assert (store.failure, store.num_sessions) == (None, 1)
+        assert (store.failure, store._database.count()[0]) == (None, 1)
         await store.close()
 
     asyncio.run(run())
@@ -642,7 +642,7 @@ def test_a_write_to_a_disk_that_hangs_fails_after_a_while(
         assert [number for number, _ in told] == [3, 1, 2]
         assert store.failure == "the disk does not answer"
         goes_on.set()
-        while store.num_sessions < 2:
+        while store._database.count()[0] < 2:
             await asyncio.sleep(0.01)
         await store.flush()
         assert [number for number, _ in told] == [3, 1, 2], "nobody is told twice"

@@ -197,14 +197,20 @@ def test_a_turn_behind_one_that_fails_by_a_bug_runs(
     recount(world.manager)
 
 
-def test_a_cancel_that_fails_by_a_bug_ends_its_turn(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def answering(world: World) -> str:
+    """A session of which a second turn has begun to answer."""
     session = opened(world)
     ask(world, session, "first")
     world.submit(session, turn("broken", max_tokens=9, ignore_eos=True))
     world.engine.step()
     world.engine.deliver()
+    return session
+
+
+def test_a_cancel_that_fails_by_a_bug_ends_its_turn(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = answering(world)
     with a_bug(monkeypatch, Answer, "finish"):
         world.manager.cancel(OWNER, session, "broken")
     world.engine.run()
@@ -216,11 +222,7 @@ def test_a_cancel_that_fails_by_a_bug_ends_its_turn(
 def test_a_turn_whose_engine_dies_in_a_bug_ends(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = opened(world)
-    ask(world, session, "first")
-    world.submit(session, turn("broken", max_tokens=9, ignore_eos=True))
-    world.engine.step()
-    world.engine.deliver()
+    session = answering(world)
     with a_bug(monkeypatch, Answer, "feed"):
         world.engine.step()
         world.engine.deliver()

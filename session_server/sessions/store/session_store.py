@@ -101,11 +101,6 @@ class SessionStore:
         """Return random bytes that live as long as the store."""
         return self._database.secret
 
-    @property
-    def num_sessions(self) -> int:
-        """Return how many sessions are on disk. O(sessions)."""
-        return self._database.count()[0]
-
     def census(self) -> str:
         """Say how many sessions are on disk, those that have expired apart. O(sessions)."""
         num_open, num_expired = self._database.census(self.wall_clock())
