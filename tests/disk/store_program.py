@@ -179,7 +179,7 @@ class User:
             self._store.touch(row, told)
         else:
             write = self._store.put if verb == "put" else self._store.append
-            write(row, encode_entry(entry_of(asked.tag)), told)
+            write(row, (encode_entry(entry_of(asked.tag)),), told)
 
     def _on_told(self, asked: Asked, num_entries: int, error: Exception | None) -> None:
         self._note_told(asked, error)
