@@ -155,6 +155,7 @@ class StoredMachine(SessionMachine):
         """Go on with what was told to be on disk; any other turn may be there or not."""
         shadow.order = [each for each in shadow.order if (shadow.name, each) in self.durable]
         shadow.ended = set(shadow.order)
+        shadow.may_run_again &= shadow.ended
         self.world.do(self.world.manager.load(OWNER, shadow.name))
         try:
             shadow.journal = self.world.manager.journal(OWNER, shadow.name)
@@ -449,6 +450,11 @@ class StoredMachine(SessionMachine):
         assert end.outcome.is_durable is not None
         if end.outcome.is_durable:
             self.durable.add((shadow.name, end.turn_id))
+
+    def _forget_end(self, shadow: Shadow, turn_id: str) -> None:
+        super()._forget_end(shadow, turn_id)
+        # How it failed may be on disk; how it ends now is not until a client is told so.
+        self.durable.discard((shadow.name, turn_id))
 
 
 def test_sessions_in_a_store_keep_their_promises_across_crashes() -> None:

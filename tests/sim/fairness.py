@@ -78,7 +78,12 @@ class FairnessWatch:
         batch = outcome.batch
         if not self._settler.retry_alone:
             self._num_retries = 0
-        if batch is None or not batch.rows or is_hindered:
+        if batch is None or not batch.rows:
+            return
+        oldest = next(iter(scheduler.running), None)
+        if oldest is not None and any(row.turn_id == oldest.turn_id for row in batch.rows):
+            self._num_passed = 0  # whatever became of the others
+        if is_hindered:
             return
         self._check_drafts(batch)
         if self._settler.retry_alone:
