@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Chat until the user leaves. Return the exit status."""
-    console = Console()
+    console = _Console()
     if args.session is not None and not args.url:
         print("session-server chat: --session needs --url", file=sys.stderr)
         return 2
@@ -137,11 +137,22 @@ def _start_server(console: Console) -> LocalServer:
     return LocalServer()
 
 
+class _Console(Console):
+    """Raise BrokenPipeError where the reader of the output has left, which ends any command.
+
+    SystemExit, the default, would end the thread of the loop while the main thread waits for it.
+    """
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 class _LoopThread:
     """Run an event loop in a thread, so that the socket is served while the user types."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._loop = self._runner.get_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="client", daemon=True)
 
     def __enter__(self) -> Self:
@@ -151,7 +162,7 @@ class _LoopThread:
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._loop.close()
+        self._runner.close()  # what still reads is canceled before the loop is gone
 
     def call(self, coroutine: Coroutine[object, object, T]) -> T:
         """Run a coroutine on the loop and wait for it here, so that Ctrl-C raises

@@ -275,8 +275,9 @@ def _saying_what_to_do(host: str, port: int, flag: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        reason = error.strerror or error
         advice = f"; pass another {flag} (0: any free port)" if error.errno == EADDRINUSE else ""
-        raise _CannotListen(f"cannot listen on {host}:{port}: {error}{advice}") from error
+        raise _CannotListen(f"cannot listen on {host}:{port}: {reason}{advice}") from error
 
 
 async def _serve_on(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import pty
 import signal
@@ -11,6 +12,7 @@ from asyncio.subprocess import PIPE, Process
 
 import msgspec
 import pytest
+from websockets import ConnectionClosed
 
 from session_server.chat import describe
 from session_server.client import TurnResult
@@ -21,9 +23,9 @@ from tests.client.scripted_server import Peer, playing
 USAGE = {"input_tokens": 640, "cached_tokens": 480, "cache_write_tokens": 160, "output_tokens": 32}
 
 
-async def chat(url: str, *flags: str) -> Process:
+async def chat(url: str, *flags: str, stdout: int = PIPE) -> Process:
     argv = [sys.executable, "-m", "session_server", "chat", "--url", url, *flags]
-    return await asyncio.create_subprocess_exec(*argv, stdin=PIPE, stdout=PIPE, stderr=PIPE)
+    return await asyncio.create_subprocess_exec(*argv, stdin=PIPE, stdout=stdout, stderr=PIPE)
 
 
 async def read_until(process: Process, needle: str) -> str:
@@ -247,6 +249,29 @@ def test_an_interrupt_cancels_the_turn_and_not_the_program() -> None:
             process.send_signal(signal.SIGINT)
             assert "cancelled" in await read_until(process, "you > ")
             assert "Still here." in await finish(process, "are you there?", "/quit")
+
+    asyncio.run(test())
+
+
+def test_a_reader_that_leaves_ends_the_program_without_a_word() -> None:
+    is_asked = asyncio.Event()
+
+    async def script(peer: Peer) -> None:
+        await peer.hello()
+        is_asked.set()
+        with contextlib.suppress(ConnectionClosed):
+            await answer(peer, 1, "Hello.")
+            await peer.left()
+
+    async def test() -> None:
+        read, write = os.pipe()
+        async with playing(script) as server:
+            process = await chat(server.url, stdout=write)
+            os.close(write)
+            await is_asked.wait()
+            os.close(read)
+            _, err = await process.communicate(b"hello\nand again\n")
+            assert (process.returncode, err) == (1, b"")
 
     asyncio.run(test())
 
