@@ -177,7 +177,7 @@ SLICES = (
         _NEXT,
     ),
     _constant(
-        "sessions.store.database:_PAGE_ROWS",
+        "sessions.store.reads:_PAGE_ROWS",
         "sessions read by `sessions list` and `doctor`",
         "sessions",
         _NEXT,
