@@ -10,10 +10,11 @@ from cache.tiers.segment import Segment
 
 class WriteQueue:
     """Hold segments in host memory that are not on disk. `num_under_way`: being written now.
-    `is_draining`: the engine ends, and what was used last is written first."""
+    `is_draining`: the engine ends, and what was used last is written first. `is_over`: its time to
+    do so has passed, and nothing more is written."""
 
     def __init__(self) -> None:
-        self.is_draining = False
+        self.is_draining = self.is_over = False
         self.num_under_way = 0
         self._waiting: dict[int, Segment] = {}
         self._latest_first: LazyHeap[int] = LazyHeap()
@@ -47,6 +48,10 @@ class WriteQueue:
                 self.add(segment)
             elif segment in self:
                 self._latest_first.push(segment.number, -segment.used_ns, 0)
+
+    def end(self) -> None:
+        """Write nothing more: what the engine's end was to write had its time."""
+        self.is_draining, self.is_over = False, True
 
     def latest(self) -> Segment | None:
         """Return the segment that was used last; None if there is none."""

@@ -306,6 +306,22 @@ def test_before_the_end_what_the_disk_has_no_room_for_is_passed_over(tmp_path: P
     stock.assert_bounded()
 
 
+def test_what_comes_when_the_time_of_an_end_has_passed_pushes_nothing_out(tmp_path: Path) -> None:
+    stock = Stock(tmp_path, host=SEGMENT, disk=SEGMENT)
+    stock.carry()
+    written = stock.put(path(1), BOB)
+    stock.carry()
+    assert written is not None
+    assert written.on_disk
+    stock.store.writes.is_draining = True
+    stock.store.writes.end()
+    late = stock.put(path(2))
+    stock.carry()
+    assert late is not None
+    assert (late.on_disk, written.on_disk, len(stock.names)) == (False, True, 1)
+    stock.assert_bounded()
+
+
 # Files from before
 
 

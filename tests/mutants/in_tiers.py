@@ -532,7 +532,13 @@ ENDS_WITH_THE_FIRST_REFUSAL = _on_disk(
 
 END_HAS_NO_LIMIT = _on_disk(
     "An engine that is to end writes for as long as there is something.",
-    (f"{_TIERS}.take_orders", "now_s < self._drain_until_s", "True"),
+    (f"{_TIERS}.take_orders", "now_s >= self._drain_until_s", "False"),
+)
+
+END_GOES_ON_AS_BEFORE = _mutant(
+    "An engine whose time to end has passed writes on, whatever that pushes out.",
+    (f"{_STORE}._write_next", "or self.writes.is_over", ""),
+    first_seed=2_060_001_065,
 )
 
 ONLY_COPIES_BEFORE_ITS_END = _on_disk(

@@ -193,7 +193,7 @@ class TierStore:
 
     def _write_next(self) -> bool:
         """Write the next segment, or find that it cannot be; return False if there is none."""
-        if not self.has_disk or self.is_writing:
+        if not self.has_disk or self.is_writing or self.writes.is_over:
             return False
         if self.writes.is_draining:
             segment = self.writes.latest()

@@ -153,7 +153,8 @@ class Tiers:
         self.store.uses.set(now_s)
         self.store.advance()
         self._forgetting.advance()
-        self.store.writes.is_draining &= now_s < self._drain_until_s
+        if self.store.writes.is_draining and now_s >= self._drain_until_s:
+            self.store.writes.end()
         self._spilling.advance()
         if self.store.writes.is_draining:
             # After those that are copied: of what they found some may be written again.
