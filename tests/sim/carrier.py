@@ -57,14 +57,16 @@ class StoredFile:
 
 @dataclass(slots=True)
 class EchoDisk:
-    """Files by their ids, those used longest ago first. `is_full`: it takes no more. `is_ending`:
-    its engine was told to end. `pushed_out`: files written since then that have just given way;
-    `num_in_vain`: how often to one used longer ago."""
+    """Files by their ids, those used longest ago first. `is_full`: it takes no more. `max_bytes`:
+    what its engine may have there. `is_ending`: that was told to end. `removed`: files written
+    since then that it has just removed; `num_in_vain`: how often to make room for one used longer
+    ago."""
 
     files: dict[bytes, StoredFile] = field(default_factory=dict)
     is_full: bool = False
+    max_bytes: int = 0
     is_ending: bool = False
-    pushed_out: list[StoredFile] = field(default_factory=list)
+    removed: list[StoredFile] = field(default_factory=list)
     num_in_vain: int = 0
 
 
@@ -122,13 +124,10 @@ class EchoCarrier:
                     numbers = [part.segment for part in order.parts]
                 case WriteFile():
                     numbers = [order.segment]
-                    used_ns = order.used_ns
-                    self.disk.num_in_vain += any(
-                        each.used_ns > used_ns for each in self.disk.pushed_out
-                    )
+                    self.disk.num_in_vain += self._is_in_vain(order)
                 case _:
                     numbers = []
-            self.disk.pushed_out.clear()
+            self.disk.removed.clear()
             self._waiting.append((order, {number: self.host.get(number) for number in numbers}))
         if self.at_once:
             self.carry_all()
@@ -264,6 +263,14 @@ class EchoCarrier:
             name = chain_after(chain, tokens[start : start + page_size], page_size)
             key = FileKey(name, key.namespace, chain, start)
 
+    def _is_in_vain(self, order: WriteFile) -> bool:
+        """Whether a file takes the room of one that was used later: without that there was none.
+        A file may also be removed because nobody goes on from it."""
+        removed, files = self.disk.removed, self.disk.files.values()
+        num_bytes = sum(each.num_bytes for each in (*files, *removed)) + order.num_bytes
+        was_full = num_bytes > self.disk.max_bytes
+        return was_full and any(each.used_ns > order.used_ns for each in removed)
+
     def _forget(self, order: Forget) -> None:
         for number in order.segments:
             self.host.pop(number, None)
@@ -274,7 +281,7 @@ class EchoCarrier:
         for file_id in order.files:
             gone = self.disk.files.pop(file_id, None)
             if gone is not None and gone.is_last and gone.writer is self:
-                self.disk.pushed_out.append(gone)
+                self.disk.removed.append(gone)
 
 
 def is_same(found: FoundFile, expected: FoundFile) -> bool:

@@ -61,6 +61,7 @@ class TierWatch:
         self, engine: Engine, cache: SessionAwareCache, carrier: EchoCarrier, mixture: Mixture
     ) -> None:
         self._engine, self._cache, self._carrier = engine, cache, carrier
+        carrier.disk.max_bytes = self._store.disk.max_bytes
         self._mixture = mixture
         self._tags: dict[int, list[int]] = {}
         self._looked_at: dict[int, set[int]] = {}
