@@ -59,6 +59,9 @@ SURVIVORS: Final[Mapping[str, str]] = MappingProxyType(
         "found file hangs anywhere": "No deletion takes a path behind which files lie that nobody"
         " has read, and other ways are not met in 60,000 steps; a test of the store alone has"
         " an opinion (`tests/engine/test_tier_store.py`).",
+        "stale parent on disk": "A path is used from its beginning, so what it begins with was used"
+        " after what follows, and gives way after it; a test of the store alone has an opinion"
+        " (`tests/engine/test_tier_paths.py`).",
         "short pool is not asked for": "The oldest turn is given everything before it is given up,"
         " so everybody comes to an end, only later; a test of the planner alone has an opinion"
         " (`tests/engine/test_engine_plan.py`).",
