@@ -91,6 +91,11 @@ class Ledger:
         """Return the free pages."""
         return self._accounts[Holder.FREE]
 
+    @property
+    def num_quarantined(self) -> int:
+        """Return the pages that nobody gets before a restart."""
+        return self._accounts[Holder.QUARANTINE]
+
     def is_balanced(self) -> bool:
         """Return whether the accounts sum to the pool and none is negative: level 0 of the memory
         check. O(1)."""

@@ -111,7 +111,12 @@ class Headroom(NamedTuple):
             each.num_free + each.num_evictable + tails[pool] - guarded[pool]
             for pool, each in ledgers
         ]
-        return cls(tuple(pages), stores.rows.num_free)
+        num_rows = stores.rows.num_free
+        if stores.recurrent is not None:
+            states = stores.ledgers[stores.recurrent.pool]
+            # A row comes with its states: for those in quarantine, as many rows are of no use.
+            num_rows += -states.num_quarantined * stores.rows.num_rows // (states.num_pages - 1)
+        return cls(tuple(pages), num_rows)
 
 
 class TurnLimits(NamedTuple):
