@@ -47,6 +47,8 @@ from session_server.runner.segment_format import (
     part_name,
 )
 
+_SHORT_OF: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
 _MAX_REFUSED: Final = 4
 """Files that did not verify which are kept for whoever wants to know why."""
 
@@ -80,6 +82,7 @@ class SegmentFiles:
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
         """What the times of files say when the engine's clock says 0."""
 
+        self._has_stuck = False
         self._memory = np.empty(0, np.uint8)
         self.num_bytes_read = 0
 
@@ -134,6 +137,8 @@ class SegmentFiles:
             except FileNotFoundError:
                 break
             except (FileRefused, OSError) as error:
+                if _is_of_this_moment(error):
+                    raise
                 self._refuse(key.file_id, error)
                 return found, True
             found.append(each)
@@ -157,6 +162,7 @@ class SegmentFiles:
         Raises:
             FileRefused: the file is not the one that was written or found, cannot be read, or is
                 gone. One that is there is put aside.
+            OSError: it could not be looked at now.
         """
         key = expected.file
         try:
@@ -178,6 +184,8 @@ class SegmentFiles:
         except FileNotFoundError as error:
             raise FileRefused("it is gone") from error
         except (FileRefused, OSError) as error:
+            if _is_of_this_moment(error):
+                raise
             self._refuse(key.file_id, error)
             raise FileRefused(str(error)) from error
 
@@ -252,8 +260,14 @@ class SegmentFiles:
                 os.utime(file, ns=times, dir_fd=self._directory, follow_symlinks=False)
 
     def _unlink(self, name: str) -> None:
-        with contextlib.suppress(OSError):
+        try:
             os.unlink(name, dir_fd=self._directory)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            if not self._has_stuck:
+                _LOG.warning("files of KV cannot be removed, and take room uncounted: %s", error)
+            self._has_stuck = True
 
     def _refuse(self, file_id: bytes, why: Exception) -> None:
         """Put a file aside, in place of the one that was put aside longest ago."""
@@ -294,6 +308,12 @@ class SegmentFiles:
             yield file, self._layout.verify(file, key)
         finally:
             os.close(descriptor)
+
+
+def _is_of_this_moment(error: Exception) -> bool:
+    """Return whether a file could not be read for want of something that has nothing to do with
+    it."""
+    return isinstance(error, OSError) and error.errno in _SHORT_OF
 
 
 def file_name(file_id: bytes) -> str:

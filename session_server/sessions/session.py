@@ -77,7 +77,8 @@ class EngineCopy:
 
 @dataclass(slots=True)
 class LogPlace:
-    """Say what the store has of a session: so many entries, of so many bytes.
+    """Say what the store has of a session: so many entries, of so many bytes, and a row with
+    `num_row_bytes` of what its client has set.
 
     One write is under way at a time (`is_writing`); what comes meanwhile waits for the next one:
     `has_changed` if it needs an entry, `is_touched` if not, with the `ends` of turns and those that
@@ -88,6 +89,7 @@ class LogPlace:
 
     num_entries: int = 0
     num_bytes: int = 0
+    num_row_bytes: int = 0
     is_writing: bool = False
     has_changed: bool = False
     is_touched: bool = False

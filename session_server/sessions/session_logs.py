@@ -25,7 +25,7 @@ from session_server.sessions.store.records import (
     encode_settings,
 )
 from session_server.sessions.store.session_store import SessionStore
-from session_server.sessions.store.writer import Beside, Told
+from session_server.sessions.store.writer import Beside, Told, tell_each
 from session_server.sessions.views import StoreUse
 
 MAX_ENTRIES: Final = 1024
@@ -193,6 +193,7 @@ class SessionLogs:
             place = session.life.log
             assert place is not None, "a closed session is not behind"
             place.has_changed = True
+            self._behind[session] = self._behind.pop(session)  # the next time others come first
             self._write(session, place)
             num_bytes += session.num_bytes
             if num_bytes > MAX_RETRIED_BYTES:
@@ -216,7 +217,7 @@ class SessionLogs:
         try:
             row = self._row(session, place, self.store, session.ended.num_with(ends))
             if not has_changed:
-                after = place.num_entries, place.num_bytes
+                after = place.num_entries, place.num_bytes, len(row.settings)
                 self.store.touch(row, self._on_written(session, place, told, after))
                 return
             if is_whole:
@@ -227,40 +228,39 @@ class SessionLogs:
             log_bug("a session was not encoded", error)
             if beside is not None:
                 self.store.ask(*beside)
-            self._on_written(session, place, told, (0, 0))(error)
+            self._on_written(session, place, told, (0, 0, 0))(error)
             return
         before = (0, 0) if is_whole else (place.num_entries, place.num_bytes)
-        after = before[0] + len(pieces), before[1] + sum(map(len, pieces))
+        num_bytes = before[1] + sum(map(len, pieces))
+        after = before[0] + len(pieces), num_bytes, len(row.settings)
         written = self._on_written(session, place, told, after)
         write = self.store.put if is_whole else self.store.append
         write(row, pieces, written, beside)
 
     def _on_written(
-        self, session: Session, place: LogPlace, told: Sequence[Told], after: tuple[int, int]
+        self, session: Session, place: LogPlace, told: Sequence[Told], after: tuple[int, int, int]
     ) -> Told:
         """Return what is called when a write is on disk, or cannot be. `after`: the entries of the
-        log then, and their bytes."""
+        log then, their bytes, and those of the row."""
 
         def written(error: Exception | None) -> None:
             place.is_writing = False
             if error is None:
                 # Of one that was deleted meanwhile too: it counts until it is gone.
-                self._count_bytes(session.owner, after[1] - place.num_bytes)
-                place.num_entries, place.num_bytes = after
+                before = place.num_bytes + place.num_row_bytes
+                place.num_entries, place.num_bytes, place.num_row_bytes = after
+                self._count_bytes(session.owner, after[1] + after[2] - before)
                 place.is_behind = False
                 self._behind.pop(session, None)
             else:
                 place.is_behind = True
                 if session.life.log is place:
                     self._behind[session] = None
-            try:
-                for each in told:
-                    each(error)
-            finally:
-                if place.is_durable:
-                    session.ended.note_written()
-                if (place.has_changed or place.is_touched) and session.life.log is place:
-                    self._write(session, place)
+            tell_each(told, error)
+            if place.is_durable:
+                session.ended.note_written()
+            if (place.has_changed or place.is_touched) and session.life.log is place:
+                self._write(session, place)
 
         return written
 

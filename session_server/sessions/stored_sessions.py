@@ -215,7 +215,9 @@ class StoredSessions:
         ready = self.link.ready
         if ready is not None and not session.transcript.has_only(ready.vocab_size):
             raise UnknownModel("this session has token ids that the model does not have")
-        session.life.log = LogPlace(row.num_entries, num_bytes, expires_s=session.expires_s)
+        session.life.log = LogPlace(
+            row.num_entries, num_bytes, len(row.settings), expires_s=session.expires_s
+        )
         session.life.log.num_uses = row.num_uses
         session.life.log.is_synced = self.store.is_synced
 

@@ -425,7 +425,7 @@ SESSIONS = (
         "sessions.store.session_store:MAX_WAITING_BYTES",
         "entries that wait for the disk",
         "bytes",
-        "a further write fails at once, and is tried again",
+        "a further write fails at once, and is tried again; one alone is written whatever it has",
     ),
     _constant(
         "sessions.store.session_store:CLOSE_WAIT_S",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import stat
@@ -50,6 +51,33 @@ def test_what_was_written_is_found_and_read(shelf: Shelf) -> None:
     for pool, arrays in shelf.segment.payload.items():
         assert all(map(np.array_equal, payload[pool], arrays))
     assert SegmentFiles(shelf.directory, LAYOUT).read(found[0]).keys() == LAYOUT.pools.keys()
+
+
+def test_a_file_stays_where_it_was_not_the_fault_of_the_file(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    files, found = shelf.files, shelf.segment.found
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        with pytest.raises(OSError, match="Too many open files"):
+            files.find(found.file, shelf.tokens)
+        with pytest.raises(OSError, match="Too many open files"):
+            files.read(found)
+    assert files.read(found).keys() == LAYOUT.pools.keys()
+
+
+def test_a_file_that_cannot_be_removed_is_told_of_once(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    shelf.files.remove([shelf.segment.found.file.file_id] * 3)
+    assert caplog.text.count("cannot be removed") == 1
 
 
 def test_the_library_of_the_format_opens_it_and_reads_the_same(shelf: Shelf) -> None:

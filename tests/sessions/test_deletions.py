@@ -312,7 +312,9 @@ def test_what_owners_hold_is_known_without_a_look_at_entries(tmp_path: Path) -> 
             return 0
 
         database._reader.set_authorizer(note)
-        assert database.holdings() == [(OWNER.owner_id, 50, 150 * len(DATA), 0)]
+        assert database.holdings() == [
+            (OWNER.owner_id, 50, 150 * len(DATA) + 50 * len(row(1).settings), 0)
+        ]
         assert "sessions" in tables
         assert "entries" not in tables
         database._reader.set_authorizer(None)

@@ -56,6 +56,15 @@ def test_an_error_says_how_much_room_there_is_and_what_to_do(
     assert explain(error, Path(os.sep)).startswith(told)
 
 
+def test_a_full_disk_that_has_kv_too_is_told_what_may_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: Usage(1 << 40, 0, 0))
+    assert explain(FULL, tmp_path).endswith("make room")
+    (tmp_path / "kv").mkdir()
+    assert explain(FULL, tmp_path).endswith(f"make room (all of {tmp_path}/kv may go at any time)")
+
+
 def test_the_log_tells_of_a_full_disk_once_a_minute_whatever_finds_room_meanwhile(
     tmp_path: Path, caplog: Logged
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import math
 import os
 import shutil
@@ -125,7 +126,7 @@ def test_a_retired_session_has_its_tokens_and_frees_its_id(database: Database) -
         database.put(row(1, name="s"), DATA)
         database.retire(1)
     assert database.find(OWNER.owner_id, "s") is None
-    assert database.holdings() == [(OWNER.owner_id, 0, len(DATA), len(DATA))]
+    assert database.holdings() == [(OWNER.owner_id, 0, len(DATA) + len(row(1).settings), len(DATA))]
     assert not list(database.walk(None))
     with database.transaction():
         database.put(row(2, name="s"), DATA)
@@ -181,6 +182,15 @@ def test_a_store_has_one_server(tmp_path: Path) -> None:
     assert "another server has it open" in second.stderr
     database.close()
     assert subprocess.run(command, check=False).returncode == 0
+
+
+def test_a_server_waits_for_no_program_that_has_locked_the_directory(tmp_path: Path) -> None:
+    fd = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    with pytest.raises(StoreIsBusy, match="another program has locked this directory"):
+        SessionStore(tmp_path, model=b"model")
+    os.close(fd)
+    SessionStore(tmp_path, model=b"model")._database.close()
 
 
 @pytest.mark.parametrize("name", ["lock", "sessions.sqlite3"])
@@ -623,6 +633,9 @@ def test_what_was_deleted_is_not_left_in_the_files(tmp_path: Path) -> None:
         assert b"a secret of a client" not in file.read_bytes(), file.name
 
 
+HANGS, TOO_MUCH = "the disk does not answer", "too much waits to be written"
+
+
 def test_a_write_to_a_disk_that_hangs_fails_after_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -635,17 +648,18 @@ def test_a_write_to_a_disk_that_hangs_fails_after_a_while(
         hang_until(goes_on, store)
         told: list[tuple[int, str]] = []
         for number in (1, 2, 3):
-            store.put(row(number), [DATA], lambda error, n=number: told.append((n, str(error))))
+            much = [DATA, DATA, DATA] if number == 1 else [DATA]
+            store.put(row(number), much, lambda error, n=number: told.append((n, str(error))))
         await asyncio.sleep(0)
-        assert told == [(3, "the disk does not answer")], "no more than the bound waits"
+        assert told == [(2, TOO_MUCH), (3, TOO_MUCH)], "no more than the bound, or one alone"
         await store.flush()
-        assert [number for number, _ in told] == [3, 1, 2]
-        assert store.failure == "the disk does not answer"
+        assert [number for number, _ in told] == [2, 3, 1]
+        assert store.failure == HANGS
         goes_on.set()
-        while store._database.count()[0] < 2:
+        while store._database.count()[0] < 1:
             await asyncio.sleep(0.01)
         await store.flush()
-        assert [number for number, _ in told] == [3, 1, 2], "nobody is told twice"
+        assert [number for number, _ in told] == [2, 3, 1], "nobody is told twice"
         store.put(row(4), [DATA], lambda error: told.append((4, str(error))))
         await store.flush()
         assert (told[-1], store.failure) == ((4, "None"), None)

@@ -19,7 +19,7 @@ def disk(tmp_path: Path) -> Disk:
 
 
 def on_disk(disk: Disk) -> int:
-    """The bytes of all entries, as the database has them."""
+    """The bytes of all sessions, as the database has them."""
     return sum(holding.num_bytes for holding in disk.store.holdings())
 
 
@@ -47,6 +47,25 @@ def test_what_is_on_disk_is_counted_wherever_its_session_is(disk: Disk) -> None:
         for view in world.manager.list(OWNER).sessions:
             world.manager.close(OWNER, view.session_id)
         assert counted(world) == on_disk(disk) == 0
+
+
+def test_what_a_client_sets_counts_as_what_it_says_does(disk: Disk) -> None:
+    most, much = 40_000, {f"about {number}": "x" * 500 for number in range(8)}
+    with disk.world(quotas=QuotaLimits(store_bytes=most)) as world:
+        while counted(world) < most - 12_000:
+            world.create(is_stored=True, metadata=much)
+        with pytest.raises(ServerBusy, match="bytes in the store"):
+            [world.create(is_stored=True, metadata=much) for _ in range(4)]
+        held = counted(world)
+        assert held == on_disk(disk) <= most
+        name = world.manager.list(OWNER).sessions[0].session_id
+        world.manager.update(OWNER, name, metadata={})
+        assert counted(world) == on_disk(disk) < held - 3900
+    with disk.world() as world:
+        assert counted(world) == on_disk(disk)
+        world.manager.get(OWNER, name)
+        world.manager.update(OWNER, name, metadata=much)
+        assert counted(world) == on_disk(disk) == held
 
 
 def test_a_write_that_fails_counts_nothing_and_its_retry_once(disk: Disk) -> None:

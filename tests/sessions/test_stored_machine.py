@@ -284,7 +284,7 @@ class StoredMachine(SessionMachine):
         self.crash(0)
 
     @precondition(lambda self: self.names)
-    @rule(index=st.integers(0, 2), chance=st.integers(0, 5))
+    @rule(index=st.integers(0, 5), chance=st.integers(0, 2))
     def drain(self, index: int, chance: int) -> None:
         """The process stops as it is asked to; until it has ended, clients go on closing."""
         if chance or not self.world.engine.is_alive:

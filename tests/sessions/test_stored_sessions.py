@@ -37,6 +37,7 @@ from session_server.sessions import ended_turns, session_logs
 from session_server.sessions.journal import JournalLimits
 from session_server.sessions.quotas import QuotaLimits, SessionLimits
 from session_server.sessions.store.records import LogEntry, decode_entry, encode_entry
+from session_server.sessions.store.writer import Told, Write
 from session_server.sessions.transcript import Transcript
 from session_server.sessions.views import OpenRequest
 from tests.sessions.paper_store import PaperStore
@@ -255,6 +256,27 @@ def test_a_turn_behind_a_failed_write_brings_all_of_it(disk: Disk) -> None:
     with disk.world() as world:
         assert state_of(world, name) == state
         assert world.submit(name, turn("1")).status == "completed"
+
+
+def test_a_session_that_cannot_be_written_keeps_no_other_from_the_disk(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with disk.world() as world:
+        names = [world.create(is_stored=True) for _ in range(4)]
+        disk.store.fails = True
+        for name in names:
+            world.run(name, turn("1", "word " * (500 if name == names[0] else 1)))
+        disk.store.fails, write = False, disk.store._ask
+
+        def ask(write_: Write, told: Told, *, num_bytes: int) -> None:
+            disk.store.fails = num_bytes > 2000
+            write(write_, told, num_bytes=num_bytes)
+
+        monkeypatch.setattr(disk.store, "_ask", ask)
+        for _ in range(8):
+            world.manager.tick()
+        logs = world.manager._flow.conclusion.logs
+        assert [each.session_id for each in logs._behind] == names[:1]
 
 
 def test_a_long_log_is_written_anew(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,9 +34,10 @@ def counted(world: World) -> int:
 def on_disk(disk: Disk) -> int:
     """The bytes of all sessions, and of all records as they are in memory."""
     with closing(sqlite3.connect(disk.directory / Database.FILE)) as database:
-        (of_sessions,) = database.execute("SELECT total(length(entry)) FROM entries").fetchone()
+        (of_entries,) = database.execute("SELECT total(length(entry)) FROM entries").fetchone()
+        (of_rows,) = database.execute("SELECT total(length(settings)) FROM sessions").fetchone()
         (of_records,) = database.execute("SELECT total(num_bytes) FROM records").fetchone()
-    return int(of_sessions + of_records)
+    return int(of_entries + of_rows + of_records)
 
 
 def recount(world: World) -> None:

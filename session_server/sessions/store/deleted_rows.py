@@ -28,16 +28,16 @@ class Freed(NamedTuple):
 def delete_some(database: sqlite3.Connection, number: int) -> Freed | None:
     """Delete a session, or the last entries of a long one, which is hidden from then on and frees
     its id; None if it is not there."""
-    query = "SELECT owner, num_bytes, expires FROM sessions WHERE number = ?"
+    query = "SELECT owner, num_bytes, length(settings), expires FROM sessions WHERE number = ?"
     found = database.execute(query, (number,)).fetchone()
     if found is None:
         return None
-    owner_id, total, expires_s = found
+    owner_id, total, num_row_bytes, expires_s = found
     num_retired = total if expires_s == 0 else 0
     start, num_bytes = _last_entries(database, number)
     if start == 0:
         database.execute("DELETE FROM sessions WHERE number = ?", (number,))
-        return Freed(owner_id, total, num_retired, is_gone=True)
+        return Freed(owner_id, total + num_row_bytes, num_retired, is_gone=True)
     query = "DELETE FROM entries WHERE session = ? AND position >= ?"
     database.execute(query, (number, start))
     hidden = "" if expires_s < 0 else f"{RENAMED}, expires = -1, "

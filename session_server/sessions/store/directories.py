@@ -49,6 +49,7 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(fd)
+        sync_directory(path.parent)
     except BaseException as error:
         path.unlink()
         if isinstance(error, OSError) and error.filename is None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from session_server.core.os_errors import in_words
+from session_server.sessions.store.open_files import KV_DIRECTORY
 
 _logger: Final = logging.getLogger("session_server.store")
 
@@ -42,7 +43,9 @@ def explain(error: Exception, directory: Path) -> str:
         return in_words(error)
     is_full |= free_bytes < _FULL_BYTES
     said = "" if "full" in str(error) or not is_full else "; the disk is full"
-    advice = "make room" if is_full else "a quota may be full, or the device fails"
+    kv = directory / KV_DIRECTORY
+    room = "make room" + (f" (all of {kv} may go at any time)" if kv.is_dir() else "")
+    advice = room if is_full else "a quota may be full, or the device fails"
     return f"{in_words(error)}{said} ({free_bytes:,} bytes free): {advice}"
 
 

@@ -108,8 +108,11 @@ class StoreLock:
         return cls(path)
 
     def serve(self) -> None:
-        """Say that who has the store alone is a server, for which nobody waits."""
-        fcntl.flock(self._fds[1], fcntl.LOCK_EX)
+        """Say that who has the store alone is a server, for which nobody waits. Raises StoreIsBusy
+        if a program of somebody else's has locked the directory, as some do that copy it."""
+        if not _try(self._fds[1], fcntl.LOCK_EX):
+            directory = self._path.parent
+            raise StoreIsBusy(f"--store {directory}: another program has locked this directory")
 
     @property
     def is_anothers(self) -> bool:

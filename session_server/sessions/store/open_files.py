@@ -10,15 +10,15 @@ import logging
 import os
 import sqlite3
 import stat
+import struct
 from pathlib import Path
-from struct import Struct
 from typing import Final
 
 from session_server.sessions.store.log_frames import frames_bytes, index_of, log_of
 
 _logger: Final = logging.getLogger("session_server.store")
 
-_INDEX_HEADER: Final = Struct("=14xHII")
+_INDEX_HEADER: Final = struct.Struct("=14xHII")
 """Of an index of a log: the bytes of a page, the frames in the log, and the pages of the database
 as of its last commit. https://sqlite.org/walformat.html"""
 
@@ -108,9 +108,12 @@ class OpenFiles:
                 told = f"the store's files were replaced ({path}): {_ADVICE}"
                 raise sqlite3.OperationalError(told)
         # Read behind their sizes: a log is short only after its index says so.
-        page_bytes, num_frames, num_pages = _INDEX_HEADER.unpack(
-            os.pread(self._index_fd, _INDEX_HEADER.size, 0)
-        )
+        try:
+            index = os.pread(self._index_fd, _INDEX_HEADER.size, 0)
+            page_bytes, num_frames, num_pages = _INDEX_HEADER.unpack(index)
+        except (OSError, struct.error) as error:
+            told = f"the index of the store's log cannot be read ({error}): {_ADVICE}"
+            raise sqlite3.OperationalError(told) from error
         database, log = found[0].st_size, found[1].st_size
         # Pages that are in the log alone may be missing; of those once in the file, none.
         least = min(self._found[0].st_size, num_pages * page_bytes)

@@ -10,7 +10,7 @@ import sqlite3
 from itertools import count
 from typing import Final
 
-from session_server.sessions.store.writer import Told
+from session_server.sessions.store.writer import Told, tell_each
 
 DISK_WAIT_S: Final = 10.0
 """How long the disk may answer nothing, while somebody waits for it, before that counts as
@@ -54,5 +54,4 @@ class Patience:
             self._timer = loop.call_later(left_s, self._look, loop)
             return
         waiting, self._waiting = self._waiting, {}
-        for told in waiting.values():
-            told(sqlite3.OperationalError(NO_ANSWER))
+        tell_each(waiting.values(), sqlite3.OperationalError(NO_ANSWER))

@@ -45,8 +45,8 @@ class Reads:
     def holdings(self) -> list[Holding]:
         """Return what each owner has; expired sessions are counted among the others."""
         query = (
-            "SELECT owner, sum(expires > 0), sum(num_bytes), sum(iif(expires = 0, num_bytes, 0))"
-            " FROM sessions GROUP BY owner"
+            "SELECT owner, sum(expires > 0), sum(num_bytes + length(settings)),"
+            " sum(iif(expires = 0, num_bytes, 0)) FROM sessions GROUP BY owner"
         )
         return [Holding(*found) for found in self._reader.execute(query)]
 
@@ -125,6 +125,11 @@ class Reads:
         """Return how many rows of each table refer to one that is not there. Reads all of the
         database."""
         return Counter(table for table, *_ in self._reader.execute("PRAGMA foreign_key_check"))
+
+    def last_number(self) -> int:
+        """Return the highest number of a session, 0 without one."""
+        query = "SELECT coalesce(max(number), 0) FROM sessions"
+        return int(self._reader.execute(query).fetchone()[0])
 
     def count(self) -> tuple[int, int]:
         """Return how many sessions there are, and the highest number."""

@@ -16,6 +16,7 @@ from typing import Final
 from session_server.sessions.store.database import Behind, Database, Durability
 from session_server.sessions.store.deletions import Deletions
 from session_server.sessions.store.disk_health import DiskHealth
+from session_server.sessions.store.lock import StoreIsBusy
 from session_server.sessions.store.patience import NO_ANSWER, Patience
 from session_server.sessions.store.pieces import MAX_ENTRY_BYTES
 from session_server.sessions.store.records import (
@@ -34,6 +35,7 @@ from session_server.sessions.store.writer import (
     GroupCommits,
     Told,
     Write,
+    tell_each,
     together,
 )
 
@@ -43,7 +45,10 @@ CLOSE_WAIT_S: Final = 5.0
 """How long the end of a server waits for its disk."""
 
 MAX_WAITING_BYTES: Final = 64 << 20
-"""Entries that wait for the disk; a further write fails. One session has one write under way."""
+"""Entries that wait for the disk. A further write fails; one alone is written however large it is,
+and one session has one under way."""
+
+_TOO_MUCH: Final = "too much waits to be written"
 
 ENTRIES_AT_ONCE: Final = 16
 """Entries that are read before others are served: a millisecond or two."""
@@ -72,9 +77,13 @@ class SessionStore:
         durability: Durability = "turn",
         wall_clock: Callable[[], float] | None = None,
     ) -> None:
-        """Open the store. Raises StoreUnusable."""
+        """Open the store. Raises StoreUnusable, StoreIsBusy."""
         self._database = Database(directory, durability=durability)
-        self._database.lock.serve()
+        try:
+            self._database.lock.serve()
+        except StoreIsBusy:
+            self._database.close()
+            raise
         self.directory = directory
         self.model, self.durability = model, durability
         self.wall_clock = wall_clock or _steady_clock()
@@ -109,7 +118,7 @@ class SessionStore:
     @property
     def last_number(self) -> int:
         """Return the highest number of a session on disk, 0 without one."""
-        return self._database.count()[1]
+        return self._database.last_number()
 
     @property
     def counts(self) -> CommitCounts:
@@ -272,8 +281,9 @@ class SessionStore:
 
     def _ask(self, write: Write, told: Told, *, num_bytes: int) -> None:
         assert self._loop is not None, "a store that was not started"
-        if self._num_waiting + num_bytes > MAX_WAITING_BYTES:
-            self._loop.call_soon(self._note, told, sqlite3.OperationalError(NO_ANSWER))
+        if self._num_waiting and self._num_waiting + num_bytes > MAX_WAITING_BYTES:
+            # Not noted: whether the disk fails is seen by what waits for it.
+            self._loop.call_soon(told, sqlite3.OperationalError(_TOO_MUCH))
             return
         self._num_waiting += num_bytes
 
@@ -286,14 +296,14 @@ class SessionStore:
         """Have something written; `told` is called no later than `Patience` allows."""
         assert self._loop is not None, "a store that was not started"
         answered = self._patience.wait(self._loop, partial(self._note, told))
-        self._commits.ask(write, partial(_tell_both, written, answered))
+        self._commits.ask(write, partial(tell_each, (written, answered)))
 
     def _ask_to_delete(self, write: Write, written: Told, told: Told, *, is_urgent: bool) -> None:
         if is_urgent:
             self._watch(write, written, told)
         else:
             told = partial(self._note, told)
-            self._commits.ask_later(write, partial(_tell_both, written, told))
+            self._commits.ask_later(write, partial(tell_each, (written, told)))
 
     def _note(self, told: Told, error: Exception | None) -> None:
         # A log that lacks something is no fault of the disk: its session is written again.
@@ -309,8 +319,3 @@ class SessionStore:
 def _steady_clock() -> Callable[[], float]:
     ahead_s = time.time() - time.monotonic()
     return lambda: time.monotonic() + ahead_s
-
-
-def _tell_both(first: Told, second: Told, error: Exception | None) -> None:
-    first(error)
-    second(error)

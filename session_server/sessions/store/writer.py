@@ -14,7 +14,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple
@@ -52,11 +52,17 @@ def together(writes: Sequence[Beside]) -> Beside:
         for each in writes:
             each.write(database)
 
-    def told(error: Exception | None) -> None:
-        for each in writes:
-            each.told(error)
-
+    told = partial(tell_each, [each.told for each in writes])
     return Beside(write, told, sum(each.num_bytes for each in writes))
+
+
+def tell_each(told: Iterable[Told], error: Exception | None) -> None:
+    """Tell each of what came of a write: one that cannot be told keeps no other from it."""
+    for each in told:
+        try:
+            each(error)
+        except Exception:
+            _logger.exception("a write could not be told of")
 
 
 class _Asked(NamedTuple):
@@ -188,10 +194,7 @@ class GroupCommits:
 
 def _tell(group: Sequence[_Asked], errors: Sequence[Exception | None]) -> None:
     for asked, error in zip(group, errors, strict=True):
-        try:
-            asked.told(error)
-        except Exception:  # one that cannot be told must not keep the others from it
-            _logger.exception("a write could not be told of")
+        tell_each((asked.told,), error)
 
 
 def _ignore(_error: Exception | None) -> None:
