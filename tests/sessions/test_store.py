@@ -9,6 +9,7 @@ import os
 import shutil
 import sqlite3
 import stat
+import struct
 import subprocess
 import sys
 import threading
@@ -182,6 +183,20 @@ def test_a_store_has_one_server(tmp_path: Path) -> None:
     assert "another server has it open" in second.stderr
     database.close()
     assert subprocess.run(command, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("num_bytes", [100, 4096])
+def test_rubbish_in_a_new_file_that_is_undone_leaves_nothing(
+    tmp_path: Path, num_bytes: int
+) -> None:
+    """SQLite reads what kind of database it is before it undoes what a crash has left."""
+    header = b"SQLite format 3\0" + struct.pack(">H", 4096) + bytes([1, 1, 0, 64, 32, 32])
+    rubbish = header.ljust(64, b"\0") + b"\0\0\0\7"  # "vacuum a little at a time"
+    (tmp_path / MAIN).write_bytes(rubbish.ljust(num_bytes, b"\0"))
+    journal = bytes.fromhex("d9d505f920a163d7") + struct.pack(">5I", 0, 1, 0, 512, 4096)
+    (tmp_path / f"{MAIN}-journal").write_bytes(journal.ljust(512, b"\0"))
+    with closing(Database(tmp_path)) as database:
+        assert database.faults(1) == []
 
 
 def test_a_server_waits_for_no_program_that_has_locked_the_directory(tmp_path: Path) -> None:

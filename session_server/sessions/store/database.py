@@ -117,6 +117,9 @@ class Database(Reads):
 
     def _open_to_write(self, durability: Durability) -> sqlite3.Connection:
         writer = self._connect(self.path)
+        # SQLite takes this from the first bytes of a file, also where the rest is not there: what a
+        # crash has left of a new one.
+        writer.execute("PRAGMA auto_vacuum = NONE")
         (mode,) = writer.execute("PRAGMA journal_mode = WAL").fetchone()
         if mode != "wal":
             directory = self.path.parent
