@@ -48,7 +48,7 @@ TOOL = '{"type": "function", "function": {"name": "f", "parameters": {}}}'
 
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory: pytest.TempPathFactory) -> Disk:
-    """A store with one session, `mine`: two turns, raw input, a turn whose answer is gone."""
+    """A store with one session, `mine`: of its turns one was rewound, and one dropped."""
     disk = Disk(tmp_path_factory.mktemp("import") / "store")
     disk.now_s = 4e9  # nothing expires while the test runs
     with disk.world() as world:
@@ -57,6 +57,9 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Disk:
             world.run("mine", request)
         items = world.manager.snapshot(OWNER, "mine").items
         world.manager.edits.rewind(OWNER, "mine", items[-3].id)
+        world.submit("mine", turn("dropped", "question 3"))
+        world.manager.cancel(OWNER, "mine", "dropped", keep_partial=False)
+        world.engine.run()
     return disk
 
 
@@ -138,6 +141,7 @@ def twice(fields: Fields) -> None:
         (("ended_turns", 0, "detail"), "\x1b[31m", "ended_turns[0].detail must be one of"),
         (("ended_turns", 0, "request_digest"), "", "ended_turns[0].request_digest must have"),
         (("ended_turns", 0, "cached_tokens"), 10**6, "ended_turns[0].cached_tokens must be"),
+        (("ended_turns", 4, "output_tokens"), 6, "ended_turns[4].output_tokens must be 0"),
         (("settings", "ttl_s"), -1, "settings.ttl_s: "),
         (("settings", "metadata"), {"": ""}, "settings.metadata: "),
     ],
@@ -161,7 +165,7 @@ def test_one_turn_does_not_end_twice(disk: Disk, capsys: pytest.CaptureFixture[s
     fields = fields_of(exported(disk))
     twice(fields)
     assert not imports(disk, fields, "fresh")
-    assert "ended_turns[4].id_digest must be that of no other turn" in capsys.readouterr().err
+    assert "ended_turns[5].id_digest must be that of no other turn" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("history", [None, "template"])
@@ -238,7 +242,7 @@ PLACES: list[tuple[Place, st.SearchStrategy[object]]] = [
         for key, index, field in (
             *(("answers", index, name) for index in range(3) for name in ("item", "end")),
             *(("items", index, "end_len") for index in range(6)),
-            *(("ended_turns", index, name) for index in range(4) for name in ("item", "index")),
+            *(("ended_turns", index, name) for index in range(5) for name in ("item", "index")),
         )
         for values in (st.integers(-1, 60),)
     ),
@@ -255,7 +259,7 @@ PLACES: list[tuple[Place, st.SearchStrategy[object]]] = [
     ),
     *(
         (("ended_turns", index, field), values)
-        for index in range(4)
+        for index in range(5)
         for field, values in (
             ("kind", st.sampled_from(["stop", "length", "kept", "dropped", "failed"])),
             ("detail", st.sampled_from(["", "draining", "client_cancelled", "server_busy"])),

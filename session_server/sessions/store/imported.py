@@ -240,5 +240,7 @@ def _faults_of_turns(file: SessionFile) -> Iterator[str]:
         details = details_of(turn.kind)
         if turn.detail not in details and (turn.detail or turn.kind not in ("stop", "length")):
             yield f"{place}.detail must be one of {', '.join(details)}"
+        if turn.output_tokens and turn.kind in ("dropped", "failed"):
+            yield f"{place}.output_tokens must be 0: such a turn leaves nothing"
         if turn.cached_tokens > turn.input_tokens:
             yield f"{place}.cached_tokens must be at most input_tokens, {turn.input_tokens}"
