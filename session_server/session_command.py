@@ -40,6 +40,7 @@ from session_server.core.owner import ANONYMOUS, owner_id_of, shown_owner
 from session_server.sessions.store.database import Database
 from session_server.sessions.store.directories import new_file
 from session_server.sessions.store.disk_health import explain
+from session_server.sessions.store.imported import entry_of, settings_of
 from session_server.sessions.store.lock import StoreUnusable
 from session_server.sessions.store.open_files import KV_DIRECTORY
 from session_server.sessions.store.pieces import encode_pieces
@@ -52,10 +53,8 @@ from session_server.sessions.store.records import (
 from session_server.sessions.store.session_file import (
     SessionFile,
     UnusableFile,
-    entry_of,
     file_of,
     read_file,
-    settings_of,
     write_file,
 )
 from session_server.sessions.validation import check_session_id
@@ -177,13 +176,18 @@ def _export(directory: Path, args: argparse.Namespace) -> None:
 
 
 def _import(directory: Path, args: argparse.Namespace) -> None:
-    file = read_file(Path(args.words[0]))
+    path = Path(args.words[0])
+    file = read_file(path)
     session_id, owner_id = args.new_id or file.session_id, args.owner or ANONYMOUS.owner_id
     try:
         check_session_id(session_id)
     except InvalidRequest as error:
         raise _Refused(f"{session_id!r}: {error.message}") from error
-    entry, settings, now_s = entry_of(file), settings_of(file), time.time()
+    try:
+        entry, settings = entry_of(file), settings_of(file)
+    except UnusableFile as error:
+        raise UnusableFile(f"{path} holds what no server writes: {error}") from error
+    now_s = time.time()
     with closing(Database(directory)) as database:
         if database.find(owner_id, session_id) is not None:
             raise _Refused(f"{session_id} is there already: pass --id ID for another one")

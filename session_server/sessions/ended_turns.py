@@ -178,7 +178,7 @@ class EndedTurns:
 
     def find(self, turn_id: str) -> EndedTurn | None:
         """Return the record of a turn, or None if no turn with that id has ended."""
-        record = self._records.get(_key(turn_id))
+        record = self._records.get(key_of(turn_id))
         if record is None:
             return None
         digest, kind, detail, durable, end_seq, length, item, index, *tokens, wait_s, _ = (
@@ -203,7 +203,7 @@ def record_of(turn: SessionTurn, end: TurnEnd, *, num_items: int) -> EndRecord:
     kind, detail = _kind_of(end)
     usage, timings = end.outcome.usage, end.outcome.timings
     return EndRecord(
-        key=_key(turn.request.turn_id),
+        key=key_of(turn.request.turn_id),
         fingerprint=turn.fingerprint,
         kind=kind,
         detail=detail,
@@ -218,8 +218,21 @@ def record_of(turn: SessionTurn, end: TurnEnd, *, num_items: int) -> EndRecord:
     )
 
 
+def details_of(kind: str) -> tuple[str, ...]:
+    """Return what the `detail` of a record of this kind may be; of a turn that completed it means
+    nothing."""
+    return _CODES if kind == "failed" else _REASONS
+
+
+def key_of(turn_id: str) -> int:
+    """Return 64 bits of a digest, so that the size of a record does not depend on the length of its
+    id."""
+    encoded = turn_id.encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
+
+
 def _packed(record: EndRecord, place: tuple[int, int], *, is_durable: bool | None) -> bytes:
-    names: tuple[str, ...] = _CODES if record.kind == "failed" else _REASONS
+    names = details_of(record.kind)
     # A later version may have failed or canceled turns for reasons that this one does not know.
     default = INTERNAL_ERROR.code if record.kind == "failed" else _REASONS[0]
     detail = record.detail if record.detail in names else default
@@ -242,15 +255,7 @@ def _packed(record: EndRecord, place: tuple[int, int], *, is_durable: bool | Non
 
 def _unpacked(key: int, packed: bytes) -> EndRecord:
     digest, kind, detail, _, _, _, *others = _RECORD.unpack(packed)
-    names = _CODES if _KINDS[kind] == "failed" else _REASONS
-    return EndRecord(key, digest, _KINDS[kind], names[detail], *others)
-
-
-def _key(turn_id: str) -> int:
-    """Return 64 bits of a digest, so that the size of a record does not depend on the length of its
-    id."""
-    encoded = turn_id.encode("utf-8", "surrogatepass")
-    return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
+    return EndRecord(key, digest, _KINDS[kind], details_of(_KINDS[kind])[detail], *others)
 
 
 def _wait_of(end: TurnEnd) -> int:

@@ -384,6 +384,12 @@ SESSIONS = (
         "it is dropped",
     ),
     _constant(
+        "sessions.store.imported:MAX_MADE",
+        "ids that the items of a session which `sessions import` reads have had",
+        "",
+        "it is refused",
+    ),
+    _constant(
         "sessions.store.session_file:MAX_FILE_BYTES",
         "file of one session that `sessions import` reads",
         "bytes",

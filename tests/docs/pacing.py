@@ -386,6 +386,9 @@ BOUND_NOTHING = frozenset(
         "session_server.sessions.store.log_frames:LOG_HEADER_BYTES",
         "session_server.sessions.store.records:_CHECKSUM_BYTES",
         "session_server.sessions.store.session_file:_VERSION",
+        # Of a file: what its digests have, and what the places of its items fit into.
+        "session_server.sessions.store.imported:_DIGEST_BYTES",
+        "session_server.sessions.store.imported:_END_LENS",
         # The end of every calendar.
         "session_server.sessions.store.records:LAST_S",
         # Of a store's rows: from when on they expire, and before which version they had no size.

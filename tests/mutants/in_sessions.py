@@ -353,8 +353,8 @@ ENDED_TURN_IS_FORGOTTEN = Mutant(
     "vllm#27987 (R4)",
     Edit(
         "session_server.sessions.ended_turns:EndedTurns.find",
-        "self._records.get(_key(turn_id))",
-        "dict(list(self._records.items())[-8:]).get(_key(turn_id))",
+        "self._records.get(key_of(turn_id))",
+        "dict(list(self._records.items())[-8:]).get(key_of(turn_id))",
     ),
 )
 

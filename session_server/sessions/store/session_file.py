@@ -5,7 +5,6 @@ The file has a format of its own, in which every value has a name: the log may c
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -15,31 +14,22 @@ import msgspec
 import numpy as np
 from msgspec import Meta, structs
 
-from session_server.core.errors import InvalidRequest
 from session_server.core.session_events import ConversationItem
 from session_server.sessions.history_change import (
-    AnswersChange,
     Count,
     HistoryChange,
-    ItemsChange,
 )
-from session_server.sessions.items import message_of
-from session_server.sessions.quotas import SessionLimits
 from session_server.sessions.store.records import (
     LAST_S,
     Damaged,
     EndRecord,
-    LogEntry,
     Number,
     SessionRow,
-    StoredSettings,
     decode_entry,
     decode_settings,
 )
 from session_server.sessions.transcript import Transcript
-from session_server.sessions.validation import check_metadata, check_ttl
 from session_server.sessions.views import HistoryMode, HistoryModes
-from session_server.text.chat_encoder import check_roles
 
 MAX_FILE_BYTES: Final = 1 << 30
 """A session of a hundred million tokens."""
@@ -47,7 +37,6 @@ MAX_FILE_BYTES: Final = 1 << 30
 MAX_TTL_S: Final = 30 * 86_400.0
 """The longest time to live that a server gives a session: the most of its --session-ttl."""
 
-_MADE_ID: Final = re.compile(r"i_[0-9]{1,12}", re.ASCII)
 _FORMAT: Final = "session-server.session"
 _VERSION: Final = 2
 
@@ -128,7 +117,7 @@ def file_of(row: SessionRow, log: Sequence[bytes]) -> SessionFile:
     settings = decode_settings(row.settings)
     entries = [decode_entry(data) for data in log]
     try:
-        said = _said(settings.history, [entry.change for entry in entries])
+        said = conversation_of(settings.history, [entry.change for entry in entries])
     except ValueError as error:
         raise Damaged(str(error)) from error
     said.forget_taken()
@@ -163,57 +152,7 @@ def file_of(row: SessionRow, log: Sequence[bytes]) -> SessionFile:
     )
 
 
-def entry_of(file: SessionFile) -> LogEntry:
-    """Return what a store keeps of a session in a file. Raises UnusableFile."""
-    change = HistoryChange(
-        0,
-        np.asarray(file.token_ids, "<i4").tobytes(),
-        ItemsChange(0, file.items, file.num_made),
-        AnswersChange(
-            0,
-            tuple(answer.item for answer in file.answers),
-            tuple(~answer.end if answer.is_end_replaced else answer.end for answer in file.answers),
-        ),
-        file.tools,
-        file.answer_len,
-        file.is_end_replaced,
-        file.num_open,
-    )
-    try:
-        check_roles([message_of(item) for item in file.items if item.role != "raw"])
-        _said(file.settings.history, [change])
-        made = (int(item.id[2:]) for item in file.items if _MADE_ID.fullmatch(item.id))
-        if max(made, default=0) > file.num_made:
-            raise ValueError(f"more ids are there than {file.num_made}")
-    except InvalidRequest as error:
-        raise UnusableFile(error.message) from error
-    except ValueError as error:
-        raise UnusableFile(f"its parts do not fit each other: {error}") from error
-    return LogEntry(change, tuple(map(_end_record, file.ended_turns)))
-
-
-def settings_of(file: SessionFile) -> StoredSettings:
-    """Return the settings of a session in a file, which may be those that a client may choose.
-    Raises UnusableFile."""
-    chosen, limits = file.settings, SessionLimits(max_ttl_s=MAX_TTL_S)
-    try:
-        check_ttl(chosen.ttl_s, limits)
-        check_metadata(chosen.metadata, limits)
-    except InvalidRequest as error:
-        raise UnusableFile(error.message) from error
-    # A key of the client is one of the server that it was sent to; who imports a session uses it.
-    return StoredSettings(
-        chosen.ttl_s,
-        chosen.metadata,
-        chosen.is_pinned,
-        chosen.created_s,
-        b"",
-        chosen.history,
-        chosen.now_s,
-    )
-
-
-def _said(history: HistoryMode | None, changes: Sequence[HistoryChange]) -> Transcript:
+def conversation_of(history: HistoryMode | None, changes: Sequence[HistoryChange]) -> Transcript:
     """Return the conversation that changes leave. Raises ValueError if they do not follow each
     other, or places in it are none."""
     # Who asked for nothing may have a model whose template renders all of it anew.
@@ -228,11 +167,6 @@ def _said(history: HistoryMode | None, changes: Sequence[HistoryChange]) -> Tran
 def _file_turn(record: EndRecord) -> FileTurn:
     key, *others = structs.astuple(record)
     return FileTurn(f"{key:016x}", *others)
-
-
-def _end_record(turn: FileTurn) -> EndRecord:
-    digest, *others = structs.astuple(turn)
-    return EndRecord(int(digest, 16), *others)
 
 
 def write_file(file: SessionFile) -> bytes:
