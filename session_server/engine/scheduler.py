@@ -149,16 +149,9 @@ class Scheduler:
                 # Its match may have grown since it was priced: another turn has published pages.
                 num_tokens = min(num_tokens, turn.num_uncomputed)
             end = turn.current_admission.launched_len + num_tokens
-            num_drafts = work.num_drafts
-            is_grown = self._grow(turn, end + num_drafts, num_drafts)
-            if num_drafts and not is_grown:
-                # Each draft has a state of its own, and no plan counts those: they come with a row,
-                # unless most are in quarantine. Without drafts it takes one.
-                num_drafts = 0
-                is_grown = self._grow(turn, end)
-            if is_grown:
+            if self._grow(turn, end + work.num_drafts, work.num_drafts):
                 grammar = self.compiling.of(turn)
-                row = make_row(self._cache, turn, num_tokens, num_drafts, grammar=grammar)
+                row = make_row(self._cache, turn, num_tokens, work.num_drafts, grammar=grammar)
                 applied.rows.append(row)
             elif turn.turn_id in admitted:
                 # Without pages it would hold a row and lock its match for nothing. A turn that ran
@@ -212,7 +205,7 @@ class Scheduler:
         self.requeue(turn)
         applied.dropped.append(turn.request.session_id)
 
-    def _grow(self, turn: Turn, to_len: int, num_drafts: int = 0) -> bool:
+    def _grow(self, turn: Turn, to_len: int, num_drafts: int) -> bool:
         try:
             self._outbox.write(self._cache.grow(turn.turn_id, to_len, num_drafts))
         except OutOfPages:

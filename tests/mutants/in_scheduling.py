@@ -280,17 +280,6 @@ CANCELLED_TURN_IS_FOUND = Mutant(
     Edit("session_server.engine.turn:Turn.finish", "self.admission = None", "pass"),
 )
 
-DRAFTS_WITHOUT_STATES = Mutant(
-    "A turn whose drafts lack states, most of which are in quarantine, never goes on.",
-    "systematic",
-    Edit(
-        "session_server.engine.scheduler:Scheduler.apply",
-        "is_grown = self._grow(turn, end)",
-        "pass",
-    ),
-    first_seed=2_060_001_580,
-)
-
 LEFT_OUT_AGAIN_AND_AGAIN = Mutant(
     "In a flood those who are not behind are left out of every forward, as long as others are.",
     "systematic",

@@ -275,3 +275,10 @@ PROBE_COMPARES_THE_STATE_BEFORE = Mutant(
     "systematic",
     Edit("cache.lease:KVLease.kept_states", "self._state_page(end)", "self._state_page(start)"),
 )
+
+ROWS_WITHOUT_STATES = Mutant(
+    "Rows are handed out whose states are in quarantine.",
+    "systematic",
+    Edit("cache.views:Headroom.of", "num_rows += -states.num_quarantined", "num_rows += 0"),
+    first_seed=2_060_001_580,
+)

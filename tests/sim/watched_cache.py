@@ -474,19 +474,14 @@ class WatchedCache(SessionAwareCache):
         )
 
     def _look_at_states(self, turn_id: TurnId, to_len: int, num_drafts: int) -> None:
-        """A turn grows: a row comes with its states, so there is no shortage of them. Drafts may
-        lack some that are in quarantine."""
+        """A turn grows: a row comes with its states, so there is no shortage of them."""
         if self.stores.recurrent is None:
             return
         lease, ledger = (
             self._turns[turn_id].lease,
             self.stores.ledgers[self.stores.recurrent.pool],
         )
-        missing = partial(lease.states.num_missing, lease.computed_len)
-        num_missing = missing(to_len, num_drafts)
-        if num_drafts and ledger.num_quarantined:
-            self.reached["drafts lack states"] += num_missing > ledger.num_free
-            num_missing = missing(to_len - num_drafts, 0)
+        num_missing = lease.states.num_missing(lease.computed_len, to_len, num_drafts)
         if num_missing > ledger.num_free + ledger.num_evictable:
             raise AuditFailed(f"{turn_id} lacks {num_missing} states: {ledger.snapshot()}")
         lengths = lease.states.lengths
