@@ -191,7 +191,7 @@ def _import(directory: Path, args: argparse.Namespace) -> None:
     with closing(Database(directory)) as database:
         if database.find(owner_id, session_id) is not None:
             raise _Refused(f"{session_id} is there already: pass --id ID for another one")
-        _, last_number = database.count()
+        last_number = database.last_number()
         row = SessionRow(
             number=max(last_number + 1, int(now_s * 1e6)),
             owner_id=owner_id,

@@ -137,8 +137,6 @@ class SegmentFiles:
             except FileNotFoundError:
                 break
             except (FileRefused, OSError) as error:
-                if _is_of_this_moment(error):
-                    raise
                 self._refuse(key.file_id, error)
                 return found, True
             found.append(each)
@@ -184,8 +182,6 @@ class SegmentFiles:
         except FileNotFoundError as error:
             raise FileRefused("it is gone") from error
         except (FileRefused, OSError) as error:
-            if _is_of_this_moment(error):
-                raise
             self._refuse(key.file_id, error)
             raise FileRefused(str(error)) from error
 
@@ -270,7 +266,10 @@ class SegmentFiles:
             self._has_stuck = True
 
     def _refuse(self, file_id: bytes, why: Exception) -> None:
-        """Put a file aside, in place of the one that was put aside longest ago."""
+        """Put a file aside, in place of the one that was put aside longest ago; raise `why` where
+        that has nothing to do with the file."""
+        if isinstance(why, OSError) and why.errno in _SHORT_OF:
+            raise why
         _LOG.warning("a file of KV is not used: %s", why)
         text = file_name(file_id)
         try:
@@ -308,12 +307,6 @@ class SegmentFiles:
             yield file, self._layout.verify(file, key)
         finally:
             os.close(descriptor)
-
-
-def _is_of_this_moment(error: Exception) -> bool:
-    """Return whether a file could not be read for want of something that has nothing to do with
-    it."""
-    return isinstance(error, OSError) and error.errno in _SHORT_OF
 
 
 def file_name(file_id: bytes) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from session_server.core.errors import SessionClosing, TurnNotActive, TurnNotFound
 from session_server.core.ids import SessionId, new_session_id
@@ -75,10 +75,23 @@ class EngineCopy:
         self._generation = generation
 
 
+class LogSize(NamedTuple):
+    """Count what the store has of a session: entries, their bytes, and those of its row that are
+    what its client has set."""
+
+    num_entries: int = 0
+    num_bytes: int = 0
+    num_row_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Return the bytes that count."""
+        return self.num_bytes + self.num_row_bytes
+
+
 @dataclass(slots=True)
 class LogPlace:
-    """Say what the store has of a session: so many entries, of so many bytes, and a row with
-    `num_row_bytes` of what its client has set.
+    """Say what the store has of a session, of the `size` given.
 
     One write is under way at a time (`is_writing`); what comes meanwhile waits for the next one:
     `has_changed` if it needs an entry, `is_touched` if not, with the `ends` of turns and those that
@@ -87,9 +100,7 @@ class LogPlace:
     seconds, and how often it was used. `is_synced`: a write that is told of is on disk.
     """
 
-    num_entries: int = 0
-    num_bytes: int = 0
-    num_row_bytes: int = 0
+    size: LogSize = field(default_factory=LogSize)
     is_writing: bool = False
     has_changed: bool = False
     is_touched: bool = False

@@ -15,7 +15,7 @@ from session_server.core.owner import Owner
 from session_server.sessions.backlog import SLICE
 from session_server.sessions.bugs import log_bug
 from session_server.sessions.record_log import RecordLog
-from session_server.sessions.session import LogPlace, Session
+from session_server.sessions.session import LogPlace, LogSize, Session
 from session_server.sessions.store.pieces import MAX_ENTRY_BYTES, encode_pieces
 from session_server.sessions.store.records import (
     EndRecord,
@@ -166,7 +166,7 @@ class SessionLogs:
         number, deletions = session.life.order, self.store.deletions
         is_urgent = session.closing != "expired"
         if leaves_kv:
-            owner_id, num_bytes = session.owner.owner_id, place.num_bytes
+            owner_id, num_bytes = session.owner.owner_id, place.size.num_bytes
             deletions.retire(number, owner_id, num_bytes, told, is_urgent=is_urgent)
         else:
             deletions.delete(number, told, is_urgent=is_urgent)
@@ -208,16 +208,17 @@ class SessionLogs:
         place.ends.clear()
         place.told.clear()
         # What later entries have replaced stays in the log: no more than there is of the rest.
-        is_long = place.num_bytes > max(_MIN_LOG_BYTES, 2 * session.num_bytes)
-        num_most = MAX_ENTRIES + 2 * place.num_bytes // MAX_ENTRY_BYTES  # more are no pieces
-        is_full = place.num_entries == 0 or place.num_entries >= num_most
+        size = place.size
+        is_long = size.num_bytes > max(_MIN_LOG_BYTES, 2 * session.num_bytes)
+        num_most = MAX_ENTRIES + 2 * size.num_bytes // MAX_ENTRY_BYTES  # more are no pieces
+        is_full = size.num_entries == 0 or size.num_entries >= num_most
         is_whole = is_full or is_long or place.is_behind
         has_changed = is_whole or place.has_changed
         place.is_writing, place.has_changed, place.is_touched = True, False, False
         try:
             row = self._row(session, place, self.store, session.ended.num_with(ends))
             if not has_changed:
-                after = place.num_entries, place.num_bytes, len(row.settings)
+                after = size._replace(num_row_bytes=len(row.settings))
                 self.store.touch(row, self._on_written(session, place, told, after))
                 return
             if is_whole:
@@ -228,28 +229,27 @@ class SessionLogs:
             log_bug("a session was not encoded", error)
             if beside is not None:
                 self.store.ask(*beside)
-            self._on_written(session, place, told, (0, 0, 0))(error)
+            self._on_written(session, place, told, LogSize())(error)
             return
-        before = (0, 0) if is_whole else (place.num_entries, place.num_bytes)
-        num_bytes = before[1] + sum(map(len, pieces))
-        after = before[0] + len(pieces), num_bytes, len(row.settings)
+        before = LogSize() if is_whole else size
+        num_bytes = before.num_bytes + sum(map(len, pieces))
+        after = LogSize(before.num_entries + len(pieces), num_bytes, len(row.settings))
         written = self._on_written(session, place, told, after)
         write = self.store.put if is_whole else self.store.append
         write(row, pieces, written, beside)
 
     def _on_written(
-        self, session: Session, place: LogPlace, told: Sequence[Told], after: tuple[int, int, int]
+        self, session: Session, place: LogPlace, told: Sequence[Told], after: LogSize
     ) -> Told:
-        """Return what is called when a write is on disk, or cannot be. `after`: the entries of the
-        log then, their bytes, and those of the row."""
+        """Return what is called when a write is on disk, or cannot be. `after`: what is there
+        then."""
 
         def written(error: Exception | None) -> None:
             place.is_writing = False
             if error is None:
                 # Of one that was deleted meanwhile too: it counts until it is gone.
-                before = place.num_bytes + place.num_row_bytes
-                place.num_entries, place.num_bytes, place.num_row_bytes = after
-                self._count_bytes(session.owner, after[1] + after[2] - before)
+                self._count_bytes(session.owner, after.total_bytes - place.size.total_bytes)
+                place.size = after
                 place.is_behind = False
                 self._behind.pop(session, None)
             else:
@@ -284,7 +284,7 @@ class SessionLogs:
             num_tokens=len(session.transcript),
             num_turns=num_turns,
             num_uses=session.life.num_uses,
-            num_entries=place.num_entries,
+            num_entries=place.size.num_entries,
         )
 
 

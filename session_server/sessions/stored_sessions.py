@@ -25,7 +25,7 @@ from session_server.sessions.engine_link import EngineLink
 from session_server.sessions.opening import SessionMaker, history_modes
 from session_server.sessions.quotas import Quotas
 from session_server.sessions.registry import SessionRegistry
-from session_server.sessions.session import LogPlace, Session, SessionConfig, SessionLife
+from session_server.sessions.session import LogPlace, LogSize, Session, SessionConfig, SessionLife
 from session_server.sessions.session_logs import BUSY_S
 from session_server.sessions.store.records import (
     Damaged,
@@ -215,9 +215,8 @@ class StoredSessions:
         ready = self.link.ready
         if ready is not None and not session.transcript.has_only(ready.vocab_size):
             raise UnknownModel("this session has token ids that the model does not have")
-        session.life.log = LogPlace(
-            row.num_entries, num_bytes, len(row.settings), expires_s=session.expires_s
-        )
+        held = LogSize(row.num_entries, num_bytes, len(row.settings))
+        session.life.log = LogPlace(held, expires_s=session.expires_s)
         session.life.log.num_uses = row.num_uses
         session.life.log.is_synced = self.store.is_synced
 

@@ -8,8 +8,16 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from session_server.sessions.store.database import Database
 from session_server.sessions.store.session_store import SessionStore
 from session_server.sessions.store.writer import Told, Write
+
+
+def count(database: Database) -> tuple[int, int]:
+    """Return how many sessions a store has, and the highest number."""
+    query = "SELECT count(*), coalesce(max(number), 0) FROM sessions"
+    num_sessions, last = database._reader.execute(query).fetchone()
+    return num_sessions, last
 
 
 class PaperStore(SessionStore):

@@ -23,6 +23,7 @@ from session_server.sessions.store import deleted_rows, deletions, patience, wri
 from session_server.sessions.store.database import Database
 from session_server.sessions.store.session_store import SessionStore
 from session_server.web.revoked_owners import CLOSED_AT_ONCE, RevokedOwners
+from tests.sessions.paper_store import count
 from tests.sessions.test_left_kv import num_rows, stored, tick, told
 from tests.sessions.test_store import DATA, hang_until, row
 from tests.sessions.test_store_bounds import counted, on_disk
@@ -73,12 +74,12 @@ def test_many_that_expired_while_no_server_ran_keep_nobody_waiting(
         num_read: Counter[int] = Counter()
         read = store._database.expired
 
-        def count(*place: Any, limit: int) -> Any:
+        def read_and_note(*place: Any, limit: int) -> Any:
             found = read(*place, limit=limit)
             num_read.update(each.number for each in found)
             return found
 
-        monkeypatch.setattr(store._database, "expired", count)
+        monkeypatch.setattr(store._database, "expired", read_and_note)
         goes_on = threading.Event()
         hang_until(goes_on, store)
         for _ in range(3):
@@ -89,9 +90,9 @@ def test_many_that_expired_while_no_server_ran_keep_nobody_waiting(
         assert store.counts.num_writes == 0
         num_left: list[int] = []
         mine = row(num_expired + 1, expires_s=NOW_S + 9.0)
-        store.put(mine, [DATA], lambda _error: num_left.append(store._database.count()[0]))
+        store.put(mine, [DATA], lambda _error: num_left.append(count(store._database)[0]))
         goes_on.set()
-        settle(world, lambda: store._database.count()[0] == 1 and num_left)
+        settle(world, lambda: count(store._database)[0] == 1 and num_left)
         assert num_left[0] > num_expired - 2 * SLICE, "a turn waits for no more"
         assert len(num_read) == num_expired
         assert set(num_read.values()) == {1}, "each is read once"
@@ -133,7 +134,7 @@ def test_all_that_expire_in_memory_at_once_keep_nobody_waiting(tmp_path: Path) -
         goes_on.set()
         settle(world, lambda: world.manager.turn(OWNER, name, "1").end)
         assert store.counts.num_writes < num_before + 3 * SLICE
-        settle(world, lambda: store._database.count()[0] == 1)
+        settle(world, lambda: count(store._database)[0] == 1)
 
 
 def test_a_revoked_key_asks_for_no_more_than_a_slice(tmp_path: Path) -> None:
@@ -151,7 +152,7 @@ def test_a_revoked_key_asks_for_no_more_than_a_slice(tmp_path: Path) -> None:
         assert len(store.deletions.hidden) <= CLOSED_AT_ONCE
         goes_on.set()
         world.do(asyncio.wait_for(task, 60.0))
-        assert store._database.count()[0] == 0
+        assert count(store._database)[0] == 0
 
 
 def test_a_disk_that_has_much_to_write_is_not_dead(
@@ -219,7 +220,7 @@ def test_parts_are_bounded_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     fill(tmp_path, 1, expires_s=NOW_S, num_entries=5)
     with closing(Database(tmp_path)) as database:
         freed = []
-        while database.count()[0]:
+        while count(database)[0]:
             with database.transaction():
                 freed.append(database.delete_some(1))
         found = [each and (each.num_bytes // len(DATA), each.is_gone) for each in freed]

@@ -76,7 +76,7 @@ def test_a_large_session_is_written_in_entries_of_a_bounded_size_and_read_so(
         whole = entries_of(disk.store, name)
         place = session_of(world, name).life.log
         assert place is not None
-        assert (place.num_entries, place.num_bytes) == (len(whole), sum(map(len, whole)))
+        assert place.size[:2] == (len(whole), sum(map(len, whole)))
         assert max(map(len, whole)) <= SMALL
         assert len(whole) > 10
         world.run(name, turn("later", (5, 6), max_tokens=2))

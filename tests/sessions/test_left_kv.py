@@ -17,6 +17,7 @@ from session_server.sessions.quotas import QuotaLimits
 from session_server.sessions.session import Session
 from session_server.sessions.store.session_store import ENTRIES_AT_ONCE
 from session_server.sessions.stored_ends import MAX_TOLD_TOKENS
+from tests.sessions.paper_store import count
 from tests.sessions.recount import recount
 from tests.sessions.test_stored_sessions import Disk
 from tests.sessions.world import OWNER, World, turn
@@ -54,7 +55,7 @@ def tick(world: World) -> None:
 
 
 def num_rows(disk: Disk) -> int:
-    return disk.store._database.count()[0]
+    return count(disk.store._database)[0]
 
 
 def num_counted(world: World) -> int:

@@ -38,6 +38,7 @@ from session_server.sessions.store.records import (
     encode_settings,
 )
 from session_server.sessions.store.session_store import SessionStore
+from tests.sessions.paper_store import count
 from tests.sessions.world import OWNER
 
 SETTINGS = encode_settings(StoredSettings(900.0, {"k": "v"}, False, 1.0, b"digest", None, 1.0))
@@ -83,7 +84,7 @@ def test_a_session_and_its_entries_are_read_as_they_were_written(database: Datab
         row(7, num_entries=2, expires_s=5.0), num_bytes=num_bytes
     )
     assert [decode_entry(data) for data in database.entries(7)] == [ENTRY, ENTRY]
-    assert database.count() == (1, 7)
+    assert count(database) == (1, 7)
     assert database.find("stranger", "s7") is None
 
 
@@ -103,7 +104,7 @@ def test_an_entry_follows_the_last_one_or_is_refused_with_all_of_its_transaction
             write(num_entries)
     with pytest.raises(Behind), database.transaction():
         database.touch(row(3))
-    assert database.count() == (1, 1)
+    assert count(database) == (1, 1)
     assert len(database.entries(1)) == 1
 
 
@@ -479,7 +480,7 @@ def test_writes_that_are_asked_for_together_share_a_commit_and_are_told_in_order
         store.start(asyncio.get_running_loop())
         await store.flush()
         assert told == [(number, None) for number in range(1, 41)]
-        assert (store.counts.num_writes, store._database.count()[0]) == (40, 40)
+        assert (store.counts.num_writes, count(store._database)[0]) == (40, 40)
         assert sum(store.counts.num_commits) <= 2
         await store.close()
 
@@ -545,7 +546,7 @@ def test_closing_writes_what_is_left_and_tells_of_it(tmp_path: Path) -> None:
     asyncio.run(run())
     assert told == [None] * 29
     database = Database(tmp_path)
-    assert database.count() == (29, 29)
+    assert count(database) == (29, 29)
     database.close()
 
 
@@ -612,7 +613,7 @@ def test_a_locked_database_fails_a_group_at_once_and_not_one_write_after_the_oth
         other.close()
         store.put(row(1), [DATA], lambda _error: None)
         await store.flush()
-        assert (store.failure, store._database.count()[0]) == (None, 1)
+        assert (store.failure, count(store._database)[0]) == (None, 1)
         await store.close()
 
     asyncio.run(run())
@@ -672,7 +673,7 @@ def test_a_write_to_a_disk_that_hangs_fails_after_a_while(
         assert [number for number, _ in told] == [2, 3, 1]
         assert store.failure == HANGS
         goes_on.set()
-        while store._database.count()[0] < 1:
+        while count(store._database)[0] < 1:
             await asyncio.sleep(0.01)
         await store.flush()
         assert [number for number, _ in told] == [2, 3, 1], "nobody is told twice"
@@ -770,7 +771,7 @@ def test_what_another_program_may_do_to_a_store_is_no_loss(tmp_path: Path, what:
         other.close()
     with database.transaction():
         database.put(row(9), DATA)
-    assert database.count() == (2, 399)
+    assert count(database) == (2, 399)
     database.close()
 
 

@@ -40,7 +40,7 @@ from session_server.sessions.store.records import LogEntry, decode_entry, encode
 from session_server.sessions.store.writer import Told, Write
 from session_server.sessions.transcript import Transcript
 from session_server.sessions.views import OpenRequest
-from tests.sessions.paper_store import PaperStore
+from tests.sessions.paper_store import PaperStore, count
 from tests.sessions.world import OWNER, World, completed, letters, turn
 
 
@@ -365,7 +365,7 @@ def test_a_session_that_was_closed_or_has_expired_does_not_come_back(disk: Disk)
                 world.manager.get(OWNER, name)
         assert [view.session_id for view in world.manager.list(OWNER).sessions] == [long]
         world.manager.tick()
-        assert disk.store._database.count()[0] == 1
+        assert count(disk.store._database)[0] == 1
         # What is left of its time goes on in the new process.
         world.manager.get(OWNER, long)
         world.now_s += 5900.0
@@ -377,7 +377,7 @@ def test_a_session_that_was_closed_or_has_expired_does_not_come_back(disk: Disk)
         world.manager.tick()
         with pytest.raises(SessionNotFound):
             world.manager.get(OWNER, long)
-        assert disk.store._database.count()[0] == 0
+        assert count(disk.store._database)[0] == 0
 
 
 def test_a_session_is_closed_once_it_is_gone_from_the_disk(disk: Disk) -> None:
@@ -493,7 +493,7 @@ def test_sessions_that_nobody_asked_to_keep_leave_nothing(disk: Disk) -> None:
         name = world.create()
         assert completed(world.run(name, turn("1"))).outcome.is_durable is None
         world.create(single_turn=True)
-        assert disk.store._database.count()[0] == 0
+        assert count(disk.store._database)[0] == 0
 
 
 def test_nothing_is_appended_to_a_log_that_lacks_something(disk: Disk) -> None:
@@ -535,7 +535,7 @@ def test_a_turn_on_its_way_to_disk_is_part_of_whatever_is_written_beside_it(
             world.manager.tick()
         disk.store.tell()
         assert completed(world.end_of(name, "2")).outcome.is_durable
-        assert disk.store._database.count()[0] == 1
+        assert count(disk.store._database)[0] == 1
         state = state_of(world, name)
     with disk.world() as world:
         assert state_of(world, name) == state
@@ -608,7 +608,7 @@ def test_a_session_that_could_not_be_deleted_is_deleted_later(disk: Disk) -> Non
         disk.store.fails = False
         for _ in range(3):
             world.manager.tick()
-        assert disk.store._database.count()[0] == 0
+        assert count(disk.store._database)[0] == 0
         assert disk.store.deletions.num_failed == 0
 
 
@@ -634,7 +634,7 @@ def test_what_cannot_be_served_can_be_listed_and_deleted(disk: Disk) -> None:
         world.manager.tick()
         for name in names:
             assert world.manager.close(OWNER, name).state == "closing"
-        assert disk.store._database.count()[0] == 0
+        assert count(disk.store._database)[0] == 0
 
 
 def test_a_reason_keeps_its_name_when_others_are_added(

@@ -17,6 +17,7 @@ from session_server.sessions.quotas import QuotaLimits
 from session_server.sessions.session import Session
 from session_server.sessions.usage import quota_uses
 from session_server.sessions.views import OpenRequest
+from tests.sessions.paper_store import count
 from tests.sessions.recount import recount
 from tests.sessions.test_stored_sessions import Disk, state_of
 from tests.sessions.world import OWNER, World, completed, turn
@@ -108,7 +109,7 @@ def test_a_session_that_left_has_left_nothing(disk: Disk) -> None:
         for each in (name, other):
             world.manager.close(OWNER, each)
         assert not quotas.owners
-        assert disk.store._database.count()[0] == 0
+        assert count(disk.store._database)[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -266,10 +266,11 @@ class EchoCarrier:
     def _is_in_vain(self, order: WriteFile) -> bool:
         """Whether a file takes the room of one that was used later: without that there was none.
         A file may also be removed because nobody goes on from it."""
-        removed, files = self.disk.removed, self.disk.files.values()
-        num_bytes = sum(each.num_bytes for each in (*files, *removed)) + order.num_bytes
-        was_full = num_bytes > self.disk.max_bytes
-        return was_full and any(each.used_ns > order.used_ns for each in removed)
+        removed = self.disk.removed
+        if all(each.used_ns <= order.used_ns for each in removed):
+            return False
+        there = (*self.disk.files.values(), *removed)
+        return sum(each.num_bytes for each in there) + order.num_bytes > self.disk.max_bytes
 
     def _forget(self, order: Forget) -> None:
         for number in order.segments:

@@ -13,6 +13,7 @@ from session_server.engine.plan_admission import KEPT_PLACES
 from session_server.engine.scheduler_view import FLOOD_FORWARDS
 from session_server.engine.shares import MAX_SHARES, share_len
 from session_server.engine.turn import Turn, TurnState
+from tests.cache.headroom import headroom
 from tests.sim.failure import Broken, Layer
 from tests.sim.hand_engine import Sizes
 from tests.sim.history import EngineHistory
@@ -185,7 +186,7 @@ class FairnessWatch:
         needed = sum(self._pages_to_come(turn) for turn in scheduler.running)
         needed += pages_for(first.max_computed_len, sizes.page_size) + PLENTY
         needed += max(self._cache.shares(first.request.tenant).reserved_pages)
-        if self._free_pages() < needed or self._cache.headroom().num_rows <= 0:
+        if self._free_pages() < needed or headroom(self._cache).usable_rows <= 0:
             return
         # In a flood those that are not behind have a share together, two where nobody is.
         num_tokens = share_len(sizes.chunk_tokens) if self._is_flooded else sizes.chunk_tokens

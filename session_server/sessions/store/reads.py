@@ -131,12 +131,6 @@ class Reads:
         query = "SELECT coalesce(max(number), 0) FROM sessions"
         return int(self._reader.execute(query).fetchone()[0])
 
-    def count(self) -> tuple[int, int]:
-        """Return how many sessions there are, and the highest number."""
-        query = "SELECT count(*), coalesce(max(number), 0) FROM sessions"
-        num_sessions, last = self._reader.execute(query).fetchone()
-        return int(num_sessions), int(last)
-
     def census(self, now_s: float) -> tuple[int, int]:
         """Return how many sessions are open, and how many have expired, without retired ones."""
         query = (

@@ -15,10 +15,7 @@ import numpy as np
 from msgspec import Meta, structs
 
 from session_server.core.session_events import ConversationItem
-from session_server.sessions.history_change import (
-    Count,
-    HistoryChange,
-)
+from session_server.sessions.history_change import Count, HistoryChange
 from session_server.sessions.store.records import (
     LAST_S,
     Damaged,
