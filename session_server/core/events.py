@@ -319,8 +319,10 @@ class TierReport(msgspec.Struct, frozen=True, gc=False):
         written_bytes: of files.
         refused_files: files that were not what they should be.
         failed_copies: copies that memory or the disk did not do.
+        no_room_files: files that were not written, because the disk had no room or too little.
         dropped_segments: copies that gave way to others, or were of no use any more.
         host_bytes, disk_bytes: held now; `host_max_bytes`, `disk_max_bytes`: at most.
+        disk_given_bytes: what `disk_max_bytes` is on a disk that has room for it.
     """
 
     spilled_tokens: int = 0
@@ -334,11 +336,13 @@ class TierReport(msgspec.Struct, frozen=True, gc=False):
     written_bytes: int = 0
     refused_files: int = 0
     failed_copies: int = 0
+    no_room_files: int = 0
     dropped_segments: int = 0
     host_bytes: int = 0
     disk_bytes: int = 0
     host_max_bytes: int = 0
     disk_max_bytes: int = 0
+    disk_given_bytes: int = 0
 
 
 class MemoryReported(Event, frozen=True, tag=True, kw_only=True):

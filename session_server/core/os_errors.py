@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+from typing import Final
+
+NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""What a disk says that is full, or a quota that is."""
+
 
 def in_words(error: Exception) -> str:
     """Return what went wrong without the number and the quotes of the interpreter: "talk.json: file

@@ -99,6 +99,13 @@ class ListFiles(msgspec.Struct, frozen=True, gc=False):
     max_files: int
 
 
+class MeasureRoom(msgspec.Struct, frozen=True, gc=False):
+    """Ask what room the disk has left for files, once those are gone that were forgotten before and
+    while those are there that are forgotten after."""
+
+    number: int
+
+
 class Forget(msgspec.Struct, frozen=True, gc=False):
     """Drop segments from host memory, and files, by their ids, from disk; or all of either."""
 
@@ -108,7 +115,7 @@ class Forget(msgspec.Struct, frozen=True, gc=False):
     all_files: bool = False
 
 
-TierOrder = CopyOut | CopyIn | WriteFile | FindFiles | ListFiles | Forget
+TierOrder = CopyOut | CopyIn | WriteFile | FindFiles | ListFiles | MeasureRoom | Forget
 
 
 def reads_disk(parts: Iterable[ReadPart]) -> bool:
@@ -123,7 +130,7 @@ def uses_disk(order: TierOrder) -> bool:
             return False
         case CopyIn():
             return reads_disk(order.parts)
-        case WriteFile() | FindFiles() | ListFiles():
+        case WriteFile() | FindFiles() | ListFiles() | MeasureRoom():
             return True
         case Forget():
             return bool(order.files or order.all_files)
@@ -134,6 +141,9 @@ class Refusal(enum.Enum):
 
     FAILED = "failed"
     """The memory or the disk did not do it."""
+
+    NO_ROOM = "no room"
+    """The disk has no room for a file, or would have too little left."""
 
     WRONG = "wrong"
     """A file is not what it should be, cannot be read, or is gone. It is used no more."""
@@ -149,6 +159,8 @@ class TierResult(msgspec.Struct, frozen=True, gc=False):
         wrong_segment: the segment whose file is not what it should be.
         found: for `FindFiles`, in order of the path.
         files: for `ListFiles`, (id of the file, bytes).
+        room_bytes: for `WriteFile` and `MeasureRoom`, what files may still take, below 0 what of
+            them has to go; None if the disk does not say.
         read_bytes, read_s: of `seconds`, what was read from disk and how long that took.
     """
 
@@ -158,6 +170,7 @@ class TierResult(msgspec.Struct, frozen=True, gc=False):
     wrong_segment: int | None = None
     found: tuple[FoundFile, ...] = ()
     files: tuple[tuple[bytes, int], ...] = ()
+    room_bytes: int | None = None
     read_bytes: int = 0
     read_s: float = 0.0
 

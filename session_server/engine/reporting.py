@@ -22,9 +22,9 @@ _TOTALS: Final = sorted({*EngineStats.__struct_fields__} & {*Counters.__slots__}
 class Reporter:
     """Emit samples of counters and gauges, about once a second of work.
 
-    Three things do not wait for the second: the end of the last turn, after which no step comes
-    that would correct the gauges, a violation, because health depends on it, and what the disk is
-    found to have at the start, before which its gauge says nothing.
+    Four things do not wait for the second: the end of the last turn, after which no step comes
+    that would correct the gauges, a violation, because health depends on it, what the disk is
+    found to have at the start, before which its gauge says nothing, and whether it has room.
     """
 
     def __init__(self, context: EngineContext, scheduler: Scheduler) -> None:
@@ -36,6 +36,7 @@ class Reporter:
         self._is_shown_busy = False
         self._num_shown_violations = 0
         self._is_shown_listed = context.tiers.store.is_listed
+        self._is_shown_short = False
 
     def report(self, now_s: float, *, has_worked: bool, is_asked: bool = False) -> None:
         """Emit a sample if one is due at the end of a step, or asked for."""
@@ -43,13 +44,15 @@ class Reporter:
         has_emptied = self._is_shown_busy and not self._scheduler
         has_violation = self._watch.num_violations > self._num_shown_violations
         has_list = not self._is_shown_listed and self._tiers.store.is_listed
-        has_news = has_violation or has_list
+        is_short = self._tiers.store.disk.is_short
+        has_news = has_violation or has_list or is_short != self._is_shown_short
         if not (is_due or has_emptied or has_news or is_asked):
             return
         self._sampled_s = now_s
         self._is_shown_busy = bool(self._scheduler)
         self._num_shown_violations = self._watch.num_violations
         self._is_shown_listed |= has_list
+        self._is_shown_short = is_short
         self._outbox.emit(self._sample())
 
     def _sample(self) -> EngineStats:

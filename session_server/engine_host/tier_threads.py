@@ -12,6 +12,7 @@ from session_server.core.tier_orders import (
     FindFiles,
     Forget,
     ListFiles,
+    MeasureRoom,
     Refusal,
     TierCarrier,
     TierOrder,
@@ -32,7 +33,7 @@ class NoTiers:
             match order:
                 case Forget():
                     return None
-                case CopyOut() | CopyIn() | WriteFile() | FindFiles() | ListFiles():
+                case CopyOut() | CopyIn() | WriteFile() | FindFiles() | ListFiles() | MeasureRoom():
                     return TierResult(order.number, 0.0, Refusal.FAILED)
 
         return TierWork(TierThread.COPY, run)

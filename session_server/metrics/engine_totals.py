@@ -69,6 +69,9 @@ _OF_TIERS: Final[Mapping[str, _Total]] = {
     "written_bytes": _Total("kv_written_bytes", "Bytes of KV written to files."),
     "refused_files": _Total("kv_refused_files", "Files of KV that were not what they should be."),
     "failed_copies": _Total("kv_failed_copies", "Copies of KV that memory or the disk refused."),
+    "no_room_files": _Total(
+        "kv_no_room_files", "Files among them, for which the disk had no room or too little."
+    ),
     "dropped_segments": _Total("kv_dropped_segments", "Copies of KV that gave way to others."),
 }
 _OF_CHECKS: Final[Mapping[str, _Total]] = {

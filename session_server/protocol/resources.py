@@ -166,9 +166,11 @@ class MemoryBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatusBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of the probes. `stalled_s`: seconds for which the engine has completed no step."""
+    """Answer of the probes. `stalled_s`: seconds for which the engine has completed no step.
+    `message`: what an operator can do about something that is wrong."""
 
     status: str
+    message: str | msgspec.UnsetType = msgspec.UNSET
     stalled_s: float | msgspec.UnsetType = msgspec.UNSET
 
 

@@ -8,14 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
+import msgspec
+
 from cache.pool.page_copy import HostPages, PagedTensor, host_memory
 from cache.types import PoolName
+from session_server.core.os_errors import NO_ROOM
 from session_server.core.tier_orders import (
     CopyIn,
     CopyOut,
     FindFiles,
     Forget,
     ListFiles,
+    MeasureRoom,
     Refusal,
     TierOrder,
     TierResult,
@@ -72,6 +76,8 @@ class KvCarrier:
                 return _work(order, partial(self._find, order))
             case ListFiles():
                 return _work(order, partial(self._list, order))
+            case MeasureRoom():
+                return _work(order, partial(self._measure, order))
             case Forget():
                 return self._forgetting(order)
 
@@ -125,8 +131,17 @@ class KvCarrier:
     def _write(self, order: WriteFile, segment: HostSegment | None) -> TierResult:
         if segment is None:
             return TierResult(order.number, 0.0, Refusal.FAILED)
-        self._disk.write(order.found, segment, order.used_ns)
-        return TierResult(order.number, 0.0)
+        refusal = None
+        try:
+            self._disk.write(order.found, segment, order.used_ns)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            refusal = Refusal.NO_ROOM
+        return TierResult(order.number, 0.0, refusal, room_bytes=self._disk.room())
+
+    def _measure(self, order: MeasureRoom) -> TierResult:
+        return TierResult(order.number, 0.0, room_bytes=self._disk.room())
 
     def _find(self, order: FindFiles) -> TierResult:
         found, has_refused = self._disk.find(order.file, order.tokens)
@@ -157,7 +172,8 @@ def _thread_of(order: TierOrder) -> TierThread:
 
 
 def _work(
-    order: CopyOut | CopyIn | WriteFile | FindFiles | ListFiles, run: Callable[[], TierResult]
+    order: CopyOut | CopyIn | WriteFile | FindFiles | ListFiles | MeasureRoom,
+    run: Callable[[], TierResult],
 ) -> TierWork:
     """Return work that says how long it took, and fails where memory or the disk does."""
 
@@ -168,15 +184,6 @@ def _work(
         except (OSError, MemoryError, RuntimeError) as error:
             _LOG.warning("a copy of KV failed: %s", error)
             result = TierResult(order.number, 0.0, Refusal.FAILED)
-        return TierResult(
-            number=result.number,
-            seconds=time.perf_counter() - started_s,
-            refusal=result.refusal,
-            wrong_segment=result.wrong_segment,
-            found=result.found,
-            files=result.files,
-            read_bytes=result.read_bytes,
-            read_s=result.read_s,
-        )
+        return msgspec.structs.replace(result, seconds=time.perf_counter() - started_s)
 
     return TierWork(_thread_of(order), timed)

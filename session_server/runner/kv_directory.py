@@ -21,6 +21,12 @@ NEW: Final = "new-"
 OWNER: Final = "layout"
 """The file that says whose files these are: the fingerprint of their layout."""
 
+RESERVE_BYTES: Final = 1 << 30
+"""Free bytes of the disk that files of KV leave to the log, which lies beside them."""
+
+RESERVE_DIVISOR: Final = 8
+"""Part of a small disk that is as good as that."""
+
 _DIGITS: Final = 4 * NAME_BYTES, 4 * NAME_BYTES + 2 * TAG_BYTES
 SEGMENT: Final = re.compile(f"([0-9a-f]{{{_DIGITS[1]}}}){re.escape(SUFFIX)}", re.ASCII)
 _FORMER: Final = re.compile(f"[0-9a-f]{{{_DIGITS[0]}}}{re.escape(SUFFIX)}", re.ASCII)
@@ -39,6 +45,14 @@ def open_directory(path: Path | str, directory: int | None = None) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def room_left(status: os.statvfs_result) -> int | None:
+    """Return the bytes that files of KV may still take of a disk, below 0 what of them has to go;
+    None if it does not say."""
+    num_bytes = status.f_blocks * status.f_frsize
+    reserve = min(RESERVE_BYTES, num_bytes // RESERVE_DIVISOR)
+    return status.f_bavail * status.f_frsize - reserve if num_bytes else None
 
 
 def claim(directory: int, fingerprint: str) -> int:

@@ -15,7 +15,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,6 +35,7 @@ from session_server.runner.kv_directory import (
     claim,
     open_directory,
     remove_files,
+    room_left,
 )
 from session_server.runner.segment_format import (
     MAX_FILE_BYTES,
@@ -62,8 +63,14 @@ class SegmentFiles:
     """Write, find and read the files of one directory. One thread at a time. Memory for one
     segment is kept. `num_bytes_read`: of all files that were read so far."""
 
-    def __init__(self, directory: Path, layout: Layout) -> None:
-        """Open the directory, which is made if there is none.
+    def __init__(
+        self,
+        directory: Path,
+        layout: Layout,
+        *,
+        statvfs: Callable[[int], os.statvfs_result] = os.fstatvfs,
+    ) -> None:
+        """Open the directory, which is made if there is none. `statvfs`: of its descriptor.
 
         Raises:
             OSError: it cannot be used.
@@ -77,12 +84,12 @@ class SegmentFiles:
         except OSError:
             os.close(self._directory)
             raise
-        self._layout = layout
+        self._layout, self._statvfs = layout, statvfs
         self._is_claimed = False
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
         """What the times of files say when the engine's clock says 0."""
 
-        self._has_stuck = False
+        self._has_stuck = self._is_short = False
         self._memory = np.empty(0, np.uint8)
         self.num_bytes_read = 0
 
@@ -91,7 +98,8 @@ class SegmentFiles:
         on disk.
 
         Raises:
-            OSError: it is not, and no file has its name.
+            OSError: it is not, and no file has its name. With a code of `NO_ROOM` if there is none,
+                or the log would have too little left.
         """
         data: dict[str, NDArray[Any]] = {"tokens": np.ascontiguousarray(segment.tokens, "<i4")}
         for pool, arrays in payload.items():
@@ -103,6 +111,9 @@ class SegmentFiles:
         if num_bytes > MAX_FILE_BYTES:
             raise OSError(errno.EFBIG, f"a segment of {num_bytes} bytes")
         self._claim()
+        room = self.room()
+        if room is not None and room < num_bytes:
+            raise OSError(errno.ENOSPC, "what the disk has left is kept for the log")
         temporary, name = NEW + secrets.token_hex(8), file_name(segment.file.file_id)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         descriptor = os.open(temporary, flags, 0o600, dir_fd=self._directory)
@@ -122,6 +133,19 @@ class SegmentFiles:
             self._unlink(temporary)
             self._unlink(name)
             raise
+
+    def room(self) -> int | None:
+        """Return the bytes that files may still take, below 0 what of them has to go; None if the
+        disk does not say."""
+        try:
+            room = room_left(self._statvfs(self._directory))
+        except OSError:
+            return None
+        is_short = room is not None and room < 0
+        if is_short and not self._is_short:
+            _LOG.warning("the disk has too little room left, and files of KV give way to the log")
+        self._is_short = is_short
+        return room
 
     def find(self, key: FileKey, tokens: Tokens) -> tuple[list[FoundFile], bool]:
         """Return what the files hold of `tokens` from `key.start` on, in order of the path, as far

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from session_server.core.errors import EngineUnavailable
-from session_server.core.events import MemoryReported
+from session_server.core.events import MemoryReported, TierReport
 from session_server.metrics.prometheus import CONTENT_TYPE
 from session_server.protocol.resources import (
     MemoryBody,
@@ -42,13 +42,14 @@ Switch = Annotated[int, Query(ge=0, le=1)]
 )
 async def health(request: Request) -> Response:
     """Report liveness: 503 once a memory invariant has failed, until a restart. A store that cannot
-    be written to is told of; sessions go on without it."""
+    be written to is told of, and a disk that has no room for KV; sessions go on without either."""
     services = services_of(request)
     if not is_healthy(services):
         return _status("memory_invariant_failed", is_good=False)
-    store = services.sessions.stats().store
-    is_failing = store is not None and store.is_failing
-    return _status("store_failing" if is_failing else "ok", is_good=True)
+    stats = services.sessions.stats()
+    is_failing = stats.store is not None and stats.store.is_failing
+    message = msgspec.UNSET if stats.engine is None else _want_of_room(stats.engine.tiers)
+    return JsonResponse(StatusBody(status="store_failing" if is_failing else "ok", message=message))
 
 
 @router.get(
@@ -125,6 +126,15 @@ def is_healthy(services: AppServices) -> bool:
     """Return whether no memory invariant has failed since the engine started."""
     sample = services.sessions.stats().engine
     return sample is None or sample.check_violations == 0
+
+
+def _want_of_room(tiers: TierReport) -> str | msgspec.UnsetType:
+    """Return what to do where the disk has no room for the files of KV that it may have."""
+    if tiers.disk_max_bytes >= tiers.disk_given_bytes:
+        return msgspec.UNSET
+    mib = (num_bytes >> 20 for num_bytes in (tiers.disk_max_bytes, tiers.disk_given_bytes))
+    has_room = "the disk has room for {:,} of {:,} MiB of --disk-kv-bytes".format(*mib)
+    return f"{has_room}, beside what is kept free for the log: make room on it, or lower that"
 
 
 def _status(text: str, *, is_good: bool) -> Response:

@@ -948,6 +948,36 @@ ENGINE = (
         "turns compute, and nothing is read of it until it answers",
     ),
     _constant(
+        "runner.kv_directory:RESERVE_BYTES",
+        "free bytes that files of KV leave to the log on their disk",
+        "bytes",
+        "a file is not written, and those of whoever has most give way until they are free again",
+    ),
+    _constant(
+        "runner.kv_directory:RESERVE_DIVISOR",
+        "the same on a small disk: one part of",
+        "parts",
+        "the same",
+    ),
+    _constant(
+        "engine.tiers.room_watch:ROOM_INTERVAL_S",
+        "time between two looks at what a disk of KV has free",
+        "s",
+        "files that have to give way do so that much later",
+    ),
+    _constant(
+        "engine.tiers.disk_account:_QUOTA_DIVISOR",
+        "files of KV where the disk refuses one and shows no want of room: one part gives way of",
+        "parts",
+        "a part of the rest gives way with the next one that is refused",
+    ),
+    _constant(
+        "engine.tiers.disk_account:QUOTA_HOLD_S",
+        "time for which they take no more than what is left then",
+        "s",
+        "they may take more again, until one is refused",
+    ),
+    _constant(
         "runner.segment_format:MAX_FILE_BYTES",
         "file of KV",
         "bytes",

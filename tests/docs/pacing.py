@@ -208,7 +208,8 @@ SLICES = (
     ),
     _constant(
         "engine.tiers.store:_NUM_PER_STEP",
-        "files of KV from before that are entered, and copies that are let go of after a flush",
+        "files of KV from before that are entered, those that give way to others on the disk, and "
+        "copies that are let go of after a flush",
         "files",
         _NEXT,
     ),

@@ -28,6 +28,8 @@ from session_server.core.tier_orders import (
     TierResult,
 )
 from session_server.engine.tiers import store as store_module
+from session_server.engine.tiers.disk_account import QUOTA_HOLD_S
+from session_server.engine.tiers.room_watch import RoomWatch
 from session_server.engine.tiers.store import TierStore
 from session_server.engine.tiers.unread_files import UNREAD_FILE_BYTES
 from session_server.runner import segment_files
@@ -54,12 +56,14 @@ class Stock:
         tensor = PagedTensor(self.memory, 0)
         layout = Layout(PAGE_SIZE, {POOL: PoolLayout((tensor.shape_of(0),), 0, is_whole=True)}, "m")
         self.directory = directory
-        self.files = SegmentFiles(directory, layout)
+        self.other_bytes, self.disk_bytes = 0, 1 << 40
+        self.files = SegmentFiles(directory, layout, statvfs=lambda _: self.statvfs())
         self.carrier = KvCarrier({POOL: [tensor]}, self.files)
         spec = make_spec(PAGE_SIZE)
         tree = SegmentTree(PAGE_SIZE, self.carrier.page_bytes, components_of(spec))
         self.store = TierStore(tree, host_bytes=host, disk_bytes=disk)
         self.store.start()
+        self.room_watch = RoomWatch(self.store)
         self.num_read = 0
 
     def carry(self, *, at_most: int = 1000) -> None:
@@ -70,6 +74,22 @@ class Stock:
                 at_most -= 1
             self.store.advance()
             assert at_most > 0, "orders without end"
+
+    def measure(self, now_s: float) -> None:
+        """Have the disk asked for its room if it is time to, and do what comes of that."""
+        self.store.uses.set(now_s)
+        self.room_watch.ask(now_s)
+        self.carry()
+
+    @property
+    def file_bytes(self) -> int:
+        """What files take of the disk."""
+        return sum((self.directory / name).stat().st_size for name in self.names)
+
+    def statvfs(self) -> os.statvfs_result:
+        """What the disk says of itself. Others have `other_bytes` of its `disk_bytes`."""
+        free = max(0, self.disk_bytes - self.other_bytes - self.file_bytes)
+        return os.statvfs_result((1, 1, self.disk_bytes, free, free, 0, 0, 0, 0, 255))
 
     def finish(self, order: TierOrder) -> None:
         """Carry out one order."""
@@ -138,8 +158,7 @@ class Stock:
         known = {file_name(each.content.file_id) for each in on_disk}
         unread = {file_name(file_id) for file_id, _ in store._unread._files.values()}
         assert self.names == known | unread
-        sizes = sum((self.directory / name).stat().st_size for name in self.names)
-        assert sizes <= store.disk.num_bytes <= store.disk.max_bytes
+        assert self.file_bytes <= store.disk.num_bytes <= store.disk.max_bytes
 
     def assert_empty(self) -> None:
         """Nothing is anywhere."""
@@ -271,6 +290,7 @@ def test_a_disk_that_takes_nothing_costs_nothing_but_itself(
     assert stock.store.counts.failed_copies > 0
     assert stock.store.disk.num_bytes == 0
     monkeypatch.undo()
+    stock.measure(QUOTA_HOLD_S)
     for seed in range(5, 9):
         stock.put(path(seed))
     assert stock.store.disk.num_bytes > 0, "there is space again"

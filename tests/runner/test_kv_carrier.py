@@ -22,6 +22,7 @@ from session_server.core.tier_orders import (
     Forget,
     FoundFile,
     ListFiles,
+    MeasureRoom,
     ReadPart,
     Refusal,
     TierOrder,
@@ -60,10 +61,16 @@ class House:
             "model",
         )
         self.directory = directory
-        self.files = SegmentFiles(directory, layout)
+        self.free_bytes, self.disk_bytes = 1 << 30, 1 << 32
+        self.files = SegmentFiles(directory, layout, statvfs=lambda _: self.statvfs())
         self.carrier = KvCarrier(tensors, self.files)
         self.tokens = path_of(PAGES)
         self.found = FoundFile(key_of(self.tokens, 0), self.tokens, {FULL: (0, 5), WINDOW: (3, 5)})
+
+    def statvfs(self) -> os.statvfs_result:
+        """What the disk says of itself: its root has more than others."""
+        free, num = self.free_bytes, self.disk_bytes
+        return os.statvfs_result((1, 1, num, free + 1000, free, 0, 0, 0, 0, 255))
 
     @property
     def file(self) -> Path:
@@ -155,6 +162,7 @@ def test_what_may_wait_for_the_disk_says_so(house: House) -> None:
     assert prepare(WriteFile(1, 1, house.found, 0, 0)).thread is TierThread.DISK
     assert prepare(FindFiles(1, house.found.file, house.tokens)).thread is TierThread.DISK
     assert prepare(ListFiles(1, 1000)).thread is TierThread.DISK
+    assert prepare(MeasureRoom(1)).thread is TierThread.DISK
     assert prepare(Forget(files=(b"",))).thread is TierThread.DISK
     assert prepare(Forget(all_files=True)).thread is TierThread.DISK
 
@@ -188,6 +196,51 @@ def test_what_was_written_is_found_and_listed_and_a_wrong_one_refused(house: Hou
     assert (result.refusal, result.found) == (Refusal.WRONG, ())
     result = house.do(find)
     assert (result.refusal, result.found) == (None, ())
+
+
+def test_a_disk_says_what_room_it_has_left_beside_its_reserve(house: House) -> None:
+    house.copy_out()
+    assert house.do(MeasureRoom(1)).room_bytes == (1 << 30) - (1 << 29)
+    house.free_bytes = 0
+    assert house.do(MeasureRoom(1)).room_bytes == -(1 << 29)
+    house.disk_bytes = 1 << 40
+    assert house.do(MeasureRoom(1)).room_bytes == -(1 << 30)
+    result = house.write()
+    assert (result.refusal, result.room_bytes) == (Refusal.NO_ROOM, -(1 << 30))
+    house.free_bytes = 2 << 30
+    result = house.write()
+    assert (result.refusal, result.room_bytes) == (None, 1 << 30)
+
+
+def test_what_would_take_of_the_reserve_is_not_begun(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house.copy_out()
+    house.write()
+    size = house.file.stat().st_size
+    house.file.unlink()
+    house.free_bytes = (1 << 29) + size - 1
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", None)
+        assert house.write().refusal is Refusal.NO_ROOM
+    house.free_bytes += 1
+    assert house.write().refusal is None
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_without_room_for_a_file_is_told_apart_from_one_that_fails(
+    house: House, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    house.copy_out()
+
+    def fail(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "write", fail)
+    assert house.write().refusal is Refusal.NO_ROOM
+    assert not house.file.exists()
+    code = errno.EIO
+    assert house.write().refusal is Refusal.FAILED
 
 
 def test_what_is_read_counts_as_used(house: House) -> None:

@@ -25,6 +25,7 @@ from session_server.core.tier_orders import (
     Forget,
     FoundFile,
     ListFiles,
+    MeasureRoom,
     Refusal,
     TierOrder,
     TierResult,
@@ -39,6 +40,8 @@ Payload = Mapping[PoolName, list[list[int]]]
 """The cells of each page, per pool."""
 
 _COPY_S = 1e-3
+
+_PLENTY = 1 << 40
 
 
 @dataclass(slots=True)
@@ -58,16 +61,40 @@ class StoredFile:
 @dataclass(slots=True)
 class EchoDisk:
     """Files by their ids, those used longest ago first. `is_full`: it takes no more. `max_bytes`:
-    what its engine may have there. `is_ending`: that was told to end. `removed`: files written
-    since then that it has just removed; `num_in_vain`: how often to make room for one used longer
-    ago."""
+    what its engine may have there. `room_bytes`: what files may take, for all that others leave of
+    it; `is_shown`: it says so when it is asked. `num_changes`: of that. `is_ending`: that was told
+    to end. `told_bytes`: what its engine was told last that files may take; `taken`: per order that
+    asks for that, what files took when it was given. `removed`: files written since then that it
+    has just removed; `num_in_vain`: how often to make room for one used longer ago."""
 
     files: dict[bytes, StoredFile] = field(default_factory=dict)
     is_full: bool = False
     max_bytes: int = 0
+    room_bytes: int = _PLENTY
+    is_shown: bool = True
+    num_changes: int = 0
     is_ending: bool = False
     removed: list[StoredFile] = field(default_factory=list)
     num_in_vain: int = 0
+    told_bytes: int = _PLENTY
+    taken: dict[int, int] = field(default_factory=dict)
+
+    def begin_engine(self, max_bytes: int) -> None:
+        """An engine begins, which may have so much and was told nothing."""
+        self.max_bytes, self.told_bytes = max_bytes, _PLENTY
+        self.taken.clear()
+
+    @property
+    def num_bytes(self) -> int:
+        """What the files take."""
+        return sum(stored.num_bytes for stored in self.files.values())
+
+    def change_room(self) -> None:
+        """Have others take more of the disk, or less."""
+        half = self.num_bytes // 2
+        rooms = ((half, True), (_PLENTY, True), (0, True), (half, False), (3 * half, True))
+        self.room_bytes, self.is_shown = rooms[self.num_changes % len(rooms)]
+        self.num_changes += 1
 
 
 class EchoCarrier:
@@ -128,6 +155,8 @@ class EchoCarrier:
                 case _:
                     numbers = []
             self.disk.removed.clear()
+            if isinstance(order, WriteFile | MeasureRoom):
+                self.disk.taken[order.number] = self.disk.num_bytes
             self._waiting.append((order, {number: self.host.get(number) for number in numbers}))
         if self.at_once:
             self.carry_all()
@@ -156,6 +185,8 @@ class EchoCarrier:
                 files = self.disk.files.items()
                 listed = ((file_id, each.num_bytes - SEGMENT_BYTES) for file_id, each in files)
                 result = TierResult(order.number, _COPY_S, files=tuple(listed))
+            case MeasureRoom():
+                result = self._measure(order)
             case Forget():
                 raise AssertionError("it is carried out at once")
         self._done.append(result)
@@ -223,10 +254,30 @@ class EchoCarrier:
         self.reached["tier: copied in"] += 1
         return TierResult(order.number, _COPY_S)
 
+    def _measure(self, order: MeasureRoom) -> TierResult:
+        self._let_others_write()
+        room_bytes = self._tell_room(self.disk.taken.pop(order.number))
+        return TierResult(order.number, _COPY_S, room_bytes=room_bytes)
+
+    def _let_others_write(self) -> None:
+        if self.fails(Site.TIER_ROOM):
+            self.disk.change_room()
+
+    def _tell_room(self, taken_bytes: int) -> int:
+        self.disk.told_bytes = self.disk.room_bytes if self.disk.is_shown else _PLENTY
+        return self.disk.told_bytes - taken_bytes
+
     def _write(self, order: WriteFile, payload: Payload | None) -> TierResult:
+        self._let_others_write()
+        taken_bytes = self.disk.taken.pop(order.number)
         if payload is None or self.disk.is_full or self.fails(Site.TIER_COPY):
             self.reached["tier: file not written"] += 1
             return TierResult(order.number, _COPY_S, Refusal.FAILED)
+        if taken_bytes + order.num_bytes > self.disk.room_bytes:
+            self.reached["tier: no room for a file"] += self.disk.is_shown
+            self.reached["tier: no room for a file, and none is missing"] += not self.disk.is_shown
+            room_bytes = self._tell_room(taken_bytes)
+            return TierResult(order.number, _COPY_S, Refusal.NO_ROOM, room_bytes=room_bytes)
         is_damaged = self.fails(Site.TIER_FILE)
         self.disk.files[order.found.file.file_id] = StoredFile(
             order.found,
@@ -238,7 +289,8 @@ class EchoCarrier:
             used_ns=order.used_ns,
         )
         self.reached["tier: written to disk"] += 1
-        return TierResult(order.number, _COPY_S)
+        room_bytes = self._tell_room(taken_bytes + order.num_bytes)
+        return TierResult(order.number, _COPY_S, room_bytes=room_bytes)
 
     def _find(self, key: FileKey, order: FindFiles) -> Iterable[FoundFile]:
         """As `SegmentFiles.find` does."""
@@ -279,8 +331,10 @@ class EchoCarrier:
             self.host.clear()
         if order.all_files:
             self.disk.files.clear()
+        is_short = self.disk.num_bytes > self.disk.told_bytes
         for file_id in order.files:
             gone = self.disk.files.pop(file_id, None)
+            self.reached["tier: gave way to others on the disk"] += gone is not None and is_short
             if gone is not None and gone.is_last and gone.writer is self:
                 self.disk.removed.append(gone)
 

@@ -306,4 +306,5 @@ def _draw_faults(draws: Draws, front: Front, *, is_tiered: bool) -> FaultRates:
         rebuild=rate("rebuild", 2, 10) if is_tiered else 0,
         tier_copy=rate("tier_copy", 20, 200) if is_tiered else 0,
         tier_file=rate("tier_file", 20, 200) if is_tiered else 0,
+        tier_room=rate("tier_room", 100, 500) if is_tiered else 0,
     )

@@ -349,15 +349,20 @@ class DirectWorld:
             carrier.carry(op["which"])
 
     def _keep_silent(self, op: Op) -> None:
-        """Nothing comes until the engine has something to do by itself."""
+        """Nothing comes until the engine has something to do by itself: first it may ask the disk
+        for its room, which does not answer either."""
         del op
-        due_s = self.stage.engine.due_s
-        if due_s is not None:
+        for _ in range(2):
+            due_s = self.stage.engine.due_s
+            if due_s is None:
+                return
             self.stage.skipped_s += max(0.0, due_s - self._now_s)
-            self._context.reached["tier: disk silent"] += not self.is_ending
             self._advance(0)
-            fenced = self.stage.cache.inspect().stores.fenced
-            self._context.reached["tier: copy given up"] += bool(fenced)
+            if self.stage.engine.inspect().tiers.store.orders.disk_watch.is_silent:
+                self._context.reached["tier: disk silent"] += not self.is_ending
+                fenced = self.stage.cache.inspect().stores.fenced
+                self._context.reached["tier: copy given up"] += bool(fenced)
+                return
 
     def _shutdown(self, op: Op) -> None:
         """The server ends: it keeps what turns have said, and tells the engine to end."""

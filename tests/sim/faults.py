@@ -48,6 +48,8 @@ class Site(enum.StrEnum):
     """KV is copied out of the pools, back, or to disk: it fails."""
     TIER_FILE = "tier_file"
     """A file of KV is written: it is not what it should be when it is read."""
+    TIER_ROOM = "tier_room"
+    """A file of KV is written, or the disk is asked for its room: others take more, or less."""
     TOKENIZER_SLOW = "tokenizer_slow"
     """A long input is tokenized: it takes longer than is waited for."""
 
@@ -74,6 +76,7 @@ class FaultRates:
     rebuild: int = 0
     tier_copy: int = 0
     tier_file: int = 0
+    tier_room: int = 0
 
 
 @dataclass(frozen=True, slots=True)

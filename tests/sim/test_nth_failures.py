@@ -39,6 +39,7 @@ DIRECT = {
     Site.REBUILD: ("admitted again", "tier: rebuild during copies"),
     Site.TIER_COPY: ("tier: copy out failed", "tier: copy in failed", "tier: file not written"),
     Site.TIER_FILE: ("tier: file refused",),
+    Site.TIER_ROOM: ("tier: gave way to others on the disk",),
 }
 WIRE = {
     Site.ENGINE_DEATH: ("engine died under turns", "turn failed: engine_restarting"),
@@ -48,7 +49,14 @@ WIRE = {
 }
 """What each loop must have led to at least once."""
 
-TIERED_SITES = {Site.EVICTION, Site.QUARANTINE, Site.REBUILD, Site.TIER_COPY, Site.TIER_FILE}
+TIERED_SITES = {
+    Site.EVICTION,
+    Site.QUARANTINE,
+    Site.REBUILD,
+    Site.TIER_COPY,
+    Site.TIER_FILE,
+    Site.TIER_ROOM,
+}
 """Sites of an engine that keeps KV outside of its pools."""
 
 

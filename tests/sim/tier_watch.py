@@ -61,7 +61,7 @@ class TierWatch:
         self, engine: Engine, cache: SessionAwareCache, carrier: EchoCarrier, mixture: Mixture
     ) -> None:
         self._engine, self._cache, self._carrier = engine, cache, carrier
-        carrier.disk.max_bytes = self._store.disk.max_bytes
+        carrier.disk.begin_engine(self._store.disk.given_bytes)
         self._mixture = mixture
         self._tags: dict[int, list[int]] = {}
         self._looked_at: dict[int, set[int]] = {}
@@ -147,6 +147,9 @@ class TierWatch:
     def check(self, orders: Sequence[TierOrder]) -> None:
         """A step is over that gave these orders."""
         self._check_fences(orders)
+        if self._store.disk.is_short:  # others have pushed it out
+            self._carrier.disk.num_in_vain = 0
+            self._carrier.disk.removed.clear()
         num_seen = self._carrier.num_news
         if num_seen == self._num_seen and not (orders or self._doomed):
             return
@@ -260,7 +263,8 @@ class TierWatch:
             raise self._broken(
                 f"{name} counts {account.num_segments} segments, there are {len(held)}"
             )
-        is_within = account.num_bytes <= account.max_bytes or self._store.has_more
+        may_wait = self._store.has_more or self._store.is_writing
+        is_within = account.num_bytes <= account.max_bytes or may_wait
         if account.num_bytes != sum(sums.values()) or not is_within:
             raise self._broken(
                 f"{name} counts {account.num_bytes} bytes of {account.max_bytes}, has {sums}"
@@ -391,9 +395,10 @@ class TierWatch:
             known = {s.content.file_id for s in segments if s.on_disk}
             known |= {file_id for file_id, _ in store._unread._files.values()}
             left["files"] = len(carrier.disk.files.keys() ^ known)
-            num_bytes = sum(stored.num_bytes for stored in carrier.disk.files.values())
+            num_bytes = carrier.disk.num_bytes
             left["bytes on disk"] = num_bytes - store.disk.num_bytes
             left["bytes too many on disk"] = max(0, num_bytes - store.disk.max_bytes)
+            left["bytes that others need"] = max(0, num_bytes - carrier.disk.told_bytes)
         if any(left.values()):
             raise self._broken(f"nothing is under way, and left are {left}")
 

@@ -28,6 +28,7 @@ from session_server.core.tier_orders import (
     WriteFile,
 )
 from session_server.engine.tiers.costs import TierCosts
+from session_server.engine.tiers.disk_account import DiskAccount
 from session_server.engine.tiers.listing import Listing
 from session_server.engine.tiers.order_book import Continue, OrderBook
 from session_server.engine.tiers.unread_files import UNREAD_FILE_BYTES, UnreadFiles
@@ -81,7 +82,7 @@ class TierStore:
         self.costs = TierCosts()
         self.tree = tree
         self.host = TierAccount(host_bytes)
-        self.disk = TierAccount(disk_bytes)
+        self.disk = DiskAccount(disk_bytes)
         self.counts = TierCounts()
         self.uses = UseClock()
         self.orders = OrderBook(tree.page_bytes)
@@ -98,7 +99,7 @@ class TierStore:
     @property
     def has_disk(self) -> bool:
         """Return whether segments may be written to disk."""
-        return self.disk.max_bytes > 0
+        return self.disk.given_bytes > 0
 
     @property
     def is_writing(self) -> bool:
@@ -113,7 +114,12 @@ class TierStore:
     @property
     def has_more(self) -> bool:
         """Return whether another `advance` would do something."""
-        return bool(self._ruins) or self._listing.has_more
+        return bool(self._ruins) or self._listing.has_more or self.is_giving_way
+
+    @property
+    def is_giving_way(self) -> bool:
+        """Return whether files go because the disk has less room than they take."""
+        return self.disk.free_bytes < 0 and self._next_off_disk() is not None
 
     @property
     def is_empty(self) -> bool:
@@ -129,6 +135,8 @@ class TierStore:
             disk_bytes=self.disk.num_bytes,
             host_max_bytes=self.host.max_bytes,
             disk_max_bytes=self.disk.max_bytes,
+            disk_given_bytes=self.disk.given_bytes,
+            no_room_files=self.disk.num_refused,
         )
 
     def start(self) -> None:
@@ -147,7 +155,7 @@ class TierStore:
             _, ruin = self._ruins[-1].popitem()
             if isinstance(ruin, Segment):
                 ruin.unlink()
-        if self._listing.has_more and self._make_room_on_disk(0, _NUM_PER_STEP):
+        if self._make_room_on_disk(0, _NUM_PER_STEP) and self._listing.has_more:
             # It counts as what a segment of it takes at most, so that there is room for that.
             self._listing.enter(_NUM_PER_STEP, SEGMENT_BYTES)
 
@@ -193,7 +201,9 @@ class TierStore:
 
     def _write_next(self) -> bool:
         """Write the next segment, or find that it cannot be; return False if there is none."""
-        if not self.has_disk or self.is_writing or self.writes.is_over:
+        # What gives way for one file is little: where much has to, slices of it come first.
+        may_write = self.has_disk and self.disk.free_bytes >= 0
+        if not may_write or self.is_writing or self.writes.is_over:
             return False
         if self.writes.is_draining:
             segment = self.writes.latest()
@@ -371,7 +381,7 @@ class TierStore:
             held += self._unread.num_bytes if account is self.disk else 0
             if held != account.num_bytes:
                 found.append(f"{name}: {held} bytes are there, {account.num_bytes} are counted")
-            if account.num_bytes > account.max_bytes and not self.has_more:
+            if account.num_bytes > account.max_bytes and not (self.has_more or self.is_writing):
                 found.append(f"{name}: {account.num_bytes} bytes of {account.max_bytes}")
         return found
 
@@ -424,20 +434,23 @@ class TierStore:
         self.disk.add(segment)
         segment.is_writing = True
         self.writes.num_under_way += 1
-
-        def take(result: TierResult) -> None:
-            self._end_writing(segment, is_whole=result.refusal is None)
-
         found, num_bytes, used_ns = (
             self.file_of(segment),
             segment.content.num_bytes,
             segment.used_ns,
         )
+        before_bytes = self.disk.num_bytes - num_bytes if self.is_listed else None
         self.orders.add(
-            lambda number: WriteFile(number, segment.number, found, num_bytes, used_ns), take
+            lambda number: WriteFile(number, segment.number, found, num_bytes, used_ns),
+            lambda result: self._end_writing(segment, result, before_bytes),
         )
 
-    def _end_writing(self, segment: Segment, *, is_whole: bool) -> None:
+    def _end_writing(self, segment: Segment, result: TierResult, before_bytes: int | None) -> None:
+        is_whole, num_bytes = result.refusal is None, segment.content.num_bytes
+        if before_bytes is not None:
+            held_bytes, now_s = before_bytes + num_bytes * is_whole, self.uses.now_s
+            self.disk.note_room(result, held_bytes=held_bytes, asked_bytes=num_bytes, now_s=now_s)
+        self.disk.num_refused += result.refusal is Refusal.NO_ROOM
         self.writes.num_under_way -= 1
         segment.is_writing = False
         if self.tree.get(segment.number) is not segment:
@@ -446,7 +459,7 @@ class TierStore:
             return
         segment.on_disk = is_whole
         if is_whole:
-            self.counts.written_bytes += segment.content.num_bytes
+            self.counts.written_bytes += num_bytes
             self.writes.try_again()
         else:
             self.counts.failed_copies += 1
@@ -515,7 +528,7 @@ class TierStore:
 
     def _take_list(self, result: TierResult) -> None:
         if result.refusal is not None and not self.is_listed:
-            self.disk.max_bytes = 0  # what it has cannot be counted, so it gets no more
+            self.disk.give_nothing()  # what it has cannot be counted, so it gets no more
         self._listing.take(result.files)
 
     def _enter_found(

@@ -13,6 +13,7 @@ from session_server.engine.config import TierPolicy
 from session_server.engine.in_flight import InFlight
 from session_server.engine.tiers.forgetting import Forgetting, Forgotten
 from session_server.engine.tiers.restoring import Restoring, Then
+from session_server.engine.tiers.room_watch import RoomWatch
 from session_server.engine.tiers.spilling import Spilling
 from session_server.engine.tiers.store import TierStore
 
@@ -34,6 +35,7 @@ class Tiers:
             cache, self.store, self._forgetting, segment_bytes=policy.segment_bytes
         )
         self._restoring = Restoring(cache, self.store, spilling=self._spilling, in_flight=in_flight)
+        self._room_watch = RoomWatch(self.store)
         self._cache = cache
         self._is_on = policy.host_bytes > 0
         self.has_more = False
@@ -119,7 +121,8 @@ class Tiers:
             return True
         if not self.store.writes.is_draining or self.store.orders.disk_watch.is_silent:
             return False
-        return self._spilling.has_dirty or self._spilling.is_copying or self.store.is_writing
+        is_busy = self._spilling.has_dirty or self._spilling.is_copying or self.store.is_writing
+        return is_busy or self.store.is_giving_way
 
     def drain(self, now_s: float) -> None:
         """Write to disk what is there, if there is one, within `TierPolicy.drain_s`."""
@@ -129,10 +132,9 @@ class Tiers:
     @property
     def due_s(self) -> float | None:
         """Return when there is something to do though nothing comes; None: never."""
-        due_s = self.store.orders.disk_watch.due_s
-        if not self.is_draining:
-            return due_s
-        return self._drain_until_s if due_s is None else min(due_s, self._drain_until_s)
+        drain_until_s = self._drain_until_s if self.is_draining else None
+        due = (self.store.orders.disk_watch.due_s, self._room_watch.due_s, drain_until_s)
+        return min((each for each in due if each is not None), default=None)
 
     def take(self, results: Sequence[TierResult], now_s: float) -> None:
         """Handle results of orders, and go on without those of a disk that does not answer."""
@@ -160,6 +162,7 @@ class Tiers:
             # After those that are copied: of what they found some may be written again.
             self.store.write_ahead()
         self._restoring.release()
+        self._room_watch.ask(now_s)
         self.has_more = self._forgetting.has_more or self.store.has_more
         orders = self.store.orders.take()
         for order in orders:

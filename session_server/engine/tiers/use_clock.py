@@ -18,6 +18,11 @@ class UseClock:
         """Set the clock. One that goes back is not followed."""
         self._now_ns = max(self._now_ns, round(now_s * 1e9))
 
+    @property
+    def now_s(self) -> float:
+        """Return what the clock was set to last."""
+        return self._now_ns / 1e9
+
     def next_use(self) -> int:
         """Return when something is used that is used now."""
         self._last_ns = max(self._now_ns, self._last_ns + _USE_NS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import math
 import shutil
@@ -12,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from session_server.core.os_errors import in_words
+from session_server.core.os_errors import NO_ROOM, in_words
 from session_server.sessions.store.open_files import KV_DIRECTORY
 
 _logger: Final = logging.getLogger("session_server.store")
@@ -25,7 +24,6 @@ _FULL_BYTES: Final = 1 << 20
 """Bytes on a disk below which SQLite may be unable to make its files. It says nothing of room then.
 """
 
-_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _PRIMARY: Final = 0xFF
 """Part of an error code of SQLite that says its kind."""
 
@@ -34,7 +32,7 @@ def explain(error: Exception, directory: Path) -> str:
     """Return what an error of a store says, and of its disk how much room there is and what to
     do."""
     code = getattr(error, "sqlite_errorcode", 0) & _PRIMARY
-    is_full = code == sqlite3.SQLITE_FULL or getattr(error, "errno", None) in _NO_ROOM
+    is_full = code == sqlite3.SQLITE_FULL or getattr(error, "errno", None) in NO_ROOM
     if not is_full and code not in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN):
         return in_words(error)
     try:
