@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from session_server.bench import kept, memory_check, sockets, speculation, structured
+from session_server.bench import kept, memory_check, sockets, speculation, structured, tiers
 from session_server.bench.checkpoint import RandomModel, write_random_checkpoint
 from session_server.bench.growth import GrowthWorkload, measure_growth, plot_growth
 from session_server.bench.host import measure_admission, measure_idle_sessions, measure_running
@@ -62,6 +62,22 @@ def test_drafting_servers_give_the_answers_of_one_that_does_not() -> None:
         assert plain["speed_ratio"] == 1.0
         assert guessed["num_outputs"] == plain["num_outputs"]
         assert guessed["different_answers"] == 0
+
+
+@pytest.mark.timeout(200)
+def test_sessions_that_pools_have_no_room_for_say_the_same_with_their_kv_kept_and_without() -> None:
+    steps = []
+    load = tiers.TiersWorkload(
+        num_sessions=6, num_tokens=128, num_resident=2, history=256, num_restarts=1, host_mib=1
+    )
+    figures = tiers.measure(load, on_step=lambda: steps.append(1))
+    assert len(steps) == load.total_steps
+    assert set(figures["ways"]) == set(tiers.WAYS)
+    for way, each in figures["ways"].items():
+        assert each["num_wrong"] == 0
+        assert 0 < each["p50_ms"] <= each["p95_ms"]
+        assert (each["cached_share"] > 0.8) == (way != "none")
+    assert figures["restart"]["after a restart"]["ms"] > 0
 
 
 @pytest.mark.timeout(200)
