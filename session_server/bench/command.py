@@ -8,6 +8,7 @@
   memory-check  what the memory checker adds to a step, beside idle sessions
   structured    what holding answers to a JSON schema adds to a step
   tiers         more sessions than memory holds, and turns after a restart
+  store         turns that are on disk when they are told, and starts
 
 Shared machines are noisy: quote ratios of one run, and run twice before
 believing one.
@@ -36,7 +37,16 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from session_server.bench import drafts, growth, kept, memory_check, speculation, structured, tiers
+from session_server.bench import (
+    drafts,
+    growth,
+    kept,
+    memory_check,
+    speculation,
+    store,
+    structured,
+    tiers,
+)
 from session_server.bench.peers import benchmark as peers
 from session_server.bench.peers import flags as peers_flags
 from session_server.bench.peers import page
@@ -162,6 +172,7 @@ BENCHMARKS: Final[Mapping[str, tuple[ModuleType, Callable[[argparse.Namespace], 
             "peers": (peers, peers_flags.workload),
             "speculation": (speculation, _without_flags(speculation.SpeculationWorkload)),
             "structured": (structured, _without_flags(structured.StructuredWorkload)),
+            "store": (store, _without_flags(store.StoreWorkload)),
             "tiers": (tiers, tiers.workload),
         }
     )

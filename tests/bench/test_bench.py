@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from session_server.bench import kept, memory_check, sockets, speculation, structured, tiers
+from session_server.bench import kept, memory_check, sockets, speculation, store, structured, tiers
 from session_server.bench.checkpoint import RandomModel, write_random_checkpoint
 from session_server.bench.growth import GrowthWorkload, measure_growth, plot_growth
 from session_server.bench.host import measure_admission, measure_idle_sessions, measure_running
@@ -78,6 +78,21 @@ def test_sessions_that_pools_have_no_room_for_say_the_same_with_their_kv_kept_an
         assert 0 < each["p50_ms"] <= each["p95_ms"]
         assert (each["cached_share"] > 0.8) == (way != "none")
     assert figures["restart"]["after a restart"]["ms"] > 0
+
+
+@pytest.mark.timeout(200)
+def test_turns_on_disk_are_timed_beside_others_and_starts_with_many_of_them() -> None:
+    steps = []
+    load = store.StoreWorkload(num_sessions=4, num_turns=2, num_rounds=2, stored=(0, 300))
+    figures = store.measure(load, on_step=lambda: steps.append(1))
+    assert len(steps) == load.total_steps
+    assert set(figures["kinds"]) == set(store.KINDS)
+    for kind in figures["kinds"].values():
+        assert kind["turns_per_s"] > 0 < kind["first_token_ms"]
+    commits = figures["commits"][""]
+    assert commits["number"] > load.num_turns * load.num_rounds
+    assert commits["mean_ms"] > 0 < commits["p99_ms"]
+    assert figures["starts"]["300"]["ready_s"] > 0 < figures["starts"]["0"]["ready_s"]
 
 
 @pytest.mark.timeout(200)
