@@ -12,7 +12,7 @@ from session_server.bench.growth import GrowthWorkload, measure_growth, plot_gro
 from session_server.bench.host import measure_admission, measure_idle_sessions, measure_running
 from session_server.runner.capacity import MemoryLimits
 from session_server.runner.loader import RunnerOptions, load_runner
-from tests.bench import kv_dtype, mla, not_found
+from tests.bench import kv_dtype, mla, not_found, page_copy
 
 
 def test_the_random_checkpoint_loads_through_the_real_path(tmp_path: Path) -> None:
@@ -176,3 +176,12 @@ def test_the_time_of_what_another_key_owns_is_measured_beside_that_of_nothing() 
         assert all(each > 0 for each in of_path["median_us"].values())
     assert [not_found.order_of(*times) for times in ([[1], [2]], [[2], [1]])] == [0.0, 1.0]
     assert not_found.order_of([1, 2], [1.5]) == 0.5
+
+
+def test_copies_of_pages_are_measured_beside_plain_ones() -> None:
+    load = page_copy.CopyWorkload(num_tensors=2, page=(4, 2), num_pages=16, num_rounds=2)
+    figures = page_copy.measure(load)
+    assert figures["mib"] == 2 * 16 * 4 * 2 * 4 / (1 << 20)
+    assert set(figures["copies"]) == set(page_copy.layouts(16))
+    for ways in figures["copies"].values():
+        assert all(ways[way]["plain_ms"] > 0 < ways[way]["paged_ms"] for way in page_copy.WAYS)
