@@ -127,6 +127,9 @@ class SegmentFiles:
         """Return what the files hold of `tokens` from `key.start` on, in order of the path, as far
         as their headers and tokens can be read and verify; and whether one was put aside that did
         not.
+
+        Raises:
+            OSError: one could not be looked at now. It stays.
         """
         found, page_size = list[FoundFile](), self._layout.page_size
         end = len(tokens) - len(tokens) % page_size
