@@ -30,6 +30,14 @@ _PRIMARY: Final = 0xFF
 """Part of an error code of SQLite that says its kind."""
 
 
+def is_of_disk(error: Exception) -> bool:
+    """Return whether a write failed for the disk, or for want of memory, and not for what it was to
+    write."""
+    # Others that are derived from this one say that a statement is wrong, or its values.
+    is_damaged = type(error) is sqlite3.DatabaseError
+    return is_damaged or isinstance(error, (OSError, MemoryError, sqlite3.OperationalError))
+
+
 def explain(error: Exception, directory: Path) -> str:
     """Return what an error of a store says, and of its disk how much room there is and what to
     do."""
