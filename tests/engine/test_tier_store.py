@@ -19,6 +19,7 @@ from cache.tiers.segment import Segment, tenant_tag
 from cache.tiers.segment_tree import SEGMENT_BYTES, SegmentTree
 from cache.tiers.segment_tree import Path as TreePath
 from cache.types import Namespace, Tokens
+from session_server.core.kv_place import KV_REFUSED as REFUSED
 from session_server.core.tier_orders import (
     CopyIn,
     CopyOut,
@@ -32,7 +33,7 @@ from session_server.engine.tiers.store import TierStore
 from session_server.engine.tiers.unread_files import UNREAD_FILE_BYTES
 from session_server.runner import segment_files
 from session_server.runner.kv_carrier import KvCarrier
-from session_server.runner.kv_directory import OWNER, REFUSED
+from session_server.runner.kv_directory import OWNER
 from session_server.runner.segment_files import SegmentFiles, file_name
 from session_server.runner.segment_format import Layout, PoolLayout
 from tests.cache.kv_world import POOL, make_spec

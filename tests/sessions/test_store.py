@@ -228,6 +228,8 @@ def test_a_link_is_not_followed(tmp_path: Path, name: str) -> None:
         ("lock", "pipe", "is a device or a pipe, and must be a file"),
         ("kv", "link", "is a link, and must be a directory"),
         ("kv", "file", "is a file, and must be a directory"),
+        ("kv/refused", "link", "is a link, and must be a directory"),
+        ("kv/refused", "file", "is a file, and must be a directory"),
     ],
 )
 def test_what_is_no_file_is_refused_and_not_waited_for(
@@ -235,6 +237,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(
 ) -> None:
     Database(tmp_path).close()
     path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
     path.unlink(missing_ok=True)
     match kind:
         case "directory":

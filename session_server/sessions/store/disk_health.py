@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from session_server.core.kv_place import KV_DIRECTORY
 from session_server.core.os_errors import in_words
-from session_server.sessions.store.open_files import KV_DIRECTORY
 
 _logger: Final = logging.getLogger("session_server.store")
 
