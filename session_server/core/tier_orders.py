@@ -133,7 +133,7 @@ class Refusal(enum.Enum):
     """Say why a copy failed."""
 
     FAILED = "failed"
-    """The memory or the disk did not do it."""
+    """The memory or the disk did not do it now. What is on disk stays known."""
 
     WRONG = "wrong"
     """A file is not what it should be, cannot be read, or is gone. It is used no more."""

@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 
 from cache.tiers.segment import chain_after
 from cache.types import PoolName, Tokens
+from session_server.core.kv_place import KV_REFUSED
 from session_server.core.tier_orders import FileKey, FoundFile
 from session_server.runner.kv_directory import (
     NEW,
     OWNER,
-    REFUSED,
     SEGMENT,
     SUFFIX,
     UNFINISHED,
@@ -72,8 +72,8 @@ class SegmentFiles:
         self._directory = open_directory(directory)
         try:
             with contextlib.suppress(FileExistsError):
-                os.mkdir(REFUSED, 0o700, dir_fd=self._directory)
-            self._refused = open_directory(REFUSED, self._directory)
+                os.mkdir(KV_REFUSED, 0o700, dir_fd=self._directory)
+            self._refused = open_directory(KV_REFUSED, self._directory)
         except OSError:
             os.close(self._directory)
             raise
@@ -127,6 +127,9 @@ class SegmentFiles:
         """Return what the files hold of `tokens` from `key.start` on, in order of the path, as far
         as their headers and tokens can be read and verify; and whether one was put aside that did
         not.
+
+        Raises:
+            OSError: one could not be looked at now. It stays.
         """
         found, page_size = list[FoundFile](), self._layout.page_size
         end = len(tokens) - len(tokens) % page_size
@@ -243,7 +246,7 @@ class SegmentFiles:
 
     def _entries(self) -> Iterator[os.DirEntry[str]]:
         with os.scandir(self._directory) as entries:
-            yield from (entry for entry in entries if entry.name not in (REFUSED, OWNER))
+            yield from (entry for entry in entries if entry.name not in (KV_REFUSED, OWNER))
 
     def _set_used(self, file: str | int, used_ns: int) -> None:
         """Have the time of a file, by its name or open, say when it was used: the place of files

@@ -32,7 +32,7 @@ MAX_ENTRIES: Final = 1024
 """Entries of a session, all of which are read when it is, besides those that a large one is cut
 into. The next one has all of it again."""
 
-MAX_RETRIED_BYTES: Final = 16 << 20
+MAX_REWRITTEN_BYTES: Final = 16 << 20
 """Of sessions that are written again at a time; the last one may exceed it."""
 
 BUSY_S: Final = 3600.0
@@ -196,7 +196,7 @@ class SessionLogs:
             self._behind[session] = self._behind.pop(session)  # the next time others come first
             self._write(session, place)
             num_bytes += session.num_bytes
-            if num_bytes > MAX_RETRIED_BYTES:
+            if num_bytes > MAX_REWRITTEN_BYTES:
                 break
 
     def _write(self, session: Session, place: LogPlace, beside: Beside | None = None) -> None:

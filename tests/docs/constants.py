@@ -780,7 +780,7 @@ CHECKPOINTS = (
         "text.template_worker:RenderLimits.deadline_s",
         "time of rendering a turn's messages",
         "s",
-        "`tokenize_failed`; the renderer is started again",
+        "`server_busy`: the renderer was stopped, and is started again",
     ),
     _constant(
         "text.template_worker:RenderLimits.memory_bytes",
@@ -834,7 +834,7 @@ CHECKPOINTS = (
         "text.grammar_worker:CheckLimits.deadline_s",
         "time of checking a turn's grammar",
         "s",
-        "`invalid_request`; the process that checks is started again",
+        "`server_busy`: the process that checks was stopped, and is started again",
     ),
     _constant(
         "text.grammar_worker:CheckLimits.memory_bytes",

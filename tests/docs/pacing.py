@@ -86,7 +86,7 @@ SLICES = (
         "sessions.store.writer:MAX_GROUP", "writes to the store in one commit", "writes", _NEXT
     ),
     _constant(
-        "sessions.session_logs:MAX_RETRIED_BYTES",
+        "sessions.session_logs:MAX_REWRITTEN_BYTES",
         "sessions that are written again once a write has failed",
         "bytes",
         "the rest a second later; so is all but the first 64, and but one while the disk fails",

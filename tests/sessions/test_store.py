@@ -228,6 +228,8 @@ def test_a_link_is_not_followed(tmp_path: Path, name: str) -> None:
         ("lock", "pipe", "is a device or a pipe, and must be a file"),
         ("kv", "link", "is a link, and must be a directory"),
         ("kv", "file", "is a file, and must be a directory"),
+        ("kv/refused", "link", "is a link, and must be a directory"),
+        ("kv/refused", "file", "is a file, and must be a directory"),
     ],
 )
 def test_what_is_no_file_is_refused_and_not_waited_for(
@@ -235,6 +237,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(
 ) -> None:
     Database(tmp_path).close()
     path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
     path.unlink(missing_ok=True)
     match kind:
         case "directory":
@@ -590,6 +593,55 @@ def test_one_that_cannot_be_told_keeps_no_other_from_it(
 
     asyncio.run(run())
     assert "could not be told" in caplog.text
+
+
+@pytest.mark.parametrize("error", [ValueError("on purpose"), sqlite3.IntegrityError("twice")])
+def test_a_bug_in_a_write_is_told_as_one_and_the_disk_is_well(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    async def run() -> None:
+        store = SessionStore(tmp_path, model=b"model", wall_clock=lambda: 10.0)
+        store.start(asyncio.get_running_loop())
+        told: list[Exception | None] = []
+
+        def write(_database: Database) -> None:
+            raise error
+
+        store.ask(write, told.append)
+        await store.flush()
+        assert (told, store.failure) == ([error], None)
+        await store.close()
+
+    asyncio.run(run())
+    assert "a write of the store: a bug of ours" in caplog.text
+    assert "cannot be written to" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError("dead"),
+        MemoryError(),
+        sqlite3.OperationalError("full"),
+        sqlite3.DatabaseError("malformed"),
+    ],
+)
+def test_what_the_disk_or_the_memory_has_refused_counts_as_failing(
+    tmp_path: Path, error: Exception
+) -> None:
+    async def run() -> None:
+        store = SessionStore(tmp_path, model=b"model", wall_clock=lambda: 10.0)
+        store.start(asyncio.get_running_loop())
+
+        def write(_database: Database) -> None:
+            raise error
+
+        store.ask(write, lambda _error: None)
+        await store.flush()
+        assert store.failure is not None
+        await store.close()
+
+    asyncio.run(run())
 
 
 def test_a_locked_database_fails_a_group_at_once_and_not_one_write_after_the_other(

@@ -237,8 +237,9 @@ class TierStore:
                 self._enter_found(namespace, tokens, result.found)
             if result.refusal is Refusal.WRONG:
                 self.counts.refused_files += 1
-            if not result.found:
-                # One that cannot be read is not asked for again, which might go on for ever.
+            if not result.found and result.refusal is not Refusal.FAILED:
+                # One that cannot be read is not asked for again, which might go on for ever. One
+                # that could not be opened now is: by the next turn.
                 self._forget_unread(key.name)
 
         def take(result: TierResult) -> None:

@@ -13,9 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from session_server.sessions.bugs import log_bug
 from session_server.sessions.store.database import Behind, Database, Durability
 from session_server.sessions.store.deletions import Deletions
-from session_server.sessions.store.disk_health import DiskHealth
+from session_server.sessions.store.disk_health import DiskHealth, is_of_disk
 from session_server.sessions.store.lock import StoreIsBusy
 from session_server.sessions.store.patience import NO_ANSWER, Patience
 from session_server.sessions.store.pieces import MAX_ENTRY_BYTES
@@ -306,8 +307,12 @@ class SessionStore:
             self._commits.ask_later(write, partial(tell_each, (written, told)))
 
     def _note(self, told: Told, error: Exception | None) -> None:
-        # A log that lacks something is no fault of the disk: its session is written again.
-        self.health.note_write(None if isinstance(error, Behind) else error)
+        if error is None or is_of_disk(error):
+            self.health.note_write(error)
+        elif isinstance(error, Behind):
+            self.health.note_write(None)  # its session is written again
+        else:
+            log_bug("a write of the store", error)
         told(error)
 
     def _deliver(self, run: Callable[[], None]) -> None:
