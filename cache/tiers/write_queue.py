@@ -9,13 +9,13 @@ from cache.tiers.segment import Segment
 
 
 class WriteQueue:
-    """Hold segments in host memory that are not on disk. `num_under_way`: being written now.
+    """Hold segments in host memory that are not on disk. `under_way`: the one being written.
     `is_draining`: the engine ends, and what was used last is written first. `is_over`: its time to
     do so has passed, and nothing more is written."""
 
     def __init__(self) -> None:
         self.is_draining = self.is_over = False
-        self.num_under_way = 0
+        self.under_way: Segment | None = None
         self._waiting: dict[int, Segment] = {}
         self._latest_first: LazyHeap[int] = LazyHeap()
         self._failed: dict[int, Segment] = {}

@@ -108,7 +108,14 @@ class Forget(msgspec.Struct, frozen=True, gc=False):
     all_files: bool = False
 
 
-TierOrder = CopyOut | CopyIn | WriteFile | FindFiles | ListFiles | Forget
+class EraseFiles(msgspec.Struct, frozen=True, gc=False):
+    """Answer once every file that was forgotten before is gone for good, and with them those that
+    were put aside because they did not verify. Fails where something is still there."""
+
+    number: int
+
+
+TierOrder = CopyOut | CopyIn | WriteFile | FindFiles | ListFiles | Forget | EraseFiles
 
 
 def reads_disk(parts: Iterable[ReadPart]) -> bool:
@@ -123,7 +130,7 @@ def uses_disk(order: TierOrder) -> bool:
             return False
         case CopyIn():
             return reads_disk(order.parts)
-        case WriteFile() | FindFiles() | ListFiles():
+        case WriteFile() | FindFiles() | ListFiles() | EraseFiles():
             return True
         case Forget():
             return bool(order.files or order.all_files)

@@ -7,18 +7,13 @@ import threading
 from collections.abc import Callable, Iterable
 
 from session_server.core.tier_orders import (
-    CopyIn,
-    CopyOut,
-    FindFiles,
     Forget,
-    ListFiles,
     Refusal,
     TierCarrier,
     TierOrder,
     TierResult,
     TierThread,
     TierWork,
-    WriteFile,
 )
 
 
@@ -32,7 +27,7 @@ class NoTiers:
             match order:
                 case Forget():
                     return None
-                case CopyOut() | CopyIn() | WriteFile() | FindFiles() | ListFiles():
+                case _:
                     return TierResult(order.number, 0.0, Refusal.FAILED)
 
         return TierWork(TierThread.COPY, run)

@@ -13,6 +13,7 @@ from cache.types import PoolName
 from session_server.core.tier_orders import (
     CopyIn,
     CopyOut,
+    EraseFiles,
     FindFiles,
     Forget,
     ListFiles,
@@ -72,6 +73,8 @@ class KvCarrier:
                 return _work(order, partial(self._find, order))
             case ListFiles():
                 return _work(order, partial(self._list, order))
+            case EraseFiles():
+                return _work(order, partial(self._erase, order))
             case Forget():
                 return self._forgetting(order)
 
@@ -146,6 +149,9 @@ class KvCarrier:
         if order.files:
             self._disk.remove(order.files)
 
+    def _erase(self, order: EraseFiles) -> TierResult:
+        return TierResult(order.number, 0.0, None if self._disk.erase() else Refusal.FAILED)
+
     @property
     def _disk(self) -> SegmentFiles:
         assert self._files is not None, "without a disk nothing is ordered of it"
@@ -157,7 +163,8 @@ def _thread_of(order: TierOrder) -> TierThread:
 
 
 def _work(
-    order: CopyOut | CopyIn | WriteFile | FindFiles | ListFiles, run: Callable[[], TierResult]
+    order: CopyOut | CopyIn | WriteFile | FindFiles | ListFiles | EraseFiles,
+    run: Callable[[], TierResult],
 ) -> TierWork:
     """Return work that says how long it took, and fails where memory or the disk does."""
 

@@ -104,6 +104,12 @@ SLICES = (
         _NEXT,
     ),
     _constant(
+        "sessions.store.writer:ERASED_EVERY_S",
+        "between two times that the log of a store is emptied for the sake of what was deleted",
+        "s",
+        "the text stays in the log until then, or until nobody reads it",
+    ),
+    _constant(
         "sessions.stored_ends:AT_ONCE",
         "sessions on disk that expire, and deleted ones whose tokens were kept, that are gone "
         "before others are read",

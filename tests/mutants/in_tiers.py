@@ -417,7 +417,7 @@ REST_OF_THE_LIST_IS_FORGOTTEN = _on_disk(
 DELETED_LATER_IS_NEVER_DELETED = _mutant(
     "What a deleted session left waits for another one to be deleted.",
     (
-        "session_server.engine.tiers.forgetting:Forgetting.advance",
+        "session_server.engine.tiers.forgetting:Forgetting._drop_some",
         "while self._waiting:",
         "while len(self._waiting) > 1:",
     ),
@@ -432,7 +432,11 @@ DELETED_SESSION_LEAVES_SEGMENTS = _mutant(
 
 UNKNOWN_SESSION_LEAVES_SEGMENTS = _mutant(
     "A deleted session that the engine does not know leaves what only it had.",
-    (f"{_TIERS}.forget", "self._forgetting.add(Forgotten(namespace, tokens, num_kept))", "pass"),
+    (
+        f"{_TIERS}.forget",
+        "self._forgetting.add(Forgotten(namespace, tokens, num_kept, then=then))",
+        "pass",
+    ),
 )
 
 DELETED_SESSION_TAKES_THOSE_OF_OTHERS = _mutant(

@@ -335,3 +335,22 @@ def test_books_of_bytes_are_those_of_the_entries(disk: Disk) -> None:
         ).fetchall()
         assert len(found) == 2
         assert all(kept == held for kept, held in found)
+
+
+def test_what_a_disk_answers_late_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "DISK_WAIT_S", 0.05)
+    monkeypatch.setattr(deleted_rows, "DELETED_ENTRIES", 2)
+    fill(tmp_path, 1, expires_s=NOW_S + 9.0, num_entries=5)
+    with served(tmp_path) as (world, store):
+        goes_on = threading.Event()
+        hang_until(goes_on, store)
+        told: list[str] = []
+        store.deletions._begun.add(1)  # a part of it is gone
+        store.deletions.delete(1, lambda error: told.append(str(error)))
+        settle(world, lambda: told)
+        assert told == [patience.NO_ANSWER]
+        goes_on.set()
+        settle(world, lambda: not store.deletions.hidden)
+        assert count(store._database)[0] == 0
+        assert not store.deletions._begun
+        assert not store.deletions.num_failed

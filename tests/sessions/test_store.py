@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import itertools
 import math
 import os
 import shutil
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -700,6 +701,82 @@ def test_what_was_deleted_is_not_left_in_the_files(tmp_path: Path) -> None:
     asyncio.run(run())
     for file in tmp_path.iterdir():
         assert b"a secret of a client" not in file.read_bytes(), file.name
+
+
+def secrets_in(directory: Path) -> list[str]:
+    """The files that have something which was deleted."""
+    secret = b"a secret of a client"
+    return [each.name for each in directory.iterdir() if secret in each.read_bytes()]
+
+
+async def tell_a_secret(store: SessionStore, number: int) -> None:
+    change = msgspec.structs.replace(ENTRY.change, tools=("a secret of a client",))
+    entry = encode_entry(LogEntry(change, ENTRY.turns))
+    store.put(row(number), [entry], lambda _error: None)
+    await store.flush()
+
+
+async def soon(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20.0):
+        while not is_so():
+            await asyncio.sleep(0.005)
+
+
+def test_what_was_deleted_is_gone_from_the_log_while_the_server_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "ERASED_EVERY_S", 0.2)
+    emptied: list[float] = []
+    shorten = Database.shorten_log
+
+    def note(database: Database, *, erases: bool) -> None:
+        if erases:
+            emptied.append(time.monotonic())
+        shorten(database, erases=erases)
+
+    monkeypatch.setattr(Database, "shorten_log", note)
+
+    async def run() -> None:
+        store = await opened(tmp_path)
+        for number in range(1, 30):
+            await tell_a_secret(store, number)
+            store.deletions.delete(number)
+            await store.flush()
+            await asyncio.sleep(0.02)
+        await soon(lambda: not secrets_in(tmp_path))
+        num_emptied = len(emptied)
+        await asyncio.sleep(0.5)
+        assert len(emptied) == num_emptied, "nothing was deleted since"
+        await store.close()
+
+    asyncio.run(run())
+    assert all(later - before >= 0.2 for before, later in itertools.pairwise(emptied))
+
+
+def test_what_was_deleted_before_a_crash_is_gone_from_the_log_soon(tmp_path: Path) -> None:
+    def read_beside() -> sqlite3.Connection:
+        """Somebody reads, and so the log stays."""
+        beside = sqlite3.connect(tmp_path / "one" / Database.FILE)
+        beside.execute("BEGIN")
+        beside.execute("SELECT * FROM sessions").fetchall()
+        return beside
+
+    async def run() -> None:
+        store = await opened(tmp_path / "one")
+        await tell_a_secret(store, 1)
+        beside = read_beside()
+        store.deletions.delete(1)
+        await store.flush()
+        await asyncio.sleep(0.1)
+        assert secrets_in(tmp_path / "one")
+        shutil.copytree(tmp_path / "one", tmp_path / "two")
+        beside.close()
+        await store.close()
+        store = await opened(tmp_path / "two")
+        await soon(lambda: not secrets_in(tmp_path / "two"))
+        await store.close()
+
+    asyncio.run(run())
 
 
 HANGS, TOO_MUCH = "the disk does not answer", "too much waits to be written"

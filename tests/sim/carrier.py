@@ -20,6 +20,7 @@ from cache.types import PoolName
 from session_server.core.tier_orders import (
     CopyIn,
     CopyOut,
+    EraseFiles,
     FileKey,
     FindFiles,
     Forget,
@@ -60,10 +61,11 @@ class EchoDisk:
     """Files by their ids, those used longest ago first. `is_full`: it takes no more. `max_bytes`:
     what its engine may have there. `is_ending`: that was told to end. `removed`: files written
     since then that it has just removed; `num_in_vain`: how often to make room for one used longer
-    ago."""
+    ago. `is_stuck`: what was removed may still be there."""
 
     files: dict[bytes, StoredFile] = field(default_factory=dict)
     is_full: bool = False
+    is_stuck: bool = False
     max_bytes: int = 0
     is_ending: bool = False
     removed: list[StoredFile] = field(default_factory=list)
@@ -156,6 +158,9 @@ class EchoCarrier:
                 files = self.disk.files.items()
                 listed = ((file_id, each.num_bytes - SEGMENT_BYTES) for file_id, each in files)
                 result = TierResult(order.number, _COPY_S, files=tuple(listed))
+            case EraseFiles():
+                refusal = Refusal.FAILED if self.disk.is_stuck else None
+                result = TierResult(order.number, _COPY_S, refusal)
             case Forget():
                 raise AssertionError("it is carried out at once")
         self._done.append(result)

@@ -384,7 +384,7 @@ class TierWatch:
             ),
             "results": len(store.orders._continue),
             "refused files": sum(store.tree.get(n) is not None for n in carrier.refused),
-            "writes": store.writes.num_under_way + sum(segment.is_writing for segment in segments),
+            "writes": store.is_writing + sum(segment.is_writing for segment in segments),
             "in host memory": len(carrier.host.keys() ^ {s.number for s in segments if s.in_host}),
         }
         if store.is_listed and store.has_disk:

@@ -103,12 +103,17 @@ class TierStore:
     @property
     def is_writing(self) -> bool:
         """Return whether a segment is being written to disk."""
-        return self.writes.num_under_way > 0
+        return self.writes.under_way is not None
 
     @property
     def is_listed(self) -> bool:
         """Return whether what the disk has from before is known."""
         return self._listing.is_over
+
+    @property
+    def has_unlisted(self) -> bool:
+        """Return whether the disk did not say what it has."""
+        return self._listing.has_failed
 
     @property
     def has_more(self) -> bool:
@@ -424,7 +429,7 @@ class TierStore:
         self._forget_unread(segment.content.name)
         self.disk.add(segment)
         segment.is_writing = True
-        self.writes.num_under_way += 1
+        self.writes.under_way = segment
 
         def take(result: TierResult) -> None:
             self._end_writing(segment, is_whole=result.refusal is None)
@@ -439,7 +444,7 @@ class TierStore:
         )
 
     def _end_writing(self, segment: Segment, *, is_whole: bool) -> None:
-        self.writes.num_under_way -= 1
+        self.writes.under_way = None
         segment.is_writing = False
         if self.tree.get(segment.number) is not segment:
             if is_whole:
@@ -517,6 +522,7 @@ class TierStore:
     def _take_list(self, result: TierResult) -> None:
         if result.refusal is not None and not self.is_listed:
             self.disk.max_bytes = 0  # what it has cannot be counted, so it gets no more
+            self._listing.has_failed = True
         self._listing.take(result.files)
 
     def _enter_found(

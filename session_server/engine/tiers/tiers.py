@@ -11,7 +11,7 @@ from cache.types import Namespace, SessionId, SlotState, Tokens
 from session_server.core.tier_orders import TierOrder, TierResult
 from session_server.engine.config import TierPolicy
 from session_server.engine.in_flight import InFlight
-from session_server.engine.tiers.forgetting import Forgetting, Forgotten
+from session_server.engine.tiers.forgetting import Forgetting, Forgotten, ThenGone
 from session_server.engine.tiers.restoring import Restoring, Then
 from session_server.engine.tiers.spilling import Spilling
 from session_server.engine.tiers.store import TierStore
@@ -75,10 +75,15 @@ class Tiers:
             self._restoring.forget(session_id)
             self._spilling.forget(session_id, is_deleted=is_deleted)
 
-    def forget(self, namespace: Namespace, tokens: Tokens, num_kept: int) -> None:
-        """Drop what nobody else has of a session that is not open, behind its first tokens."""
+    def forget(
+        self, namespace: Namespace, tokens: Tokens, num_kept: int, then: ThenGone | None
+    ) -> None:
+        """Drop what nobody else has of a session that is not open, behind its first tokens; `then`
+        is called once that is gone, or cannot be."""
         if self._is_on:
-            self._forgetting.add(Forgotten(namespace, tokens, num_kept))
+            self._forgetting.add(Forgotten(namespace, tokens, num_kept, then=then))
+        elif then is not None:
+            then(True)
 
     def holds(self, session_id: SessionId) -> bool:
         """Return whether a session must not be cooled yet, because it is being copied first."""
