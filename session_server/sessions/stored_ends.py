@@ -82,7 +82,11 @@ class StoredEnds:
         rest with the next tick, which has another `now_s`. A disk that fails is asked nothing."""
         if now_s != self._now_s:
             self._now_s, self._num_told = now_s, 0
-            times = -math.inf, _LEAST_S, self._store.wall_clock()
+            try:
+                self._store.watch_clock()
+            except sqlite3.Error as error:
+                self._store.health.note_unread(error)
+            times = -math.inf, _LEAST_S, self._store.clock.now_s()
             for kind, work in enumerate(self._passes):
                 if work is None:
                     self._passes[kind] = self._pass(times[kind], times[kind + 1])
@@ -160,7 +164,7 @@ class StoredEnds:
             ttl_s = decode_settings(row.settings).ttl_s
         except Damaged:
             ttl_s = 0.0
-        idle_s = self._store.wall_clock() - (row.expires_s - ttl_s)
+        idle_s = self._store.clock.now_s() - (row.expires_s - ttl_s)
         return self._copies.may_leave_kv(self._clock() - idle_s)
 
     def _drop_kv(self, row: SessionRow) -> Generator[None, None, bool]:

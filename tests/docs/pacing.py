@@ -399,6 +399,7 @@ BOUND_NOTHING = frozenset(
         "session_server.sessions.store.records:LAST_S",
         # Of a store's rows: from when on they expire, and before which version they had no size.
         "session_server.sessions.stored_ends:_LEAST_S",
+        "session_server.sessions.store.clock:EARLIEST_S",
         "session_server.sessions.store.schema:_UNSIZED",
         "session_server.sessions.store.disk_health:_PRIMARY",
         # How much of a digest is shown.

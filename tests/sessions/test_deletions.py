@@ -41,7 +41,7 @@ def disk(tmp_path: Path) -> Disk:
 @contextmanager
 def served(directory: Path, **options: Any) -> Iterator[tuple[World, SessionStore]]:
     """A world whose store writes on a thread."""
-    store = SessionStore(directory, model=b"model", wall_clock=lambda: NOW_S)
+    store = SessionStore(directory, model=b"model", wall=lambda: NOW_S, clock=lambda: NOW_S)
     with World(store=store, **options) as world:
         store.start(world.loop)
         yield world, store
@@ -51,6 +51,7 @@ def served(directory: Path, **options: Any) -> Iterator[tuple[World, SessionStor
 def fill(directory: Path, num_sessions: int, *, expires_s: float, num_entries: int = 1) -> None:
     """Sessions of an earlier process."""
     with closing(Database(directory)) as database, database.transaction():
+        database.note_time(NOW_S)
         for number in range(1, num_sessions + 1):
             database.put(row(number, expires_s=expires_s), DATA)
             for place in range(1, num_entries):
@@ -162,7 +163,7 @@ def test_a_disk_that_has_much_to_write_is_not_dead(
     monkeypatch.setattr(writer, "MAX_GROUP", 1)
 
     async def run() -> None:
-        store = SessionStore(tmp_path, model=b"model", wall_clock=lambda: NOW_S)
+        store = SessionStore(tmp_path, model=b"model", wall=lambda: NOW_S, clock=lambda: NOW_S)
         store.start(asyncio.get_running_loop())
         told: list[Exception | None] = []
         for _ in range(15):

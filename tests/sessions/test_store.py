@@ -467,7 +467,7 @@ def hang_until(goes_on: threading.Event, store: SessionStore) -> None:
 
 
 async def opened(directory: Path) -> SessionStore:
-    store = SessionStore(directory, model=b"model", wall_clock=lambda: 10.0)
+    store = SessionStore(directory, model=b"model", wall=lambda: 10.0, clock=lambda: 10.0)
     store.start(asyncio.get_running_loop())
     return store
 
@@ -476,7 +476,7 @@ def test_writes_that_are_asked_for_together_share_a_commit_and_are_told_in_order
     tmp_path: Path,
 ) -> None:
     async def run() -> None:
-        store = SessionStore(tmp_path, model=b"model", wall_clock=lambda: 10.0)
+        store = SessionStore(tmp_path, model=b"model", wall=lambda: 10.0, clock=lambda: 10.0)
         store._loop = asyncio.get_running_loop()  # the thread starts when all has been asked for
         told: list[tuple[int, Exception | None]] = []
         for number in range(1, 41):
@@ -493,7 +493,7 @@ def test_writes_that_are_asked_for_together_share_a_commit_and_are_told_in_order
 
 def test_a_write_that_fails_takes_no_other_with_it(tmp_path: Path) -> None:
     async def run() -> None:
-        store = SessionStore(tmp_path, model=b"model", wall_clock=lambda: 10.0)
+        store = SessionStore(tmp_path, model=b"model", wall=lambda: 10.0, clock=lambda: 10.0)
         store._loop = asyncio.get_running_loop()  # the thread starts when all has been asked for
         told: dict[int, Exception | None] = {}
 
@@ -526,7 +526,7 @@ def test_a_commit_takes_no_more_writes_than_its_bound(
     monkeypatch.setattr(writer, "MAX_GROUP", 4)
 
     async def run() -> None:
-        store = SessionStore(tmp_path, model=b"model", wall_clock=lambda: 10.0)
+        store = SessionStore(tmp_path, model=b"model", wall=lambda: 10.0, clock=lambda: 10.0)
         store._loop = asyncio.get_running_loop()  # the thread starts when all has been asked for
         for number in range(1, 11):
             store.put(row(number), [DATA], lambda _error: None)
@@ -577,7 +577,7 @@ def test_one_that_cannot_be_told_keeps_no_other_from_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def run() -> None:
-        store = SessionStore(tmp_path, model=b"model", wall_clock=lambda: 10.0)
+        store = SessionStore(tmp_path, model=b"model", wall=lambda: 10.0, clock=lambda: 10.0)
         store._loop = asyncio.get_running_loop()  # the thread starts when all has been asked for
         told: list[int] = []
 
@@ -649,7 +649,7 @@ def test_a_locked_database_fails_a_group_at_once_and_not_one_write_after_the_oth
     tmp_path: Path,
 ) -> None:
     async def run() -> None:
-        store = SessionStore(tmp_path, model=b"model", wall_clock=lambda: 10.0)
+        store = SessionStore(tmp_path, model=b"model", wall=lambda: 10.0, clock=lambda: 10.0)
         store._loop = asyncio.get_running_loop()  # the thread starts when all has been asked for
         other = sqlite3.connect(tmp_path / "sessions.sqlite3", isolation_level=None)
         other.execute("BEGIN IMMEDIATE")

@@ -309,6 +309,11 @@ class Database(Reads):
         query = f"UPDATE sessions SET {RENAMED}, expires = 0 WHERE number = ?"  # noqa: S608
         self._writer.execute(query, (number,))
 
+    def note_time(self, now_s: float) -> None:
+        """Write the time, by which a later server knows how long none was there."""
+        query = "INSERT OR REPLACE INTO facts VALUES ('time', ?)"
+        self._writer.execute(query, (repr(now_s).encode(),))
+
     def _update(self, row: SessionRow, num_entries: int, num_bytes: int) -> None:
         values = (
             *(row.expires_s, row.settings, row.num_tokens, row.num_turns),
