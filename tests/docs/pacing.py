@@ -213,8 +213,8 @@ SLICES = (
         "the new copy is not made",
     ),
     _constant(
-        "engine.tiers.store:_NUM_PER_STEP",
-        "files of KV from before that are entered, and copies that are let go of after a flush",
+        "engine.tiers.pace:NUM_PER_STEP",
+        "files of KV from before that are entered, and copies that are let go of or passed over",
         "files",
         _NEXT,
     ),

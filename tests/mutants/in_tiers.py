@@ -278,7 +278,7 @@ LAST_PART_IS_READ_WHOLE = _mutant(
 
 PARENT_GOES_ALONE = _mutant(
     "A segment is dropped, and those that follow it stay.",
-    (f"{_TREE}.remove", "[segment, *segment.below()]", "[segment]"),
+    (f"{_STORE}._let_go", "self.pace.drop(self.tree.remove(segment))", "self.tree.remove(segment)"),
 )
 
 STALE_PARENT = _mutant(
@@ -293,7 +293,7 @@ STALE_PARENT_ON_DISK = _on_disk(
 
 HOST_BYTES_LEAK = _mutant(
     "Host memory of a dropped segment stays counted.",
-    (f"{_STORE}.drop", "self.host.remove(each)", "pass"),
+    (f"{_STORE}._let_go", "self.host.remove(segment)", "pass"),
 )
 
 DISK_BYTES_LEAK = _mutant(
@@ -336,7 +336,7 @@ UNFINISHED_COPY_GIVES_WAY = _on_disk(
 
 FILE_OF_A_DROPPED_SEGMENT_STAYS = _mutant(
     "The file of a dropped segment stays.",
-    (f"{_STORE}.drop", "self.orders.forget_file(each.content.file_id)", "pass"),
+    (f"{_STORE}._let_go", "self.orders.forget_file(segment.content.file_id)", "pass"),
 )
 
 FILE_WRITTEN_TOO_LATE_STAYS = _mutant(
@@ -477,8 +477,8 @@ COOL_WAITS_FOR_NOTHING = _mutant(
     "A session that is to be cooled is held although its copy cannot begin.",
     (
         f"{_SPILLING}.holds",
-        "self._begin(session_id) and session_id in self._copying",
-        "self._begin(session_id) or True",
+        "is_begun and session_id in self._copying",
+        "True",
     ),
 )
 

@@ -115,10 +115,11 @@ class TierWatch:
             return
         may_take = self._carrier.has_results or self._is_short_of_room()
         if not (may_take or any(isinstance(each, FlushCache) for each in commands)):
+            found = {*self._store.tree.segments()}
             self._ends = {
                 session_id: last
                 for session_id, last in self._spilling._last.items()
-                if self._store.tree.get(last.number) is last
+                if last in found
             }
         ends = [
             each for each in commands if isinstance(each, CloseSession | CoolSession | ForgetKV)
@@ -153,8 +154,9 @@ class TierWatch:
         self._num_seen = num_seen
         store = self._store
         segments = store.tree.segments()
-        self._check_account("host memory", store.host, [s for s in segments if s in store.host])
-        self._check_account("the disk", store.disk, [s for s in segments if s in store.disk])
+        kept = (*segments, *store.tree.lost())
+        self._check_account("host memory", store.host, [s for s in kept if s in store.host])
+        self._check_account("the disk", store.disk, [s for s in kept if s in store.disk])
         for segment in segments:
             self._check_segment(segment)
         last = next((s for s in self._doomed if store.tree.get(s.number) is s), None)

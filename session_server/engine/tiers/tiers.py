@@ -120,10 +120,14 @@ class Tiers:
     def is_draining(self) -> bool:
         """Return whether sessions at rest are still being written to disk, or what was deleted is
         being dropped, after `drain`. Nothing is written to a disk that does not answer."""
-        if self._forgetting.has_more:
+        # After a `clear` no segment is left, and nothing of it is to be forgotten.
+        has_files = bool(self.store.tree) and self.store.pace.has_dropped
+        if self._forgetting.has_more or has_files:
             return True
         if not self.store.writes.is_draining or self.store.orders.disk_watch.is_silent:
             return False
+        if self.store.pace.is_spent or self.store.writes.may_try_again:
+            return True
         return self._spilling.has_dirty or self._spilling.is_copying or self.store.is_writing
 
     def drain(self, now_s: float) -> None:
@@ -156,6 +160,7 @@ class Tiers:
         if not self._is_on:
             return ()
         self.store.uses.set(now_s)
+        was_spent = self.store.pace.is_spent
         self.store.advance()
         self._forgetting.advance()
         if self.store.writes.is_draining and now_s >= self._drain_until_s:
@@ -165,7 +170,7 @@ class Tiers:
             # After those that are copied: of what they found some may be written again.
             self.store.write_ahead()
         self._restoring.release()
-        self.has_more = self._forgetting.has_more or self.store.has_more
+        self.has_more = was_spent or self._forgetting.has_more or self.store.has_more
         orders = self.store.orders.take()
         for order in orders:
             self.store.orders.disk_watch.ask(order, now_s)
