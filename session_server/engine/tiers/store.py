@@ -347,9 +347,8 @@ class TierStore:
     def violations(self) -> list[str]:
         """Recount the segments, and return where they are not as the tree and the accounts say.
         O(segments)."""
-        segments = self.tree.segments()
-        found = [text for segment in segments for text in self._shape(segment)]
-        segments = (*segments, *self.tree.lost())
+        found = [text for segment in self.tree.segments() for text in self._shape(segment)]
+        segments = (*self.tree.segments(), *self.tree.lost())
         for name, account in (("host memory", self.host), ("disk", self.disk)):
             held = sum(each.content.num_bytes for each in segments if each in account)
             held += self._unread.num_bytes if account is self.disk else 0
@@ -443,14 +442,8 @@ class TierStore:
         def take(result: TierResult) -> None:
             self._end_writing(segment, is_whole=result.refusal is None)
 
-        found, num_bytes, used_ns = (
-            self.file_of(segment),
-            segment.content.num_bytes,
-            segment.used_ns,
-        )
-        self.orders.add(
-            lambda number: WriteFile(number, segment.number, found, num_bytes, used_ns), take
-        )
+        file, size, used_ns = self.file_of(segment), segment.content.num_bytes, segment.used_ns
+        self.orders.add(lambda number: WriteFile(number, segment.number, file, size, used_ns), take)
 
     def _end_writing(self, segment: Segment, *, is_whole: bool) -> None:
         self.writes.under_way = None
