@@ -136,6 +136,11 @@ def test_a_session_to_resume_needs_the_server_that_has_it(
             "tiers --sessions 20",
             "--resident 20 --sessions 20: at least 1, and fewer than all",
         ),
+        (
+            "tiers --compared 20",
+            "--compared 20: more than --resident 20, which are not computed again, and at most"
+            " --sessions 200",
+        ),
         ("tiers --host-mib 0", "--host-mib 0: 1 or more, KV goes to disk by way of it"),
         ("tiers --model 100m 0.6b", "--model 100m 0.6b: `bench tiers` measures one"),
         (

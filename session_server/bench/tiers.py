@@ -30,7 +30,7 @@ from session_server.core.session_events import TokenInput
 from session_server.local_server import LocalServer
 
 WAYS: Final = ("host", "disk", "none")
-NAMES: Final = ("sessions", "resident", "kept", "host_mib")
+NAMES: Final = ("sessions", "resident", "kept", "host_mib", "compared")
 """Of the flags that are this benchmark's alone, in the parsed arguments."""
 
 _MIB: Final = 1 << 20
@@ -42,6 +42,8 @@ _SHAPE: Final = RandomModel(
     intermediate_size=768,
 )
 _NUM_NEW: Final = 16
+_SECOND_TURNS: Final = 1_000_000
+"""What their prompts are numbered from."""
 _PLENTY_MIB: Final = 1 << 16
 
 
@@ -51,6 +53,7 @@ class TiersWorkload:
 
     `history`: of the session that is timed after a restart. `model`: a directory; None for a small
     random model. `ways`: of `WAYS`, "none" among them. `host_mib`: host memory before the disk.
+    `num_compared`: sessions that are computed again; None for all.
     """
 
     num_sessions: int = 200
@@ -61,11 +64,16 @@ class TiersWorkload:
     model: Path | None = None
     ways: tuple[str, ...] = WAYS
     host_mib: int = 256
+    num_compared: int | None = None
 
     @property
     def total_steps(self) -> int:
         """Return the number of turns, and of servers started again."""
-        return 2 * self.num_sessions * len(self.ways) + 1 + 2 * self.num_restarts
+        return 2 * sum(map(self.num_held, self.ways)) + 1 + 2 * self.num_restarts
+
+    def num_held(self, way: str) -> int:
+        """Return how many sessions are held on the server that keeps KV in this way."""
+        return self.num_compared or self.num_sessions if way == "none" else self.num_sessions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,6 +96,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--host-mib", type=int, metavar="N", help="host memory before the disk (default: 256)"
     )
+    group.add_argument(
+        "--compared",
+        type=int,
+        metavar="N",
+        help="how many are computed again, and must say the same (default: all)",
+    )
 
 
 def workload(args: argparse.Namespace) -> TiersWorkload:
@@ -102,6 +116,11 @@ def workload(args: argparse.Namespace) -> TiersWorkload:
     if not 1 <= num_resident < num_sessions:
         raise ValueError(
             f"--resident {num_resident} --sessions {num_sessions}: at least 1, and fewer than all"
+        )
+    if args.compared is not None and not num_resident < args.compared <= num_sessions:
+        raise ValueError(
+            f"--compared {args.compared}: more than --resident {num_resident}, which are not "
+            f"computed again, and at most --sessions {num_sessions}"
         )
     host_mib = default.host_mib if args.host_mib is None else args.host_mib
     if host_mib < 1:
@@ -119,6 +138,7 @@ def workload(args: argparse.Namespace) -> TiersWorkload:
         model=found[0].checkpoint if found else None,
         ways=(*(args.kept or WAYS[:-1]), "none"),
         host_mib=host_mib,
+        num_compared=args.compared,
     )
 
 
@@ -134,7 +154,8 @@ def measure(load: TiersWorkload, *, on_step: Callable[[], None]) -> dict[str, An
                 server = stack.enter_context(
                     LocalServer([*flags, *_pool(load), *_tiers_of(way, store, load)])
                 )
-                figures[way], said[way] = asyncio.run(_crowd(server.url, load, on_step))
+                num_held = load.num_held(way)
+                figures[way], said[way] = asyncio.run(_crowd(server.url, load, num_held, on_step))
         with tempfile.TemporaryDirectory(dir=directory) as store:
             restarts = _restarts([*flags, *_tiers_of("disk", store, load)], load, on_step)
     slow = figures["none"]
@@ -143,12 +164,13 @@ def measure(load: TiersWorkload, *, on_step: Callable[[], None]) -> dict[str, An
         each["p95_ratio"] = slow["p95_ms"] / each["p95_ms"]
         each["num_wrong"] = 0
     for way in load.ways:
-        pairs = zip(said[way], said["none"], strict=True)
+        pairs = zip(said[way], said["none"], strict=False)
         figures[way]["num_wrong"] = sum(mine != its for mine, its in pairs)
     return {
         "num_sessions": load.num_sessions,
         "num_tokens": load.num_tokens,
         "num_resident": load.num_resident,
+        "num_compared": load.num_held("none"),
         "history": load.history,
         "ways": figures,
         "restart": restarts,
@@ -157,7 +179,8 @@ def measure(load: TiersWorkload, *, on_step: Callable[[], None]) -> dict[str, An
 
 SHEETS: Final = (
     Sheet(
-        "{num_sessions} sessions of {num_tokens} tokens, pools for {num_resident}: next turn, ms",
+        "{num_sessions} sessions of {num_tokens} tokens, pools for {num_resident}, {num_compared} "
+        "compared: next turn, ms",
         lambda report: report["ways"],
         ("KV kept",),
         {
@@ -192,25 +215,25 @@ def _tiers_of(way: str, store: str, load: TiersWorkload) -> list[str]:
 
 
 async def _crowd(
-    url: str, load: TiersWorkload, on_step: Callable[[], None]
+    url: str, load: TiersWorkload, num_held: int, on_step: Callable[[], None]
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the times of second turns, and what was said in them, by session."""
     session_ids = []
-    for index in range(load.num_sessions):
+    for index in range(num_held):
         client = await connect(url)
         session_ids.append(client.session_id)
         await _ask(client, index, load.num_tokens)
         await client.leave()
         on_step()
-    order = list(range(load.num_sessions))
+    order = list(range(num_held))
     random.Random(0).shuffle(order)
-    said = [""] * load.num_sessions
+    said = [""] * num_held
     times, num_cached, num_prompt = [], 0, 0
     clock = asyncio.get_running_loop().time
     for index in order:
         client = await connect(url, session_id=session_ids[index])
         begin = clock()
-        result = await _ask(client, load.num_sessions + index, _NUM_NEW)
+        result = await _ask(client, _SECOND_TURNS + index, _NUM_NEW)
         times.append((clock() - begin) * 1e3)
         said[index] = result.text
         num_cached += result.usage.cached_tokens

@@ -68,7 +68,13 @@ def test_drafting_servers_give_the_answers_of_one_that_does_not() -> None:
 def test_sessions_that_pools_have_no_room_for_say_the_same_with_their_kv_kept_and_without() -> None:
     steps = []
     load = tiers.TiersWorkload(
-        num_sessions=6, num_tokens=128, num_resident=2, history=256, num_restarts=1, host_mib=1
+        num_sessions=6,
+        num_tokens=128,
+        num_resident=2,
+        history=256,
+        num_restarts=1,
+        host_mib=1,
+        num_compared=4,
     )
     figures = tiers.measure(load, on_step=lambda: steps.append(1))
     assert len(steps) == load.total_steps

@@ -95,7 +95,9 @@ class FairnessWatch:
             self._count_rotation(started)
             self._check_passers(batch, started)
         else:
-            self._check_first(batch, outcome.events)  # nobody before it has taken what it was to have
+            self._check_first(
+                batch, outcome.events
+            )  # nobody before it has taken what it was to have
 
     def _check_drafts(self, batch: Batch) -> None:
         """Chunks of drafts have what turns leave. A forward with turns has a share of them, and
