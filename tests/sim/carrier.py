@@ -89,6 +89,8 @@ class EchoCarrier:
         self.refused: set[int] = set()
         self._waiting: list[tuple[TierOrder, Mapping[int, Payload | None]]] = []
         self._done: list[TierResult] = []
+        self._writing: WriteFile | None = None
+        self._unwanted: set[bytes] = set()  # files whose segments were dropped meanwhile
         self.disk = disk or EchoDisk()
         self.at_once = True
         self.num_carried = self.num_news = 0
@@ -127,6 +129,8 @@ class EchoCarrier:
                 case WriteFile():
                     numbers = [order.segment]
                     self.disk.num_in_vain += self._is_in_vain(order)
+                    self._writing = order
+                    self._unwanted.discard(order.found.file.file_id)
                 case _:
                     numbers = []
             self.disk.removed.clear()
@@ -168,6 +172,8 @@ class EchoCarrier:
     def take(self) -> list[TierResult]:
         """Return the results since the last call."""
         done, self._done = self._done, []
+        if self._writing is not None and self._writing.number in {each.number for each in done}:
+            self._writing = None
         self.num_news += len(done)
         return done
 
@@ -270,7 +276,7 @@ class EchoCarrier:
 
     def _is_in_vain(self, order: WriteFile) -> bool:
         """Whether a file takes the room of one that was used later: without that there was none.
-        A file may also be removed because nobody goes on from it."""
+        A file may also be removed because nobody goes on from it, or has while it was written."""
         removed = self.disk.removed
         if all(each.used_ns <= order.used_ns for each in removed):
             return False
@@ -280,13 +286,17 @@ class EchoCarrier:
     def _forget(self, order: Forget) -> None:
         for number in order.segments:
             self.host.pop(number, None)
+            if self._writing is not None and self._writing.segment == number:
+                self._unwanted.add(self._writing.found.file.file_id)
         if order.all_segments:
             self.host.clear()
         if order.all_files:
             self.disk.files.clear()
         for file_id in order.files:
             gone = self.disk.files.pop(file_id, None)
-            if gone is not None and gone.is_last and gone.writer is self:
+            if gone is None or file_id in self._unwanted:
+                continue
+            if gone.is_last and gone.writer is self:
                 self.disk.removed.append(gone)
 
 
