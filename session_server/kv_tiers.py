@@ -12,6 +12,7 @@ import msgspec
 
 from cache.spec import CacheSpec, LayerKind
 from session_server.config import Settings
+from session_server.core.kv_place import KV_DIRECTORY
 from session_server.core.tier_orders import TierCarrier
 from session_server.engine.config import TierPolicy
 from session_server.engine_host.tier_threads import NoTiers
@@ -24,7 +25,6 @@ from session_server.runner.loader import LoadedRunner
 from session_server.runner.native import WeightFormat
 from session_server.runner.segment_files import SegmentFiles
 from session_server.runner.segment_format import Layout, PoolLayout
-from session_server.sessions.store.open_files import KV_DIRECTORY
 
 _FREE_DIVISOR: Final = 8
 """Part of the free host memory that copies of KV take at most."""

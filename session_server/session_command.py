@@ -36,13 +36,13 @@ from pathlib import Path
 from typing import Final
 
 from session_server.core.errors import InvalidRequest
+from session_server.core.kv_place import KV_DIRECTORY
 from session_server.core.owner import ANONYMOUS, owner_id_of, shown_owner
 from session_server.sessions.store.database import Database
 from session_server.sessions.store.directories import new_file
 from session_server.sessions.store.disk_health import explain
 from session_server.sessions.store.imported import entry_of, settings_of
 from session_server.sessions.store.lock import StoreUnusable
-from session_server.sessions.store.open_files import KV_DIRECTORY
 from session_server.sessions.store.pieces import encode_pieces
 from session_server.sessions.store.records import (
     Damaged,

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from session_server import cli
+from session_server.core.kv_place import KV_DIRECTORY, KV_REFUSED
 from session_server.sessions.store import examination
 from session_server.sessions.store.database import Database
-from session_server.sessions.store.open_files import KV_DIRECTORY, KV_REFUSED
 from tests.sessions.test_store import LOSSES, contents, spoil
 from tests.sessions.test_stored_dialects import desk, restore_version_1
 from tests.sessions.test_stored_sessions import Disk

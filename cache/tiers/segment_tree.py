@@ -6,7 +6,7 @@ split: a segment may follow another one at any page of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -96,12 +96,18 @@ class SegmentTree:
         return segment
 
     def has(self, path: Path) -> bool:
-        """Return whether the segments of a path are still there."""
-        return not path.parts or self.get(path.parts[-1].segment.number) is not None
+        """Return whether the segments of a path are still there. One that follows a removed one
+        may not have been removed yet."""
+        return all(self.get(part.segment.number) is not None for part in path.parts)
 
     def segments(self) -> Sequence[Segment]:
-        """Return all segments; O(segments), for audits."""
-        return tuple(self._segments.values())
+        """Return all segments that can be found; O(segments), for audits."""
+        return tuple(each for root in self._tops() for each in (root, *root.below()))
+
+    def lost(self) -> Sequence[Segment]:
+        """Return those that followed a removed one and were not removed yet. O(segments)."""
+        found = {each.number for each in self.segments()}
+        return tuple(each for number, each in self._segments.items() if number not in found)
 
     def find(self, namespace: Namespace, tokens: Tokens) -> Path:
         """Return what the segments hold of the whole pages of `tokens`. O(tokens)."""
@@ -172,21 +178,20 @@ class SegmentTree:
         num_pages = {pool: end - first for pool, (first, end) in spans.items()}
         return SEGMENT_BYTES + tokens.nbytes + self.page_bytes_of(num_pages)
 
-    def remove(self, segment: Segment) -> list[Segment]:
-        """Remove a segment and all that follow it, which can be reached no longer; return them.
+    def remove(self, segment: Segment) -> dict[Chain, Segment]:
+        """Remove a segment, and return those that follow it. They can be found no longer, and the
+        caller removes them one at a time, taking them from what was returned or by name.
 
         Whoever knows one of them finds what is left of its path before it, and no more: the tokens
         of all that was ever removed would fill the memory."""
-        removed = [segment, *segment.below()]
         siblings = self._siblings(segment)
-        del siblings[segment.content.name]
+        siblings.pop(segment.content.name, None)
         if not siblings and segment.parent is None:
             del self._roots[segment.content.namespace]
-        for each in removed:
-            del self._segments[each.number]
-            each.parent, each.children = segment.parent, {}
-            each.content = each.content.without_tokens()
-        return removed
+        del self._segments[segment.number]
+        segment.parent = self.living(segment.parent)
+        segment.content = segment.content.without_tokens()
+        return segment.children
 
     def clear(self) -> dict[int, Segment]:
         """Remove all segments at once; return them, for the caller to take apart with `unlink` a
@@ -216,6 +221,9 @@ class SegmentTree:
             first, end = part.segment.content.spans.get(component.pool, (0, 0))
             entries[first : min(end, part.end // self.page_size)] = 1
         return entries
+
+    def _tops(self) -> Iterator[Segment]:
+        return (each for roots in self._roots.values() for each in roots.values())
 
     def _siblings(self, segment: Segment) -> dict[Chain, Segment]:
         if segment.parent is not None:

@@ -22,8 +22,12 @@ class TierAccount:
         self._largest_first: LazyHeap[bytes] = LazyHeap(self._of_tenants.__contains__)
 
     def __contains__(self, segment: Segment) -> bool:
-        share = self._of_tenants.get(segment.content.tag)
-        return share is not None and share.segments.get(segment.content.name) is segment
+        return self.named(segment.content.tag, segment.content.name) is segment
+
+    def named(self, tag: bytes, name: Chain) -> Segment | None:
+        """Return the segment of a tenant that has a name; None if none is counted."""
+        share = self._of_tenants.get(tag)
+        return None if share is None else share.segments.get(name)
 
     @property
     def free_bytes(self) -> int:

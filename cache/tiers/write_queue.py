@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 
 from cache.lazy_heap import LazyHeap
@@ -9,17 +10,23 @@ from cache.tiers.segment import Segment
 
 
 class WriteQueue:
-    """Hold segments in host memory that are not on disk. `num_under_way`: being written now.
+    """Hold segments in host memory that are not on disk. `under_way`: the one being written.
     `is_draining`: the engine ends, and what was used last is written first. `is_over`: its time to
     do so has passed, and nothing more is written."""
 
     def __init__(self) -> None:
         self.is_draining = self.is_over = False
-        self.num_under_way = 0
+        self.under_way: Segment | None = None
         self._waiting: dict[int, Segment] = {}
         self._latest_first: LazyHeap[int] = LazyHeap()
-        self._failed: dict[int, Segment] = {}
-        """Segments that could not be written, and may be once the disk takes another one."""
+        self._failed: OrderedDict[int, Segment] = OrderedDict()
+        """Segments that could not be written, and may be once the disk takes another one; in order,
+        so that of a path the beginning comes first."""
+
+        self._takes_writes = False
+
+    def __len__(self) -> int:
+        return len(self._waiting)
 
     def __contains__(self, segment: Segment) -> bool:
         return segment.number in self._waiting
@@ -37,7 +44,7 @@ class WriteQueue:
 
     def clear(self) -> None:
         """Remove all segments. One that is being written still is."""
-        self._waiting, self._failed, self._latest_first = {}, {}, LazyHeap()
+        self._waiting, self._failed, self._latest_first = {}, OrderedDict(), LazyHeap()
 
     def touch(self, segments: Iterable[Segment]) -> None:
         """Take note of when segments were used. What the disk did not take before, because it was
@@ -71,12 +78,20 @@ class WriteQueue:
 
     def fail(self, segment: Segment) -> None:
         """Note that a segment could not be written."""
-        segment.is_refused = True
+        segment.is_refused, self._takes_writes = True, False
         self._failed[segment.number] = segment
 
+    def note_written(self) -> None:
+        """Note that the disk takes something."""
+        self._takes_writes = True
+
+    @property
+    def may_try_again(self) -> bool:
+        """Return whether something could not be written that may be now."""
+        return self._takes_writes and bool(self._failed)
+
     def try_again(self) -> None:
-        """Have what could not be written written now that the disk takes something."""
-        failed, self._failed = self._failed, {}
-        for segment in failed.values():
-            segment.is_refused = False
-            self.add(segment)
+        """Have one of those written."""
+        _, segment = self._failed.popitem(last=False)
+        segment.is_refused = False
+        self.add(segment)

@@ -8,6 +8,7 @@
   memory-check  what the memory checker adds to a step, beside idle sessions
   structured    what holding answers to a JSON schema adds to a step
   tiers         more sessions than memory holds, and turns after a restart
+  store         turns that are on disk when they are told, and starts
 
 Shared machines are noisy: quote ratios of one run, and run twice before
 believing one.
@@ -17,6 +18,7 @@ examples:
   session-server bench sessions --turns 100 --plot growth.png
   session-server bench peers --short
   session-server bench peers --llama-server ./llama-server --plot peers.png
+  session-server bench tiers --model 100m --sessions 500 --kept disk
 """
 
 from __future__ import annotations
@@ -35,7 +37,16 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from session_server.bench import drafts, growth, kept, memory_check, speculation, structured, tiers
+from session_server.bench import (
+    drafts,
+    growth,
+    kept,
+    memory_check,
+    speculation,
+    store,
+    structured,
+    tiers,
+)
 from session_server.bench.peers import benchmark as peers
 from session_server.bench.peers import flags as peers_flags
 from session_server.bench.peers import page
@@ -46,27 +57,14 @@ from session_server.progress import StepProgress
 PEER_FAILURES: Final = (PeerFailed, ServerFailed)
 """Errors whose message says what to do."""
 
-BENCHMARKS: Final[Mapping[str, tuple[ModuleType, Callable[..., Any]]]] = MappingProxyType(
-    {
-        "sessions": (growth, growth.GrowthWorkload),
-        "drafts": (drafts, drafts.DraftsWorkload),
-        "kept": (kept, kept.KeptWorkload),
-        "memory-check": (memory_check, memory_check.MemoryCheckWorkload),
-        "peers": (peers, peers.PeersWorkload),
-        "speculation": (speculation, speculation.SpeculationWorkload),
-        "structured": (structured, structured.StructuredWorkload),
-        "tiers": (tiers, tiers.TiersWorkload),
-    }
-)
-"""Each workload has `total_steps`; each module has `measure(workload, on_step=...)`, which returns
-figures, and `SHEETS`, which show them."""
-
 _TURNS: Final = range(22, 10_001)
 _OWNERS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {
         "turns": frozenset({"sessions"}),
         "plot": frozenset({"sessions", "peers"}),
         **dict.fromkeys(peers_flags.NAMES, frozenset({"peers"})),
+        **dict.fromkeys(tiers.NAMES, frozenset({"tiers"})),
+        **dict.fromkeys(("model", "work_dir"), frozenset({"peers", "tiers"})),
     }
 )
 """The benchmarks that a flag belongs to, by its name in the parsed arguments."""
@@ -85,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="turns of the session, 22 to 10000 (default: 300)",
     )
     peers_flags.add_arguments(parser)
+    tiers.add_arguments(parser)
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON object instead")
     output.add_argument(
@@ -99,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     benchmark, workload = BENCHMARKS[args.benchmark]
     try:
         _check_flags(args)
-        load = peers_flags.workload(args) if benchmark is peers else _workload(args, workload)
+        load = workload(args)
     except ValueError as error:
         print(f"session-server bench: {error}", file=sys.stderr)
         return 2
@@ -122,18 +121,24 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    """Raise ValueError for a flag that belongs to another benchmark, or has a wrong value."""
+    """Raise ValueError for a flag that belongs to another benchmark."""
     for name, owners in _OWNERS.items():
         is_given = getattr(args, name) is not None and getattr(args, name) is not False
         if is_given and args.benchmark not in owners:
             flag, benches = name.replace("_", "-"), "` and `bench ".join(sorted(owners))
             raise ValueError(f"--{flag} is a flag of `bench {benches}`")
-    if args.turns is not None and args.turns not in _TURNS:
+
+
+def _of_sessions(args: argparse.Namespace) -> growth.GrowthWorkload:
+    if args.turns is None:
+        return growth.GrowthWorkload()
+    if args.turns not in _TURNS:
         raise ValueError(f"--turns {args.turns}: 22 to 10000")
+    return growth.GrowthWorkload(num_turns=args.turns)
 
 
-def _workload(args: argparse.Namespace, workload: Callable[..., Any]) -> Any:
-    return workload() if args.turns is None else workload(num_turns=args.turns)
+def _without_flags(workload: Callable[[], Any]) -> Callable[[argparse.Namespace], Any]:
+    return lambda _: workload()
 
 
 def _write_files(report: dict[str, Any], args: argparse.Namespace, console: Console) -> None:
@@ -155,3 +160,22 @@ def _machine() -> dict[str, Any]:
         "processor": platform.machine(),
         "python": platform.python_version(),
     }
+
+
+BENCHMARKS: Final[Mapping[str, tuple[ModuleType, Callable[[argparse.Namespace], Any]]]] = (
+    MappingProxyType(
+        {
+            "sessions": (growth, _of_sessions),
+            "drafts": (drafts, _without_flags(drafts.DraftsWorkload)),
+            "kept": (kept, _without_flags(kept.KeptWorkload)),
+            "memory-check": (memory_check, _without_flags(memory_check.MemoryCheckWorkload)),
+            "peers": (peers, peers_flags.workload),
+            "speculation": (speculation, _without_flags(speculation.SpeculationWorkload)),
+            "structured": (structured, _without_flags(structured.StructuredWorkload)),
+            "store": (store, _without_flags(store.StoreWorkload)),
+            "tiers": (tiers, tiers.workload),
+        }
+    )
+)
+"""What makes a workload of the flags, which has `total_steps`; its module has
+`measure(workload, on_step=...)`, which returns figures, and `SHEETS`, which show them."""

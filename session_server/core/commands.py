@@ -136,12 +136,14 @@ class ForgetKV(Command, frozen=True, tag=True, kw_only=True):
     tokens, but what others have: it was deleted, or cut. Ignored where nothing is kept.
 
     `tokens`: its history, int32 [n], little-endian. `tenant_salt`, `tenant`: see `OpenSession`.
+    With a `number` it is answered by `KVForgotten`.
     """
 
     tenant_salt: str
     tenant: str
     tokens: bytes
     num_kept: int = 0
+    number: int | None = None
 
 
 class FlushCache(Command, frozen=True, tag=True, kw_only=True):

@@ -121,6 +121,13 @@ class SessionGone(Event, frozen=True, tag=True, kw_only=True):
     session_id: SessionId
 
 
+class KVForgotten(Event, frozen=True, tag=True, kw_only=True):
+    """Answer `ForgetKV`: whether nothing of it is left on disk, also if the power fails now."""
+
+    number: int
+    is_gone: bool
+
+
 class TurnStarted(Event, frozen=True, tag=True, kw_only=True):
     """Report that a turn was admitted, also after a retraction.
 
@@ -421,6 +428,7 @@ EngineEvent = (
     | SessionRefused
     | SessionCooled
     | SessionGone
+    | KVForgotten
     | TurnStarted
     | InputDrafted
     | PrefillProgressed

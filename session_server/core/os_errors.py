@@ -11,8 +11,8 @@ NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 def in_words(error: Exception) -> str:
     """Return what went wrong without the number and the quotes of the interpreter: "talk.json: file
-    exists". Other exceptions speak for themselves."""
+    exists". Other exceptions speak for themselves, or have their name."""
     if not isinstance(error, OSError) or error.strerror is None:
-        return str(error)
+        return str(error) or type(error).__name__
     told = error.strerror[:1].lower() + error.strerror[1:]
     return told if error.filename is None else f"{error.filename}: {told}"

@@ -115,7 +115,14 @@ class Forget(msgspec.Struct, frozen=True, gc=False):
     all_files: bool = False
 
 
-TierOrder = CopyOut | CopyIn | WriteFile | FindFiles | ListFiles | MeasureRoom | Forget
+class EraseFiles(msgspec.Struct, frozen=True, gc=False):
+    """Answer once every file that was forgotten before is gone for good, and with them those that
+    were put aside because they did not verify. Fails where something is still there."""
+
+    number: int
+
+
+TierOrder = CopyOut | CopyIn | WriteFile | FindFiles | ListFiles | MeasureRoom | Forget | EraseFiles
 
 
 def reads_disk(parts: Iterable[ReadPart]) -> bool:
@@ -130,7 +137,7 @@ def uses_disk(order: TierOrder) -> bool:
             return False
         case CopyIn():
             return reads_disk(order.parts)
-        case WriteFile() | FindFiles() | ListFiles() | MeasureRoom():
+        case WriteFile() | FindFiles() | ListFiles() | MeasureRoom() | EraseFiles():
             return True
         case Forget():
             return bool(order.files or order.all_files)
@@ -140,7 +147,7 @@ class Refusal(enum.Enum):
     """Say why a copy failed."""
 
     FAILED = "failed"
-    """The memory or the disk did not do it."""
+    """The memory or the disk did not do it now. What is on disk stays known."""
 
     NO_ROOM = "no room"
     """The disk has no room for a file, or would have too little left."""

@@ -43,6 +43,7 @@ from session_server.core.errors import (
 from session_server.core.events import (
     CacheFlushed,
     FinishReason,
+    KVForgotten,
     SessionCooled,
     SessionGone,
     SessionRefused,
@@ -100,10 +101,8 @@ class CommandHandler:
                 self._warm(session_id)
             case CoolSession(session_id=session_id):
                 self._cool(session_id)
-            case ForgetKV(tenant_salt=salt, tenant=tenant, num_kept=num_kept):
-                namespace = Namespace(salt, self._config.model_fingerprint, tenant)
-                tokens = np.frombuffer(command.tokens, "<i4").astype(np.int32)
-                self._tiers.forget(namespace, tokens, num_kept)
+            case ForgetKV():
+                self._forget(command)
             case FlushCache(request_id=request_id):
                 self._flush(request_id)
             case ReportMemory():
@@ -257,6 +256,19 @@ class CommandHandler:
     def _warm(self, session_id: SessionId) -> None:
         if session_id in self._cache and self._scheduler.turn_of(session_id) is None:
             self._tiers.warm(session_id)
+
+    def _forget(self, command: ForgetKV) -> None:
+        namespace = Namespace(command.tenant_salt, self._config.model_fingerprint, command.tenant)
+        tokens = np.frombuffer(command.tokens, "<i4").astype(np.int32)
+        number, emit = command.number, self._outbox.emit
+        self._tiers.forget(
+            namespace,
+            tokens,
+            command.num_kept,
+            None
+            if number is None
+            else lambda is_gone: emit(KVForgotten(number=number, is_gone=is_gone)),
+        )
 
     def _report(self, command: ReportMemory, now_s: float) -> None:
         if command.full:

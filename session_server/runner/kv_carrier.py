@@ -16,6 +16,7 @@ from session_server.core.os_errors import NO_ROOM
 from session_server.core.tier_orders import (
     CopyIn,
     CopyOut,
+    EraseFiles,
     FindFiles,
     Forget,
     ListFiles,
@@ -78,6 +79,8 @@ class KvCarrier:
                 return _work(order, partial(self._list, order))
             case MeasureRoom():
                 return _work(order, partial(self._measure, order))
+            case EraseFiles():
+                return _work(order, partial(self._erase, order))
             case Forget():
                 return self._forgetting(order)
 
@@ -161,6 +164,9 @@ class KvCarrier:
         if order.files:
             self._disk.remove(order.files)
 
+    def _erase(self, order: EraseFiles) -> TierResult:
+        return TierResult(order.number, 0.0, None if self._disk.erase() else Refusal.FAILED)
+
     @property
     def _disk(self) -> SegmentFiles:
         assert self._files is not None, "without a disk nothing is ordered of it"
@@ -172,7 +178,7 @@ def _thread_of(order: TierOrder) -> TierThread:
 
 
 def _work(
-    order: CopyOut | CopyIn | WriteFile | FindFiles | ListFiles | MeasureRoom,
+    order: CopyOut | CopyIn | WriteFile | FindFiles | ListFiles | MeasureRoom | EraseFiles,
     run: Callable[[], TierResult],
 ) -> TierWork:
     """Return work that says how long it took, and fails where memory or the disk does."""

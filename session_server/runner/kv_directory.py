@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Final
 
 from cache.tiers.segment import NAME_BYTES, TAG_BYTES
+from session_server.core.kv_place import KV_REFUSED
 
 SUFFIX: Final = ".safetensors"
-REFUSED: Final = "refused"
 NEW: Final = "new-"
 OWNER: Final = "layout"
 """The file that says whose files these are: the fingerprint of their layout."""
@@ -104,7 +104,7 @@ def remove_files(directory: int) -> int:
         os.fsync(directory)
     num_removed = _unlink_all(directory)
     with contextlib.suppress(FileNotFoundError):
-        refused = open_directory(REFUSED, directory)
+        refused = open_directory(KV_REFUSED, directory)
         try:
             num_removed += _unlink_all(refused)
         finally:

@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 
 from cache.tiers.segment import chain_after
 from cache.types import PoolName, Tokens
+from session_server.core.kv_place import KV_REFUSED
 from session_server.core.tier_orders import FileKey, FoundFile
 from session_server.runner.kv_directory import (
     NEW,
     OWNER,
-    REFUSED,
     SEGMENT,
     SUFFIX,
     UNFINISHED,
@@ -51,7 +51,8 @@ from session_server.runner.segment_format import (
 _SHORT_OF: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 _MAX_REFUSED: Final = 4
-"""Files that did not verify which are kept for whoever wants to know why."""
+"""Files that did not verify which are kept for whoever wants to know why, until something is
+deleted: nobody knows whose they are."""
 
 _LOG: Final = logging.getLogger("session_server.engine")
 
@@ -79,8 +80,8 @@ class SegmentFiles:
         self._directory = open_directory(directory)
         try:
             with contextlib.suppress(FileExistsError):
-                os.mkdir(REFUSED, 0o700, dir_fd=self._directory)
-            self._refused = open_directory(REFUSED, self._directory)
+                os.mkdir(KV_REFUSED, 0o700, dir_fd=self._directory)
+            self._refused = open_directory(KV_REFUSED, self._directory)
         except OSError:
             os.close(self._directory)
             raise
@@ -89,7 +90,13 @@ class SegmentFiles:
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
         """What the times of files say when the engine's clock says 0."""
 
-        self._has_stuck = self._is_short = False
+        self._stuck: set[str] = set()
+        """Files that could not be removed."""
+
+        self._is_cleared = True
+        """Whether nothing is left of what `remove_all` was to remove."""
+
+        self._has_warned = self._is_short = False
         self._memory = np.empty(0, np.uint8)
         self.num_bytes_read = 0
 
@@ -128,6 +135,7 @@ class SegmentFiles:
                 os.close(descriptor)
             os.rename(temporary, name, src_dir_fd=self._directory, dst_dir_fd=self._directory)
             os.fsync(self._directory)
+            self._stuck.discard(name)
         except BaseException:
             # One that is renamed and may be gone after a crash would be counted by nobody.
             self._unlink(temporary)
@@ -151,6 +159,9 @@ class SegmentFiles:
         """Return what the files hold of `tokens` from `key.start` on, in order of the path, as far
         as their headers and tokens can be read and verify; and whether one was put aside that did
         not.
+
+        Raises:
+            OSError: one could not be looked at now. It stays.
         """
         found, page_size = list[FoundFile](), self._layout.page_size
         end = len(tokens) - len(tokens) % page_size
@@ -215,7 +226,7 @@ class SegmentFiles:
             self._set_used(file_name(file_id), used_ns - age_ns)
 
     def remove(self, file_ids: Sequence[bytes]) -> None:
-        """Remove files, those that are there."""
+        """Remove files, those that are there; see `erase`."""
         for file_id in file_ids:
             self._unlink(file_name(file_id))
 
@@ -225,8 +236,29 @@ class SegmentFiles:
         Raises:
             OSError: the disk does not answer.
         """
-        self._is_claimed = False
+        self._is_claimed = self._is_cleared = False
         remove_files(self._directory)
+        self._is_cleared = True
+        self._stuck.clear()
+
+    def erase(self) -> bool:
+        """Have what was removed gone for good, also if the power fails now, and with it what was
+        put aside; return False where something is still there."""
+        try:
+            if not self._is_cleared:
+                self.remove_all()
+            for name in tuple(self._stuck):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=self._directory)
+                self._stuck.discard(name)
+            self._keep_refused(0)
+            for directory in (self._refused, self._directory):
+                os.fsync(directory)
+        except OSError as error:
+            self._warn(error)
+            return False
+        self._has_warned = False
+        return True
 
     def listing(self, max_files: int) -> list[tuple[bytes, int]]:
         """Return the id and size of every file, those used longest ago first. Remove what a crash
@@ -267,7 +299,7 @@ class SegmentFiles:
 
     def _entries(self) -> Iterator[os.DirEntry[str]]:
         with os.scandir(self._directory) as entries:
-            yield from (entry for entry in entries if entry.name not in (REFUSED, OWNER))
+            yield from (entry for entry in entries if entry.name not in (KV_REFUSED, OWNER))
 
     def _set_used(self, file: str | int, used_ns: int) -> None:
         """Have the time of a file, by its name or open, say when it was used: the place of files
@@ -285,9 +317,14 @@ class SegmentFiles:
         except FileNotFoundError:
             pass
         except OSError as error:
-            if not self._has_stuck:
-                _LOG.warning("files of KV cannot be removed, and take room uncounted: %s", error)
-            self._has_stuck = True
+            self._stuck.add(name)
+            self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        """Log, once until all of them are gone, that files cannot be removed."""
+        if not self._has_warned:
+            _LOG.warning("files of KV cannot be removed, and take room uncounted: %s", error)
+        self._has_warned = True
 
     def _refuse(self, file_id: bytes, why: Exception) -> None:
         """Put a file aside, in place of the one that was put aside longest ago; raise `why` where
@@ -300,16 +337,15 @@ class SegmentFiles:
             os.rename(text, text, src_dir_fd=self._directory, dst_dir_fd=self._refused)
         except OSError:
             self._unlink(text)
-        self._keep_refused(_MAX_REFUSED)
+        with contextlib.suppress(OSError):
+            self._keep_refused(_MAX_REFUSED)
 
     def _keep_refused(self, num_kept: int) -> None:
-        """Remove all files that were put aside but the last ones."""
-        with contextlib.suppress(OSError):
-            with os.scandir(self._refused) as entries:
-                ages = [(e.stat(follow_symlinks=False).st_ctime_ns, e.name) for e in entries]
-            for _, old in sorted(ages)[: max(0, len(ages) - num_kept)]:
-                with contextlib.suppress(OSError):
-                    os.unlink(old, dir_fd=self._refused)
+        """Remove all files that were put aside but the last ones. Raises OSError."""
+        with os.scandir(self._refused) as entries:
+            ages = [(e.stat(follow_symlinks=False).st_ctime_ns, e.name) for e in entries]
+        for _, old in sorted(ages)[: max(0, len(ages) - num_kept)]:
+            os.unlink(old, dir_fd=self._refused)
 
     def _memory_for(self, places: Iterable[TensorPlace]) -> Iterator[NDArray[np.uint8]]:
         """Yield memory for each of these. It is that of the last read: to touch fresh memory for

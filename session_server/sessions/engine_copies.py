@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
 from session_server.core.commands import CloseSession, ForgetKV, OpenSession
 from session_server.core.errors import EngineUnavailable
+from session_server.core.events import KVForgotten
 from session_server.core.owner import Owner
 from session_server.sessions.engine_link import EngineLink
 from session_server.sessions.prompt import Prompt
 from session_server.sessions.salts import TenantSalts
 from session_server.sessions.session import Session
+from session_server.sessions.store.records import SessionRow
 from session_server.sessions.turn_names import TurnNames
 
 
@@ -24,6 +26,10 @@ class EngineCopies:
     def __init__(self, link: EngineLink, salts: TenantSalts) -> None:
         self._link, self._salts = link, salts
         self.names = TurnNames()
+        self._erasing: dict[int, Callable[[], object]] = {}
+        """What is done once KV is gone from disk; an engine that ends answers nothing."""
+
+        self._generation = 0
 
     def tag_of(self, session: Session) -> str:
         """Return the tenant of a session, as the engine knows it."""
@@ -71,20 +77,25 @@ class EngineCopies:
         used last first.
 
         Returns:
-            Whether the engine does not know one that is deleted, and the KV that it may have left
-            is dropped (`forget`) before its log.
+            Whether the KV that one that is deleted may have left is erased (`forget`) before its
+            log.
         """
         copy, log = session.copy, session.life.log
         comes_back = log is not None and session.closing in (None, "draining")
         if comes_back and session.closing == "draining":
             return False
-        if copy.known_len(self._link.generation) is not None:
+        is_known = copy.known_len(self._link.generation) is not None
+        if is_known:
             self._link.send_or_queue(
                 CloseSession(session_id=copy.session_id, is_deleted=not comes_back)
             )
-            return False
         # One that has run no turn has computed nothing: what it has of another one is that one's.
-        if comes_back or not (len(session.ended) and self.must_drop_end(session)):
+        if comes_back or not len(session.ended):
+            return False
+        if is_known:
+            # It may end before it has dropped the files, and the next engine does not know it.
+            return log is not None and self._keeps_files
+        if not self.may_leave_kv(session.life.last_active_s):
             return False
         if log is None:
             self.drop_end(session, session.transcript.tokens(), 0)
@@ -96,7 +107,11 @@ class EngineCopies:
         ready = self._link.ready
         if ready is None or ready.kv_tiers == "none":
             return False
-        return ready.kv_tiers == "disk" or used_s >= self._link.ready_s
+        return self._keeps_files or used_s >= self._link.ready_s
+
+    @property
+    def _keeps_files(self) -> bool:
+        return self._link.ready is not None and self._link.ready.kv_tiers == "disk"
 
     def must_drop_end(self, session: Session) -> bool:
         """Return whether the engine has to be told of what is cut off a history, whose KV may be
@@ -111,15 +126,43 @@ class EngineCopies:
             self.forget(session.owner, session.session_id, tokens, num_kept=num_kept)
 
     def forget(
-        self, owner: Owner, session_id: str, tokens: Sequence[int], *, num_kept: int = 0
+        self,
+        owner: Owner,
+        session_id: str,
+        tokens: Sequence[int],
+        *,
+        num_kept: int = 0,
+        number: int | None = None,
     ) -> None:
         """Have the engine drop the KV that only a session has which it does not know, behind its
-        first tokens. Raises EngineUnavailable."""
+        first tokens, and answer if there is a `number`. Raises EngineUnavailable."""
         self._link.send(
             ForgetKV(
                 tenant_salt=self._salts.salt_of(owner, session_id),
                 tenant=self._salts.tag_of(owner),
                 tokens=np.asarray(tokens, "<i4").tobytes(),
                 num_kept=num_kept,
+                number=number,
             )
         )
+
+    @property
+    def erasing(self) -> Collection[int]:
+        """Return the numbers of the sessions whose KV is being erased."""
+        if self._generation != self._link.generation:
+            self._erasing.clear()
+            self._generation = self._link.generation
+        return self._erasing.keys()
+
+    def erase(self, row: SessionRow, tokens: Sequence[int], then: Callable[[], object]) -> None:
+        """Have the engine drop the KV of a session, and call `then` once that is gone for good. Not
+        where some is left, or the engine ends before. Raises EngineUnavailable."""
+        assert row.number not in self.erasing, "it is asked once"
+        self.forget(Owner(row.owner_id), row.name, tokens, number=row.number)
+        self._erasing[row.number] = then
+
+    def on_forgotten(self, event: KVForgotten) -> None:
+        """Go on with a session whose KV is gone, or is not: then it is asked again."""
+        then = self._erasing.pop(event.number, None)
+        if then is not None and event.is_gone:
+            then()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Final
 
 from session_server.core.owner import Owner
 from session_server.core.session_events import CancelReason, CloseReason, SessionClosed
@@ -16,9 +15,6 @@ from session_server.sessions.parts import SessionParts
 from session_server.sessions.session import Session
 from session_server.sessions.turn_flow import TurnFlow
 from session_server.sessions.views import SessionView
-
-EXPIRY_SLACK_S: Final = 1.0
-"""By how much the end of a session's time on disk may differ from that in memory."""
 
 
 class SessionExits:
@@ -120,7 +116,7 @@ class SessionExits:
             return False
         is_own, num_uses = session.life.num_own_uses is None, session.life.num_uses
         is_same = is_own or place.num_uses == num_uses  # else somebody may have it spared
-        if not is_same or abs(session.expires_s - place.expires_s) > EXPIRY_SLACK_S:
+        if not is_same or not self._parts.logs.is_dated(session):
             self._parts.logs.touch(session)  # it may go once that is on disk
             return False
         return not (

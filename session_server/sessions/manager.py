@@ -24,6 +24,7 @@ from session_server.core.events import (
     EngineEvent,
     EngineReady,
     InputDrafted,
+    KVForgotten,
     MemoryReported,
     SessionCooled,
     SessionRefused,
@@ -427,6 +428,8 @@ class SessionManager:
                 session = self._sessions.find_by_engine_id(session_id)
                 if session is not None:
                     self._flow.on_refused(session, code, message)
+            case KVForgotten():
+                self._flow.copies.on_forgotten(event)
             case EngineDied(will_restart=will_restart):
                 self._link.on_event(event)
                 self._flow.on_engine_lost(will_restart=will_restart)

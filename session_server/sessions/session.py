@@ -96,8 +96,8 @@ class LogPlace:
     One write is under way at a time (`is_writing`); what comes meanwhile waits for the next one:
     `has_changed` if it needs an entry, `is_touched` if not, with the `ends` of turns and those that
     are `told`. `is_behind`: a write has failed, so the next one has all of the session.
-    `expires_s`, `num_uses`: when the session expires as the last write has it, in monotonic
-    seconds, and how often it was used. `is_synced`: a write that is told of is on disk.
+    `expires_s`, `num_uses`: when the session expires as the last write has it, by the clock of the
+    store, and how often it was used. `is_synced`: a write that is told of is on disk.
     """
 
     size: LogSize = field(default_factory=LogSize)

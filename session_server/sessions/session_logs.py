@@ -32,8 +32,11 @@ MAX_ENTRIES: Final = 1024
 """Entries of a session, all of which are read when it is, besides those that a large one is cut
 into. The next one has all of it again."""
 
-MAX_RETRIED_BYTES: Final = 16 << 20
+MAX_REWRITTEN_BYTES: Final = 16 << 20
 """Of sessions that are written again at a time; the last one may exceed it."""
+
+EXPIRY_SLACK_S: Final = 1.0
+"""By how much the end of a session's time on disk may differ from that in memory."""
 
 BUSY_S: Final = 3600.0
 """Seconds for which a session is not looked at whose turns run, if its time on disk is over."""
@@ -156,6 +159,8 @@ class SessionLogs:
             if place.is_behind:
                 place.has_changed = True
                 self._write(session, place)  # a last time: there may be room again
+            elif not self.is_dated(session):
+                self.touch(session)
             return
         session.life.log = None
         self._behind.pop(session, None)
@@ -170,6 +175,14 @@ class SessionLogs:
             deletions.retire(number, owner_id, num_bytes, told, is_urgent=is_urgent)
         else:
             deletions.delete(number, told, is_urgent=is_urgent)
+
+    def is_dated(self, session: Session) -> bool:
+        """Return whether the store has when a session expires, as the clock is now."""
+        place = session.life.log
+        if place is None or self.store is None:
+            return True
+        expires_s = self.store.clock.end_s(session.expires_s - self._clock())
+        return abs(expires_s - place.expires_s) <= EXPIRY_SLACK_S
 
     def is_gone(self, number: int | None) -> bool:
         """Return whether nothing is on disk of a session that was deleted, by its number."""
@@ -196,7 +209,7 @@ class SessionLogs:
             self._behind[session] = self._behind.pop(session)  # the next time others come first
             self._write(session, place)
             num_bytes += session.num_bytes
-            if num_bytes > MAX_RETRIED_BYTES:
+            if num_bytes > MAX_REWRITTEN_BYTES:
                 break
 
     def _write(self, session: Session, place: LogPlace, beside: Beside | None = None) -> None:
@@ -269,17 +282,16 @@ class SessionLogs:
     ) -> SessionRow:
         """Return what a list says of a session."""
         rests = not session.queue and (session.live is None or session.is_concluding)
-        now_s = self._clock()
-        left_s = session.expires_s - now_s
+        left_s = session.expires_s - self._clock()
         # While turns run or wait it does not expire; each of them writes it anew.
         left_s = left_s if rests else max(left_s, 0.0) + BUSY_S
-        place.expires_s, place.num_uses = now_s + left_s, session.life.num_uses
+        place.expires_s, place.num_uses = store.clock.end_s(left_s), session.life.num_uses
         return SessionRow(
             number=session.life.order,
             owner_id=session.owner.owner_id,
             session_id=session.session_id,
             model=store.model,
-            expires_s=store.wall_clock() + left_s,
+            expires_s=place.expires_s,
             settings=encode_settings(_stored(session)),
             num_tokens=len(session.transcript),
             num_turns=num_turns,

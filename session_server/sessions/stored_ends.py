@@ -2,8 +2,9 @@
 
 The engine does not know them, and finds their KV outside of the pools by their tokens. Reading
 those takes time, so nobody waits for it: a session that is deleted is retired first, which is on
-disk at once and hides it, and goes for good like those whose time is over, once the engine was
-told. That is kept up by the store, through the end of a process and while there is no engine.
+disk at once and hides it, and goes for good like those whose time is over, once the engine has
+answered that nothing is left of its KV. That is kept up by the store, through the end of a process
+and while there is no engine. One that the engine knows is retired too where KV is kept on disk.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 import sqlite3
 from array import array
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from typing import Final
 
 from session_server.core.errors import EngineUnavailable
@@ -32,7 +34,8 @@ it. Its thread takes some 20 ms for them."""
 
 AT_ONCE: Final = SLICE // 2
 """Of those that are retired, and of those whose time is over, that are read at a time. They are
-gone before others are asked for: whoever waits for the disk waits for no more of them."""
+gone before others are asked for: whoever waits for the disk waits for no more of them. About as
+many are told to the engine before it answers."""
 
 _LEAST_S: Final = 1.0
 """When those expire that are not retired, at the earliest: see `Database.put`."""
@@ -79,11 +82,16 @@ class StoredEnds:
         rest with the next tick, which has another `now_s`. A disk that fails is asked nothing."""
         if now_s != self._now_s:
             self._now_s, self._num_told = now_s, 0
-            times = -math.inf, _LEAST_S, self._store.wall_clock()
+            try:
+                self._store.watch_clock()
+            except sqlite3.Error as error:
+                self._store.health.note_unread(error)
+            times = -math.inf, _LEAST_S, self._store.clock.now_s()
             for kind, work in enumerate(self._passes):
                 if work is None:
                     self._passes[kind] = self._pass(times[kind], times[kind + 1])
-        if self._num_asked or self._store.failure is not None:
+        is_busy = self._num_asked or len(self._copies.erasing) >= AT_ONCE
+        if is_busy or self._store.failure is not None:
             return False
         # Each has its part: many that are retired do not keep others from expiring.
         has_more = [self._step(kind) for kind in range(len(self._passes))]
@@ -110,13 +118,13 @@ class StoredEnds:
             num_found = len(rows)
             for row in rows:
                 place = row.expires_s, row.number
-                if row.number in self._store.deletions.hidden or self._is_in_memory(row):
+                is_ending = row.number in self._store.deletions.hidden
+                if is_ending or row.number in self._copies.erasing or self._is_in_memory(row):
                     continue
-                if self._may_leave_kv(row):
-                    is_told = yield from self._drop_kv(row)
-                    if not is_told:
-                        return
-                self._end(row)
+                if not self._may_leave_kv(row):
+                    self._end(row)
+                elif not (yield from self._drop_kv(row)):
+                    return
             yield
 
     def _end(self, row: SessionRow) -> None:
@@ -156,12 +164,13 @@ class StoredEnds:
             ttl_s = decode_settings(row.settings).ttl_s
         except Damaged:
             ttl_s = 0.0
-        idle_s = self._store.wall_clock() - (row.expires_s - ttl_s)
+        idle_s = self._store.clock.now_s() - (row.expires_s - ttl_s)
         return self._copies.may_leave_kv(self._clock() - idle_s)
 
     def _drop_kv(self, row: SessionRow) -> Generator[None, None, bool]:
-        """Have the engine drop the KV of a session, whose tokens are read a slice with each step;
-        return whether that is all that can be done for it. Raises sqlite3.Error."""
+        """Have the engine drop the KV of a session, whose tokens are read a slice with each step,
+        and end it once that is gone; return False where it can be told no more. Raises
+        sqlite3.Error."""
         if self._num_told >= MAX_TOLD_TOKENS:
             return False
         tokens = array("i")
@@ -171,12 +180,12 @@ class StoredEnds:
                 for entry in entries:
                     apply_tokens(tokens, entry.change)
                 yield
-            self._copies.forget(Owner(row.owner_id), row.name, tokens)
+            self._copies.erase(row, tokens, partial(self._end, row))
         except EngineUnavailable:
             return False  # the session is still there when there is an engine
         except (Damaged, ValueError) as error:
             _logger.error("session %s cannot be read, so its KV ages out: %s", row.name, error)
-            return True
+            self._end(row)
         self._num_told += len(tokens)
         return True
 

@@ -140,7 +140,7 @@ class StoredSessions:
 
     def _summary(self, row: SessionRow, place: float) -> StoredSummary:
         view = self._view(row, "cold")
-        idle_s = self.store.wall_clock() - (row.expires_s - view.ttl_s)
+        idle_s = self.store.clock.now_s() - (row.expires_s - view.ttl_s)
         return StoredSummary(row.number, row.owner_id, view, max(0.0, idle_s), place)
 
     def close(self, owner: Owner, session_id: str) -> SessionView | None:
@@ -181,7 +181,7 @@ class StoredSessions:
         InternalInconsistency."""
         stored = _settings(row)
         # A clock that was set meanwhile gives no session more than its own time.
-        left_s = min(row.expires_s - self.store.wall_clock(), stored.ttl_s + BUSY_S)
+        left_s = min(self.store.clock.left_s(row.expires_s), stored.ttl_s + BUSY_S)
         settings = _config(stored)
         settings.is_pinned &= self.maker.limits.allows_pinned
         life = SessionLife(
@@ -216,7 +216,7 @@ class StoredSessions:
         if ready is not None and not session.transcript.has_only(ready.vocab_size):
             raise UnknownModel("this session has token ids that the model does not have")
         held = LogSize(row.num_entries, num_bytes, len(row.settings))
-        session.life.log = LogPlace(held, expires_s=session.expires_s)
+        session.life.log = LogPlace(held, expires_s=row.expires_s)
         session.life.log.num_uses = row.num_uses
         session.life.log.is_synced = self.store.is_synced
 

@@ -55,6 +55,7 @@ a core."""
 PromptOutcome = Prompt | SessionServerError
 
 _T = TypeVar("_T")
+_LateT = TypeVar("_LateT", TokenizeFailed, ServerBusy)
 
 MESSAGE_CHARS: Final = 32
 """Characters that a message counts beside its content: about what a template writes around it."""
@@ -71,6 +72,7 @@ class Requested(Protocol):
 
 _FAILED: Final = "the input could not be tokenized"
 _TOO_LONG: Final = "the input takes too long to tokenize"
+_NO_ANSWER: Final = "the process that prepares inputs does not answer"
 
 _logger: Final = logging.getLogger("session_server.sessions")
 
@@ -147,7 +149,8 @@ class PromptBuilder:
                 return error
             return None
 
-        self._follow(turn, self._in_slot(self._checks, owner, check), on_checked)
+        late = ServerBusy(_NO_ANSWER)
+        self._follow(turn, self._in_slot(self._checks, owner, check, late=late), on_checked)
         return False
 
     def _follow(
@@ -265,9 +268,8 @@ class PromptBuilder:
         self, owner: Owner, job: RenderJob
     ) -> list[str] | TokenizeFailed | ServerBusy:
         assert self._renderer is not None, "only a chat template asks for renders"
-        return await self._in_slot(
-            self._renders, owner, partial(render_or_error, self._renderer, job)
-        )
+        render = partial(render_or_error, self._renderer, job)
+        return await self._in_slot(self._renders, owner, render, late=ServerBusy(_NO_ANSWER))
 
     async def _run_in_thread(self, owner: Owner, work: Callable[[], _T]) -> _T | SessionServerError:
         async def run() -> _T | SessionServerError:
@@ -276,20 +278,21 @@ class PromptBuilder:
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._threads, partial(_outcome_of, work))
 
-        return await self._in_slot(self._slots, owner, run)
+        late = TokenizeFailed(_TOO_LONG, param="input")
+        return await self._in_slot(self._slots, owner, run, late=late)
 
     async def _in_slot(
-        self, slots: FairSlots, owner: Owner, work: Callable[[], Awaitable[_T]]
-    ) -> _T | TokenizeFailed | ServerBusy:
-        """Run work in a slot, for a bounded time. A cancel takes effect while it waits for the
-        slot, or when the work has ended: until then it holds its input."""
+        self, slots: FairSlots, owner: Owner, work: Callable[[], Awaitable[_T]], *, late: _LateT
+    ) -> _T | _LateT | ServerBusy:
+        """Run work in a slot, and return `late` where it takes too long. A cancel takes effect
+        while it waits for the slot, or when the work has ended: until then it holds its input."""
 
-        async def run() -> _T | TokenizeFailed:
+        async def run() -> _T | _LateT:
             try:
                 async with asyncio.timeout(self._limits.tokenize_deadline_s):
                     return await work()
             except TimeoutError:
-                return TokenizeFailed(_TOO_LONG, param="input")
+                return late
 
         try:
             async with slots.slot(owner, max_wait_s=self._limits.tokenize_wait_s):

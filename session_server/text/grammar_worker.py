@@ -16,7 +16,7 @@ from session_server.text.tokenizer import Tokenizer
 from session_server.text.worker_process import (
     WorkerFailed,
     WorkerLimits,
-    WorkerNotStarted,
+    WorkerLost,
     WorkerProcess,
 )
 
@@ -64,7 +64,7 @@ class GrammarWorker:
 
         Raises:
             InvalidRequest: it cannot be, or takes too much.
-            ServerBusy: the process did not start.
+            ServerBusy: the process did not start, or was stopped or killed.
         """
         digest = self._digest(grammar)
         if digest in self._known:
@@ -72,7 +72,7 @@ class GrammarWorker:
             return
         try:
             await self._started().run(msgspec.msgpack.encode(grammar))
-        except WorkerNotStarted as error:
+        except WorkerLost as error:
             raise ServerBusy(str(error)) from error
         except WorkerFailed as error:
             raise InvalidRequest(str(error), param="grammar") from error

@@ -7,12 +7,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from session_server.core.errors import ServerBusy
 from session_server.core.sampling import SamplingParams
 from session_server.text.answer_format import AnswerFormat
 from session_server.text.chat_encoder import ChatEncoder
 from session_server.text.chat_template import TemplateSource
 from session_server.text.grammar_worker import GrammarWorker
-from session_server.text.model_files import ModelFiles, read_model_files
+from session_server.text.model_files import ModelFiles, ModelFilesError, read_model_files
 from session_server.text.rendering import TemplateRenderer, run_to_end
 from session_server.text.template_worker import TemplateWorker
 from session_server.text.tokenizer import Tokenizer
@@ -79,7 +80,8 @@ async def load_model_text(
     """Load everything, and run the chat template in a process of its own; close the result.
 
     Raises:
-        ModelFilesError: a file is missing or malformed, or the template does not compile.
+        ModelFilesError: a file is missing or malformed, or the template does not compile,
+            or its process was stopped or has ended.
     """
     files = read_model_files(model_dir)
     tokens = _tokens_of(files)
@@ -88,7 +90,10 @@ async def load_model_text(
     if files.chat_template is not None:
         source = TemplateSource(files.chat_template, dict(files.named_tokens))
         chat = ChatEncoder(tokens.tokenizer, await start_renderer(source))
-        chat_error = await run_to_end(chat.check_append(), chat.renderer)
+        try:
+            chat_error = await run_to_end(chat.check_append(), chat.renderer)
+        except ServerBusy as error:
+            raise ModelFilesError(str(error)) from error
         answer_format = AnswerFormat.of(files.chat_template, specials)
     return ModelText(
         tokenizer=tokens.tokenizer,

@@ -30,7 +30,8 @@ class TemplateRenderer(Protocol):
         ...
 
     async def render(self, job: RenderJob) -> list[str]:
-        """Return the text of each conversation. Raises TokenizeFailed like `render_now`."""
+        """Return the text of each conversation. Raises TokenizeFailed like `render_now`, and
+        ServerBusy if nothing can be rendered now."""
         ...
 
     async def close(self) -> None:
@@ -67,7 +68,7 @@ def advance(
 
 
 async def run_to_end(steps: Rendering[_T], renderer: TemplateRenderer) -> _T:
-    """Run steps to their result."""
+    """Run steps to their result. Raises ServerBusy as `render` does."""
     result = advance(steps, renderer)
     while isinstance(result, RenderJob):
         result = advance(steps, renderer, await render_or_error(renderer, result))
@@ -75,7 +76,8 @@ async def run_to_end(steps: Rendering[_T], renderer: TemplateRenderer) -> _T:
 
 
 async def render_or_error(renderer: TemplateRenderer, job: RenderJob) -> list[str] | TokenizeFailed:
-    """Render a job; return the texts, or the error, for `advance`."""
+    """Render a job; return the texts, or the error, for `advance`. Raises ServerBusy as `render`
+    does: no other render would help the steps."""
     try:
         return await renderer.render(job)
     except TokenizeFailed as error:

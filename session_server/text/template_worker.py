@@ -11,13 +11,15 @@ from typing import Final
 
 import msgspec
 
-from session_server.core.errors import TokenizeFailed
+from session_server.core.errors import ServerBusy, TokenizeFailed
 from session_server.text.chat_template import RenderJob, TemplateSource
 from session_server.text.model_files import ModelFilesError
 from session_server.text.template_child import SUBJECT
 from session_server.text.worker_process import (
+    WorkerCrashed,
     WorkerFailed,
     WorkerLimits,
+    WorkerLost,
     WorkerNotStarted,
     WorkerProcess,
 )
@@ -80,6 +82,7 @@ class TemplateWorker:
 
         Raises:
             TokenizeFailed: the template refused the messages, failed, or took too much.
+            ServerBusy: the process was stopped or killed, or has ended.
         """
         try:
             frame = msgspec.msgpack.encode(job)
@@ -87,6 +90,8 @@ class TemplateWorker:
             raise TokenizeFailed("the text is not valid Unicode", param="input") from error
         try:
             return await self._process.run(frame)
+        except (WorkerLost, WorkerCrashed) as error:
+            raise ServerBusy(str(error)) from error
         except WorkerFailed as error:
             raise TokenizeFailed(str(error), param="input") from error
 

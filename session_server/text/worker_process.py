@@ -41,11 +41,19 @@ class WorkerFailed(Exception):
     """Report a job that was not done, in words for the client."""
 
 
-class WorkerNotStarted(WorkerFailed):
+class WorkerCrashed(WorkerFailed):
+    """Report a process that ended in the middle of a job, by itself."""
+
+
+class WorkerLost(WorkerFailed):
+    """Report a process that did not do a job, for which no job is to blame."""
+
+
+class WorkerNotStarted(WorkerLost):
     """Report a process that did not start, or refused what it was to prepare."""
 
 
-class _Killed(WorkerFailed):
+class _Killed(WorkerLost):
     """Report that another process killed the child: an operator, or the system for memory."""
 
 
@@ -87,7 +95,7 @@ class WorkerProcess:
             await self._spawn()
 
     async def run(self, job: bytes) -> list[str]:
-        """Return what a job gave. Raises WorkerFailed."""
+        """Return what a job gave. Raises WorkerFailed, as `_request` says."""
         async with self._lock:
             if self._child is None or self._child.process.poll() is not None:
                 await self._spawn()
@@ -123,7 +131,10 @@ class WorkerProcess:
         """Send one message and return its reply. A process that does not reply is killed.
 
         Raises:
-            WorkerFailed: it took too long, or it ended; `_Killed` if another process killed it.
+            WorkerFailed: it took too much processor time, or wrote too much.
+            WorkerCrashed: it ended.
+            WorkerLost: it was stopped, and did not answer in time; `_Killed` if another process
+                killed it.
         """
         child = self._child
         assert child is not None, "a request before the child was spawned"
@@ -138,7 +149,7 @@ class WorkerProcess:
                 payload = await child.reader.readexactly(size)
             answer = msgspec.msgpack.decode(payload, type=Answer)
         except TimeoutError:
-            raise WorkerFailed(f"{self._subject} took longer than {timeout_s:g} s") from None
+            raise WorkerLost(f"{self._subject} took longer than {timeout_s:g} s") from None
         except (asyncio.IncompleteReadError, ConnectionError):
             raise await self._exit_reason(child) from None
         finally:
@@ -156,7 +167,7 @@ class WorkerProcess:
         if status == -SIGPROF:
             limit = f"{self._limits.cpu_s:g} s of processor time"
             return WorkerFailed(f"{self._subject} took more than {limit}")
-        kind = _Killed if status == -SIGKILL else WorkerFailed
+        kind = _Killed if status == -SIGKILL else WorkerCrashed
         return kind(f"the process of {self._subject} ended (status {status})")
 
     def _kill(self) -> None:

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from session_server.bench import kept, memory_check, sockets, speculation, structured
+from session_server.bench import kept, memory_check, sockets, speculation, store, structured, tiers
 from session_server.bench.checkpoint import RandomModel, write_random_checkpoint
 from session_server.bench.growth import GrowthWorkload, measure_growth, plot_growth
 from session_server.bench.host import measure_admission, measure_idle_sessions, measure_running
 from session_server.runner.capacity import MemoryLimits
 from session_server.runner.loader import RunnerOptions, load_runner
-from tests.bench import kv_dtype, mla, not_found
+from tests.bench import kv_dtype, mla, not_found, page_copy
 
 
 def test_the_random_checkpoint_loads_through_the_real_path(tmp_path: Path) -> None:
@@ -62,6 +62,43 @@ def test_drafting_servers_give_the_answers_of_one_that_does_not() -> None:
         assert plain["speed_ratio"] == 1.0
         assert guessed["num_outputs"] == plain["num_outputs"]
         assert guessed["different_answers"] == 0
+
+
+@pytest.mark.timeout(200)
+def test_sessions_that_pools_have_no_room_for_say_the_same_with_their_kv_kept_and_without() -> None:
+    steps = []
+    load = tiers.TiersWorkload(
+        num_sessions=6,
+        num_tokens=128,
+        num_resident=2,
+        history=256,
+        num_restarts=1,
+        host_mib=1,
+        num_compared=4,
+    )
+    figures = tiers.measure(load, on_step=lambda: steps.append(1))
+    assert len(steps) == load.total_steps
+    assert set(figures["ways"]) == set(tiers.WAYS)
+    for way, each in figures["ways"].items():
+        assert each["num_wrong"] == 0
+        assert 0 < each["p50_ms"] <= each["p95_ms"]
+        assert (each["cached_share"] > 0.8) == (way != "none")
+    assert figures["restart"]["after a restart"]["ms"] > 0
+
+
+@pytest.mark.timeout(200)
+def test_turns_on_disk_are_timed_beside_others_and_starts_with_many_of_them() -> None:
+    steps = []
+    load = store.StoreWorkload(num_sessions=4, num_turns=2, num_rounds=2, stored=(0, 300))
+    figures = store.measure(load, on_step=lambda: steps.append(1))
+    assert len(steps) == load.total_steps
+    assert set(figures["kinds"]) == set(store.KINDS)
+    for kind in figures["kinds"].values():
+        assert kind["turns_per_s"] > 0 < kind["first_token_ms"]
+    commits = figures["commits"][""]
+    assert commits["number"] > load.num_turns * load.num_rounds
+    assert commits["mean_ms"] > 0 < commits["p99_ms"]
+    assert figures["starts"]["300"]["ready_s"] > 0 < figures["starts"]["0"]["ready_s"]
 
 
 @pytest.mark.timeout(200)
@@ -145,3 +182,12 @@ def test_the_time_of_what_another_key_owns_is_measured_beside_that_of_nothing() 
         assert all(each > 0 for each in of_path["median_us"].values())
     assert [not_found.order_of(*times) for times in ([[1], [2]], [[2], [1]])] == [0.0, 1.0]
     assert not_found.order_of([1, 2], [1.5]) == 0.5
+
+
+def test_copies_of_pages_are_measured_beside_plain_ones() -> None:
+    load = page_copy.CopyWorkload(num_tensors=2, page=(4, 2), num_pages=16, num_rounds=2)
+    figures = page_copy.measure(load)
+    assert figures["mib"] == 2 * 16 * 4 * 2 * 4 / (1 << 20)
+    assert set(figures["copies"]) == set(page_copy.layouts(16))
+    for ways in figures["copies"].values():
+        assert all(ways[way]["plain_ms"] > 0 < ways[way]["paged_ms"] for way in page_copy.WAYS)

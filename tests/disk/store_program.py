@@ -126,7 +126,9 @@ class User:
         self._store.start(asyncio.get_running_loop())
 
     def _make(self) -> SessionStore:
-        return SessionStore(self._directory, model=b"model", wall_clock=lambda: NOW_S)
+        return SessionStore(
+            self._directory, model=b"model", wall=lambda: NOW_S, clock=lambda: NOW_S
+        )
 
     async def _close(self) -> None:
         self._notes.add(phase="closing")

@@ -471,6 +471,32 @@ SESSIONS = (
         "the others are counted",
     ),
     _constant(
+        "sessions.store.clock:JUMP_S",
+        "difference of the wall clock from the time that has passed, as the store knows it, that "
+        "is believed at once",
+        "s",
+        "logged; sessions on disk age by the time that a server runs",
+    ),
+    _constant(
+        "sessions.store.clock:GRACE_S",
+        "time for which a wall clock must be ahead by more than that, while a server runs",
+        "s",
+        "it is believed, and what has expired by it is deleted",
+    ),
+    _constant(
+        "sessions.store.clock:NOTED_S",
+        "time that passes at least between two notes of it in the store, each with a write that "
+        "happens anyway",
+        "s",
+        "after a crash a start knows the time that little less well",
+    ),
+    _constant(
+        "sessions.store.session_store:MAX_COUNTED",
+        "sessions that such a clock would end, counted for the log",
+        "sessions",
+        "it says `at least`",
+    ),
+    _constant(
         "sessions.session_logs:BUSY_S",
         "time on disk of a session whose turns run, beyond its own",
         "s",
@@ -605,7 +631,7 @@ SESSIONS = (
         "if the API key holds its share",
     ),
     _constant(
-        "sessions.exits:EXPIRY_SLACK_S",
+        "sessions.session_logs:EXPIRY_SLACK_S",
         "difference between the end of a session's time in memory and in the store",
         "s",
         "it is written before the session leaves the memory",
@@ -780,7 +806,7 @@ CHECKPOINTS = (
         "text.template_worker:RenderLimits.deadline_s",
         "time of rendering a turn's messages",
         "s",
-        "`tokenize_failed`; the renderer is started again",
+        "`server_busy`: the renderer was stopped, and is started again",
     ),
     _constant(
         "text.template_worker:RenderLimits.memory_bytes",
@@ -834,7 +860,7 @@ CHECKPOINTS = (
         "text.grammar_worker:CheckLimits.deadline_s",
         "time of checking a turn's grammar",
         "s",
-        "`invalid_request`; the process that checks is started again",
+        "`server_busy`: the process that checks was stopped, and is started again",
     ),
     _constant(
         "text.grammar_worker:CheckLimits.memory_bytes",

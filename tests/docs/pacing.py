@@ -86,7 +86,7 @@ SLICES = (
         "sessions.store.writer:MAX_GROUP", "writes to the store in one commit", "writes", _NEXT
     ),
     _constant(
-        "sessions.session_logs:MAX_RETRIED_BYTES",
+        "sessions.session_logs:MAX_REWRITTEN_BYTES",
         "sessions that are written again once a write has failed",
         "bytes",
         "the rest a second later; so is all but the first 64, and but one while the disk fails",
@@ -102,6 +102,12 @@ SLICES = (
         "deletions in one commit, of sessions whose time is over and of parts of long ones",
         "writes",
         _NEXT,
+    ),
+    _constant(
+        "sessions.store.writer:ERASED_EVERY_S",
+        "between two times that the log of a store is emptied for the sake of what was deleted",
+        "s",
+        "the text stays in the log until then, or until nobody reads it",
     ),
     _constant(
         "sessions.stored_ends:AT_ONCE",
@@ -207,9 +213,9 @@ SLICES = (
         "the new copy is not made",
     ),
     _constant(
-        "engine.tiers.store:_NUM_PER_STEP",
+        "engine.tiers.pace:NUM_PER_STEP",
         "files of KV from before that are entered, those that give way to others on the disk, and "
-        "copies that are let go of after a flush",
+        "copies that are let go of or passed over",
         "files",
         _NEXT,
     ),
@@ -394,6 +400,7 @@ BOUND_NOTHING = frozenset(
         "session_server.sessions.store.records:LAST_S",
         # Of a store's rows: from when on they expire, and before which version they had no size.
         "session_server.sessions.stored_ends:_LEAST_S",
+        "session_server.sessions.store.clock:EARLIEST_S",
         "session_server.sessions.store.schema:_UNSIZED",
         "session_server.sessions.store.disk_health:_PRIMARY",
         # How much of a digest is shown.

@@ -11,6 +11,7 @@ import pytest
 from cache.types import SessionId
 from session_server.core.commands import CoolSession
 from session_server.core.events import EngineStats
+from session_server.engine.tiers import pace
 from session_server.engine.tiers import store as store_module
 from session_server.engine.tiers.disk_account import QUOTA_HOLD_S
 from session_server.engine.tiers.room_watch import ROOM_INTERVAL_S
@@ -160,7 +161,8 @@ def test_much_that_gives_way_does_so_in_slices_and_nothing_is_written_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stock = stocked(tmp_path)
-    monkeypatch.setattr(store_module, "_NUM_PER_STEP", 2)
+    for module in (store_module, pace):
+        monkeypatch.setattr(module, "NUM_PER_STEP", 2)
     stock.disk_bytes = 0x7FFF * FILE  # of which the reserve is more than all files
     fill(stock)
     stock.room_watch.ask(0.0)

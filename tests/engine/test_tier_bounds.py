@@ -18,6 +18,7 @@ from session_server.engine.tiers import forgetting as forgetting_module
 from session_server.engine.tiers import store as store_module
 from session_server.engine.tiers.costs import Route
 from session_server.engine.tiers.forgetting import Forgetting, Forgotten
+from session_server.engine.tiers.pace import NUM_PER_STEP
 from session_server.engine.tiers.store import TierStore
 from session_server.engine.tiers.unread_files import UNREAD_FILE_BYTES
 from tests.cache.kv_world import POOL
@@ -58,7 +59,7 @@ def listed(store: TierStore, file_ids: tuple[bytes, ...]) -> int:
     while store.has_more:
         store.advance()
         num_steps += 1
-        assert abs(len(store._unread) - num_known) <= store_module._NUM_PER_STEP
+        assert abs(len(store._unread) - num_known) <= NUM_PER_STEP
         num_known = len(store._unread)
     assert store.is_listed
     return num_steps
@@ -151,7 +152,7 @@ def test_of_a_path_the_beginning_is_written_first(tmp_path: Path) -> None:
 def test_files_from_before_are_entered_a_slice_at_a_time(tmp_path: Path) -> None:
     stock = Stock(tmp_path, host=10 * SEGMENT, disk=1 << 40)
     num_steps = listed(stock.store, ids(NUM_FILES))
-    assert num_steps >= NUM_FILES // store_module._NUM_PER_STEP
+    assert num_steps >= NUM_FILES // NUM_PER_STEP
     assert len(stock.store._unread) == NUM_FILES
 
 
@@ -177,7 +178,7 @@ def test_everything_is_dropped_at_once_and_let_go_of_a_slice_at_a_time(tmp_path:
     while stock.store.has_more:
         stock.store.advance()
         num_steps += 1
-    assert num_steps >= NUM_FILES // store_module._NUM_PER_STEP
+    assert num_steps >= NUM_FILES // NUM_PER_STEP
     assert segment.parent is None
 
 

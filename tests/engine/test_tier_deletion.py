@@ -8,9 +8,11 @@ import pytest
 from cache.tiers.segment_tree import SegmentTree
 from cache.types import SessionId
 from session_server.core.commands import CloseSession, CoolSession, ForgetKV, Shutdown
+from session_server.core.events import KVForgotten
+from session_server.core.tier_orders import Refusal, TierResult, WriteFile
 from tests.engine.bench import Bench
 from tests.scenarios.lines import distinct
-from tests.sim.carrier import EchoDisk
+from tests.sim.carrier import EchoCarrier, EchoDisk
 from tests.sim.hand_engine import Sizes
 
 MIB = 1 << 20
@@ -48,10 +50,10 @@ def restarted(first: Bench, *commands: ForgetKV) -> Bench:
     return second
 
 
-def forget(tokens: tuple[int, ...], *, num_kept: int = 0) -> ForgetKV:
+def forget(tokens: tuple[int, ...], *, num_kept: int = 0, number: int | None = None) -> ForgetKV:
     """What the server says of a session that is not open, and was deleted or cut."""
     data = np.array(tokens, "<i4").tobytes()
-    return ForgetKV(tenant_salt="a", tenant="", tokens=data, num_kept=num_kept)
+    return ForgetKV(tenant_salt="a", tenant="", tokens=data, num_kept=num_kept, number=number)
 
 
 def test_its_end_gave_way_before() -> None:
@@ -183,3 +185,97 @@ def test_what_others_have_stays() -> None:
     assert len(tree_of(bench)) == num_segments
     bench.run(CloseSession(session_id=SessionId("two")))
     assert len(tree_of(bench)) == 0
+
+
+def answers(bench: Bench) -> list[bool]:
+    """What the engine has answered of what it was told to forget."""
+    return [each.is_gone for each in bench.events if isinstance(each, KVForgotten)]
+
+
+def carrier_of(bench: Bench) -> EchoCarrier:
+    assert bench.hand.carrier is not None
+    return bench.hand.carrier
+
+
+def carry(bench: Bench) -> None:
+    while carrier_of(bench).num_waiting:
+        carrier_of(bench).carry(0)
+        bench.run()
+
+
+@pytest.mark.parametrize("is_stuck", [True, False])
+def test_it_is_answered_once_the_disk_has_let_go_of_its_files(*, is_stuck: bool) -> None:
+    first = Bench(ON_DISK)
+    first.open("session")
+    say(first, "session", 1, 40)
+    history = distinct(1, 40) + tuple(first.tokens("session 1"))
+    second = restarted(first)
+    carrier_of(second).at_once, disk_of(second).is_stuck = False, is_stuck
+    second.run(forget(history, number=7))
+    assert not answers(second), "the disk was asked"
+    carry(second)
+    assert answers(second) == [not is_stuck]
+
+
+def test_those_of_one_step_wait_for_the_disk_together() -> None:
+    bench = Bench(ON_DISK)
+    carrier_of(bench).at_once = False
+    carry(bench)
+    bench.run(*(forget(distinct(number, 40), number=number) for number in range(5)))
+    assert carrier_of(bench).num_waiting == 1
+    carry(bench)
+    assert answers(bench) == [True] * 5
+
+
+def test_it_is_answered_without_a_disk_too() -> None:
+    for sizes in (Sizes(), Sizes(num_pages=40, host_kv_bytes=MIB)):
+        bench = Bench(sizes)
+        bench.run(forget(distinct(1, 40), number=7))
+        assert answers(bench) == [True]
+
+
+def test_a_file_that_is_being_written_is_gone_before_it_is_answered() -> None:
+    bench = Bench(Sizes(num_pages=40, host_kv_bytes=MIB, disk_kv_bytes=MIB, segment_pages=2))
+    bench.open("session")
+    say(bench, "session", 1, 40)
+    history = distinct(1, 40) + tuple(bench.tokens("session 1"))
+    carrier = carrier_of(bench)
+    carrier.at_once = False
+    store = bench.hand.engine.inspect().tiers.store
+    store.writes.is_draining = True
+    store.write_ahead()
+    store.writes.is_draining = False
+    assert store.is_writing
+    bench.run(CloseSession(session_id=SessionId("session")), forget(history, number=7))
+    assert [type(order) for order in carrier.waiting] == [WriteFile], "the rest comes behind it"
+    assert len(tree_of(bench)) == 0
+    carry(bench)
+    assert answers(bench) == [True]
+    assert not disk_of(bench).files
+
+
+def test_a_disk_that_does_not_say_what_it_has_may_have_more() -> None:
+    bench = Bench(ON_DISK)
+    store = bench.hand.engine.inspect().tiers.store
+    store._take_list(TierResult(1, 0.0, Refusal.FAILED))
+    bench.run(forget(distinct(1, 40), number=7))
+    assert answers(bench) == [False]
+
+
+def test_a_disk_that_is_silent_may_have_more() -> None:
+    bench = Bench(ON_DISK)
+    bench.run()
+    carrier_of(bench).at_once = False
+    bench.run(forget(distinct(1, 40), number=7))
+    due_s = bench.hand.engine.inspect().tiers.store.orders.disk_watch.due_s
+    assert due_s is not None
+    bench.now_s = due_s
+    bench.run()
+    assert answers(bench) == [False]
+    bench.run(forget(distinct(1, 40), number=8))
+    assert answers(bench) == [False, False]
+    carry(bench)
+    assert answers(bench) == [False, False], "it is answered once"
+    bench.run(forget(distinct(1, 40), number=9))
+    carry(bench)
+    assert answers(bench) == [False, False, True]

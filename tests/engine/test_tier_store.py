@@ -19,6 +19,7 @@ from cache.tiers.segment import Segment, tenant_tag
 from cache.tiers.segment_tree import SEGMENT_BYTES, SegmentTree
 from cache.tiers.segment_tree import Path as TreePath
 from cache.types import Namespace, Tokens
+from session_server.core.kv_place import KV_REFUSED as REFUSED
 from session_server.core.tier_orders import (
     CopyIn,
     CopyOut,
@@ -34,7 +35,7 @@ from session_server.engine.tiers.store import TierStore
 from session_server.engine.tiers.unread_files import UNREAD_FILE_BYTES
 from session_server.runner import segment_files
 from session_server.runner.kv_carrier import KvCarrier
-from session_server.runner.kv_directory import OWNER, REFUSED
+from session_server.runner.kv_directory import OWNER
 from session_server.runner.segment_files import SegmentFiles, file_name
 from session_server.runner.segment_format import Layout, PoolLayout
 from tests.cache.kv_world import POOL, make_spec
@@ -386,6 +387,33 @@ def test_files_from_before_are_found_before_they_are_listed(before: Path) -> Non
     stock.assert_bounded()
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EMFILE, ""),
+        OSError(errno.ENFILE, ""),
+        OSError(errno.ENOMEM, ""),
+        MemoryError(),
+    ],
+)
+def test_a_file_that_cannot_be_opened_now_is_found_later(
+    before: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse(*_: object, **__: object) -> int:
+        raise error
+
+    stock = Stock(before, host=4 * SEGMENT, disk=20 * SEGMENT)
+    stock.carry()
+    names = stock.names
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        assert stock.look(path(1)) == 0
+    assert stock.names == names
+    assert stock.store.counts.refused_files == 0
+    assert stock.look(path(1)) == len(path(1))
+    stock.assert_bounded()
+
+
 def test_a_file_that_is_deleted_while_the_disk_is_listed_is_counted_no_more(before: Path) -> None:
     stock = Stock(before, host=4 * SEGMENT, disk=20 * SEGMENT)
     tokens = path(1)
@@ -497,21 +525,6 @@ def test_a_file_that_is_refused_half_way_gives_what_lies_before(before: Path) ->
     assert again.look(tokens) == len(tokens) // 2
     assert again.store.counts.refused_files == 1
     again.assert_bounded()
-
-
-def test_a_file_that_cannot_be_looked_at_is_not_asked_for_for_ever(
-    before: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stock = Stock(before, host=4 * SEGMENT, disk=20 * SEGMENT)
-    stock.carry()
-
-    def crowded(*_: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(stock.files, "find", crowded)
-    assert stock.look(path(1)) == 0
-    assert not stock.store.is_unread(stock.store.find(ALICE, path(1)).next_name)
-    stock.assert_bounded()
 
 
 def test_a_file_that_is_refused_when_it_is_read_goes_with_all_that_follows(before: Path) -> None:

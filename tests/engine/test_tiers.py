@@ -19,7 +19,7 @@ from session_server.core.commands import (
 from session_server.core.events import EngineStats
 from session_server.core.tier_orders import CopyIn, FindFiles
 from session_server.engine.config import MemoryCheck
-from session_server.engine.tiers.store import TierCounts
+from session_server.engine.tiers.counts import TierCounts
 from tests.engine.bench import Bench
 from tests.scenarios.lines import distinct
 from tests.sim.hand_engine import Sizes

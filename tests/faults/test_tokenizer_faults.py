@@ -32,6 +32,7 @@ from session_server.sessions.quotas import SessionLimits
 from session_server.sessions.tokenizing import MAX_THREADS, NUM_THREADS
 from session_server.sessions.views import OpenRequest
 from session_server.text import detokenizer
+from session_server.text.chat_template import RenderJob
 from session_server.text.model_text import ModelText
 from tests.faults.points import Points, injects
 from tests.rig.moments import OWNER, SEED, Rig
@@ -304,6 +305,34 @@ def test_an_input_that_waits_too_long_for_others_may_be_sent_again(points: Point
         trap.release()
         for each in hanging:
             rig.do(each)
+
+
+@injects("tokenizer raises or hangs", "the renderer of templates is gone, or hangs", points=2)
+def test_a_renderer_that_is_gone_or_hangs_is_not_blamed_on_the_input(points: Points) -> None:
+    async def is_gone(_job: RenderJob) -> list[str]:
+        raise ServerBusy("the process of the chat template ended (status -11)")
+
+    async def hangs(_job: RenderJob) -> list[str]:
+        await asyncio.Event().wait()
+        raise AssertionError("nobody wakes it")
+
+    for render in (is_gone, hangs):
+        with rig_with_text(SessionLimits()) as (rig, text):
+            begin(rig)
+            assert text.chat is not None
+            renderer = text.chat.renderer
+            with (
+                mock.patch.object(renderer, "render_now", return_value=None),
+                mock.patch.object(renderer, "render", render),
+            ):
+                submit = rig.loop.create_task(rig.manager.submit(OWNER, "mine", chat("first")))
+                rig.spin()
+                rig.loop.skipped_s += rig.limits.tokenize_deadline_s
+                with pytest.raises(ServerBusy, match="process"):
+                    rig.do(submit)
+            points.strike()
+            rig.run("mine", chat("first"))
+            rig.assert_recovered()
 
 
 def is_taken(rig: Rig, turn_id: str) -> bool:

@@ -125,8 +125,8 @@ CLOSED_SESSION_STAYS_IN_ENGINE = Mutant(
     "sglang#21875 (L9)",
     Edit(
         "session_server.sessions.engine_copies:EngineCopies.close",
-        "if copy.known_len(self._link.generation) is not None:",
-        "if copy.known_len(self._link.generation) is None:",
+        "if is_known:\n            self._link.send_or_queue(",
+        "if not is_known:\n            self._link.send_or_queue(",
     ),
 )
 

@@ -278,7 +278,7 @@ LAST_PART_IS_READ_WHOLE = _mutant(
 
 PARENT_GOES_ALONE = _mutant(
     "A segment is dropped, and those that follow it stay.",
-    (f"{_TREE}.remove", "[segment, *segment.below()]", "[segment]"),
+    (f"{_STORE}._let_go", "self.pace.drop(self.tree.remove(segment))", "self.tree.remove(segment)"),
 )
 
 STALE_PARENT = _mutant(
@@ -293,7 +293,7 @@ STALE_PARENT_ON_DISK = _on_disk(
 
 HOST_BYTES_LEAK = _mutant(
     "Host memory of a dropped segment stays counted.",
-    (f"{_STORE}.drop", "self.host.remove(each)", "pass"),
+    (f"{_STORE}._let_go", "self.host.remove(segment)", "pass"),
 )
 
 DISK_BYTES_LEAK = _mutant(
@@ -336,7 +336,7 @@ UNFINISHED_COPY_GIVES_WAY = _on_disk(
 
 FILE_OF_A_DROPPED_SEGMENT_STAYS = _mutant(
     "The file of a dropped segment stays.",
-    (f"{_STORE}.drop", "self.orders.forget_file(each.content.file_id)", "pass"),
+    (f"{_STORE}._let_go", "self.orders.forget_file(segment.content.file_id)", "pass"),
 )
 
 FILE_WRITTEN_TOO_LATE_STAYS = _mutant(
@@ -417,7 +417,7 @@ REST_OF_THE_LIST_IS_FORGOTTEN = _on_disk(
 DELETED_LATER_IS_NEVER_DELETED = _mutant(
     "What a deleted session left waits for another one to be deleted.",
     (
-        "session_server.engine.tiers.forgetting:Forgetting.advance",
+        "session_server.engine.tiers.forgetting:Forgetting._drop_some",
         "while self._waiting:",
         "while len(self._waiting) > 1:",
     ),
@@ -432,7 +432,11 @@ DELETED_SESSION_LEAVES_SEGMENTS = _mutant(
 
 UNKNOWN_SESSION_LEAVES_SEGMENTS = _mutant(
     "A deleted session that the engine does not know leaves what only it had.",
-    (f"{_TIERS}.forget", "self._forgetting.add(Forgotten(namespace, tokens, num_kept))", "pass"),
+    (
+        f"{_TIERS}.forget",
+        "self._forgetting.add(Forgotten(namespace, tokens, num_kept, then=then))",
+        "pass",
+    ),
 )
 
 DELETED_SESSION_TAKES_THOSE_OF_OTHERS = _mutant(
@@ -473,8 +477,8 @@ COOL_WAITS_FOR_NOTHING = _mutant(
     "A session that is to be cooled is held although its copy cannot begin.",
     (
         f"{_SPILLING}.holds",
-        "self._begin(session_id) and session_id in self._copying",
-        "self._begin(session_id) or True",
+        "is_begun and session_id in self._copying",
+        "True",
     ),
 )
 

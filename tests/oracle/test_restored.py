@@ -15,7 +15,7 @@ from session_server.core.commands import CoolSession, EngineCommand, Shutdown
 from session_server.core.tier_orders import TierResult
 from session_server.engine.config import TierPolicy
 from session_server.engine.engine import Engine, StepOutcome
-from session_server.engine.tiers.store import TierCounts
+from session_server.engine.tiers.counts import TierCounts
 from session_server.kv_tiers import layout_of
 from session_server.runner.kv_carrier import KvCarrier
 from session_server.runner.segment_files import SegmentFiles

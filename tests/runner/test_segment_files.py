@@ -42,6 +42,10 @@ def shelf(tmp_path: Path) -> Shelf:
     return Shelf(tmp_path / "kv")
 
 
+def refuse(*_: object, **__: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
 def test_what_was_written_is_found_and_read(shelf: Shelf) -> None:
     found, has_refused = shelf.files.find(shelf.segment.found.file, shelf.tokens)
     assert len(found) == 1
@@ -291,3 +295,67 @@ def test_a_chain_covers_all_that_lies_before() -> None:
     chains.add(FileKey(b"", Namespace("alic", "emodel"), b"", 0).name)
     chains.add(key_of(tokens, 8, Namespace("alic", "emodel")).name)
     assert len(chains) == len(tokens) + 4
+
+
+def test_what_could_not_be_removed_is_removed_before_it_counts_as_erased(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse)
+        shelf.files.remove([shelf.segment.found.file.file_id])
+        assert not shelf.files.erase()
+    assert shelf.path.exists()
+    assert shelf.files.erase()
+    assert not shelf.path.exists()
+
+
+def test_one_that_could_not_be_removed_and_was_written_again_stays(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse)
+        shelf.files.remove([shelf.segment.found.file.file_id])
+    written(shelf.files, shelf.directory, shelf.segment.found)
+    assert shelf.files.erase()
+    assert shelf.path.exists()
+
+
+def test_all_that_could_not_be_removed_is_removed_before_it_counts_as_erased(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse)
+        with pytest.raises(OSError, match="Input/output"):
+            shelf.files.remove_all()
+        assert not shelf.files.erase()
+    assert shelf.files.erase()
+    assert not shelf.path.exists()
+
+
+def test_what_was_put_aside_is_erased_with_what_was_deleted(shelf: Shelf) -> None:
+    os.truncate(shelf.path, shelf.path.stat().st_size - 1)
+    assert shelf.files.find(shelf.segment.found.file, shelf.tokens) == ([], True)
+    refused = shelf.directory / REFUSED
+    assert len(list(refused.iterdir())) == 1
+    assert shelf.files.erase()
+    assert not list(refused.iterdir())
+
+
+def test_a_directory_is_synced_once_for_all_that_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = SegmentFiles(tmp_path, LAYOUT)
+    ids = [written(files, tmp_path, found_of(path_of(seed=n))).found.file.file_id for n in (1, 2)]
+    synced: list[tuple[Path, int]] = []
+
+    def sync(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        synced.append((path, len(list(tmp_path.glob("*.safetensors")))))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    files.remove(ids)
+    assert not synced
+    assert files.erase()
+    assert synced == [(tmp_path / REFUSED, 0), (tmp_path, 0)]
+    monkeypatch.setattr(os, "fsync", refuse)
+    assert not files.erase()

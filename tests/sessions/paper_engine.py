@@ -38,6 +38,7 @@ from session_server.core.events import (
     EngineReady,
     FinishReason,
     InputDrafted,
+    KVForgotten,
     MemoryReported,
     SessionCooled,
     SessionGone,
@@ -117,6 +118,7 @@ class PaperEngine:
     is_full: bool = False
     refuse_open: str | None = None
     kv_tiers: Literal["none", "host", "disk"] = "none"
+    erases: bool = True
     _listener: EventListener | None = None
 
     # -- EngineClient
@@ -241,8 +243,10 @@ class PaperEngine:
                 slot = self.slots.pop(session_id, None)
                 assert slot is None or slot.turn is None, "closed under a live turn"
                 self.events.append(SessionGone(session_id=session_id))
-            case ForgetKV():
-                pass  # the paper engine keeps nothing outside of its slots
+            case ForgetKV(number=number):
+                # The paper engine keeps nothing outside of its slots.
+                if number is not None:
+                    self.events.append(KVForgotten(number=number, is_gone=self.erases))
             case FlushCache(request_id=request_id):
                 done = not self.is_busy
                 if done:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from session_server.sessions.store.clock import StoreClock
 from session_server.sessions.store.database import Database
 from session_server.sessions.store.session_store import SessionStore
 from session_server.sessions.store.writer import Told, Write
@@ -22,12 +23,22 @@ def count(database: Database) -> tuple[int, int]:
 
 class PaperStore(SessionStore):
     """`is_slow`: `tell` writes, and tells. `fails`: the disk is full. What was not told of when the
-    process ends has not been written."""
+    process ends has not been written. `trusts`: what the wall clock says at the start is believed
+    at once, as if it had been noted just before."""
 
     def __init__(
-        self, directory: Path, wall_clock: Callable[[], float], *, model: bytes = b"tokenizer"
+        self,
+        directory: Path,
+        wall: Callable[[], float],
+        *,
+        clock: Callable[[], float] | None = None,
+        model: bytes = b"tokenizer",
+        trusts: bool = True,
     ) -> None:
-        super().__init__(directory, model=model, durability="relaxed", wall_clock=wall_clock)
+        clock = clock or wall
+        super().__init__(directory, model=model, durability="relaxed", wall=wall, clock=clock)
+        if trusts:
+            self.clock = StoreClock(wall(), wall=wall, clock=clock)
         self.durability = "turn"
         self.is_slow = self.fails = False
         self._untold: deque[Callable[[], None]] = deque()

@@ -41,7 +41,7 @@ def disk(tmp_path: Path) -> Disk:
 @contextmanager
 def served(directory: Path, **options: Any) -> Iterator[tuple[World, SessionStore]]:
     """A world whose store writes on a thread."""
-    store = SessionStore(directory, model=b"model", wall_clock=lambda: NOW_S)
+    store = SessionStore(directory, model=b"model", wall=lambda: NOW_S, clock=lambda: NOW_S)
     with World(store=store, **options) as world:
         store.start(world.loop)
         yield world, store
@@ -51,6 +51,7 @@ def served(directory: Path, **options: Any) -> Iterator[tuple[World, SessionStor
 def fill(directory: Path, num_sessions: int, *, expires_s: float, num_entries: int = 1) -> None:
     """Sessions of an earlier process."""
     with closing(Database(directory)) as database, database.transaction():
+        database.note_time(NOW_S)
         for number in range(1, num_sessions + 1):
             database.put(row(number, expires_s=expires_s), DATA)
             for place in range(1, num_entries):
@@ -162,7 +163,7 @@ def test_a_disk_that_has_much_to_write_is_not_dead(
     monkeypatch.setattr(writer, "MAX_GROUP", 1)
 
     async def run() -> None:
-        store = SessionStore(tmp_path, model=b"model", wall_clock=lambda: NOW_S)
+        store = SessionStore(tmp_path, model=b"model", wall=lambda: NOW_S, clock=lambda: NOW_S)
         store.start(asyncio.get_running_loop())
         told: list[Exception | None] = []
         for _ in range(15):
@@ -335,3 +336,22 @@ def test_books_of_bytes_are_those_of_the_entries(disk: Disk) -> None:
         ).fetchall()
         assert len(found) == 2
         assert all(kept == held for kept, held in found)
+
+
+def test_what_a_disk_answers_late_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "DISK_WAIT_S", 0.05)
+    monkeypatch.setattr(deleted_rows, "DELETED_ENTRIES", 2)
+    fill(tmp_path, 1, expires_s=NOW_S + 9.0, num_entries=5)
+    with served(tmp_path) as (world, store):
+        goes_on = threading.Event()
+        hang_until(goes_on, store)
+        told: list[str] = []
+        store.deletions._begun.add(1)  # a part of it is gone
+        store.deletions.delete(1, lambda error: told.append(str(error)))
+        settle(world, lambda: told)
+        assert told == [patience.NO_ANSWER]
+        goes_on.set()
+        settle(world, lambda: not store.deletions.hidden)
+        assert count(store._database)[0] == 0
+        assert not store.deletions._begun
+        assert not store.deletions.num_failed

@@ -51,7 +51,11 @@ def tick(world: World) -> None:
     """A second passes, and what it brings about is done."""
     world.now_s += 1.0
     world.manager.tick()
-    world.spin(4 * ENTRIES_AT_ONCE)
+    for _ in range(4):
+        world.spin(ENTRIES_AT_ONCE)
+        world.engine.step()
+        world.engine.deliver()
+    world.spin(ENTRIES_AT_ONCE)
 
 
 def num_rows(disk: Disk) -> int:
@@ -340,3 +344,76 @@ def test_what_is_cut_off_a_history_is_told_too(disk: Disk, *, is_rewound: bool) 
         assert num_kept < len(histories["one"])
         (command,) = (each for each in world.engine.seen if isinstance(each, ForgetKV))
         assert command.num_kept == num_kept
+
+
+def test_one_that_the_engine_knows_is_there_until_its_files_are_gone(disk: Disk) -> None:
+    with disk.world(kv_tiers="disk") as world:
+        world.create(is_stored=True, session_id="one")
+        world.run("one", turn("1"))
+        history = world.history("one")
+        world.manager.close(OWNER, "one")
+        assert isinstance(world.engine.seen[-1], CloseSession)
+        world.engine.die()  # before it has dropped anything
+        world.engine.deliver()
+        with pytest.raises(SessionNotFound):
+            world.manager.get(OWNER, "one")
+        tick(world)
+        assert num_rows(disk) == 1
+        world.engine.come_up()
+        tick(world)
+        tick(world)
+        assert told(world) == [history]
+        assert num_rows(disk) == num_counted(world) == 0
+        recount(world.manager)
+
+
+def test_it_goes_once_the_engine_has_answered_that_nothing_is_left(disk: Disk) -> None:
+    histories = stored(disk, "one")
+    with disk.world(kv_tiers="disk") as world:
+        world.engine.erases = False
+        world.manager.close(OWNER, "one")
+        tick(world)
+        assert told(world) == [histories["one"]]
+        assert num_rows(disk) == 1
+    with disk.world(kv_tiers="disk") as world:  # the server was killed
+        world.manager.tick()
+        world.spin()
+        assert told(world) == [histories["one"]]
+        world.manager.tick()
+        world.spin()
+        assert len(told(world)) == 1, "it is asked once"
+        world.engine.die()
+        world.engine.come_up()
+        for _ in range(2):
+            tick(world)
+        assert len(told(world)) == 2, "and again of another engine"
+        assert num_rows(disk) == 0
+
+
+def test_the_engine_is_asked_of_no_more_than_a_slice_before_it_answers(disk: Disk) -> None:
+    names = [f"s{number}" for number in range(3 * stored_ends.AT_ONCE)]
+    stored(disk, *names)
+    with disk.world(kv_tiers="disk") as world:
+        for name in names:
+            world.manager.close(OWNER, name)
+        for _ in range(3):
+            world.now_s += 1.0
+            world.manager.tick()
+            world.spin(4 * len(names))
+        assert stored_ends.AT_ONCE <= len(told(world)) <= stored_ends.AT_ONCE + 1
+        tick(world)
+        tick(world)
+        assert len(told(world)) == len(names)
+        assert num_rows(disk) == 0
+
+
+def test_one_whose_deletion_has_failed_leaves_no_kv_either(disk: Disk) -> None:
+    histories = stored(disk, "one")
+    with disk.world(kv_tiers="disk") as world:
+        disk.store.fails = True
+        world.manager.close(OWNER, "one")
+        disk.store.fails = False
+        for _ in range(3):
+            tick(world)
+        assert told(world) == [histories["one"]]
+        assert num_rows(disk) == 0

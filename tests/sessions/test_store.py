@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import itertools
 import math
 import os
 import shutil
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -228,6 +229,8 @@ def test_a_link_is_not_followed(tmp_path: Path, name: str) -> None:
         ("lock", "pipe", "is a device or a pipe, and must be a file"),
         ("kv", "link", "is a link, and must be a directory"),
         ("kv", "file", "is a file, and must be a directory"),
+        ("kv/refused", "link", "is a link, and must be a directory"),
+        ("kv/refused", "file", "is a file, and must be a directory"),
     ],
 )
 def test_what_is_no_file_is_refused_and_not_waited_for(
@@ -235,6 +238,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(
 ) -> None:
     Database(tmp_path).close()
     path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
     path.unlink(missing_ok=True)
     match kind:
         case "directory":
@@ -463,7 +467,7 @@ def hang_until(goes_on: threading.Event, store: SessionStore) -> None:
 
 
 async def opened(directory: Path) -> SessionStore:
-    store = SessionStore(directory, model=b"model", wall_clock=lambda: 10.0)
+    store = SessionStore(directory, model=b"model", wall=lambda: 10.0, clock=lambda: 10.0)
     store.start(asyncio.get_running_loop())
     return store
 
@@ -472,7 +476,7 @@ def test_writes_that_are_asked_for_together_share_a_commit_and_are_told_in_order
     tmp_path: Path,
 ) -> None:
     async def run() -> None:
-        store = SessionStore(tmp_path, model=b"model", wall_clock=lambda: 10.0)
+        store = SessionStore(tmp_path, model=b"model", wall=lambda: 10.0, clock=lambda: 10.0)
         store._loop = asyncio.get_running_loop()  # the thread starts when all has been asked for
         told: list[tuple[int, Exception | None]] = []
         for number in range(1, 41):
@@ -489,7 +493,7 @@ def test_writes_that_are_asked_for_together_share_a_commit_and_are_told_in_order
 
 def test_a_write_that_fails_takes_no_other_with_it(tmp_path: Path) -> None:
     async def run() -> None:
-        store = SessionStore(tmp_path, model=b"model", wall_clock=lambda: 10.0)
+        store = SessionStore(tmp_path, model=b"model", wall=lambda: 10.0, clock=lambda: 10.0)
         store._loop = asyncio.get_running_loop()  # the thread starts when all has been asked for
         told: dict[int, Exception | None] = {}
 
@@ -522,7 +526,7 @@ def test_a_commit_takes_no_more_writes_than_its_bound(
     monkeypatch.setattr(writer, "MAX_GROUP", 4)
 
     async def run() -> None:
-        store = SessionStore(tmp_path, model=b"model", wall_clock=lambda: 10.0)
+        store = SessionStore(tmp_path, model=b"model", wall=lambda: 10.0, clock=lambda: 10.0)
         store._loop = asyncio.get_running_loop()  # the thread starts when all has been asked for
         for number in range(1, 11):
             store.put(row(number), [DATA], lambda _error: None)
@@ -573,7 +577,7 @@ def test_one_that_cannot_be_told_keeps_no_other_from_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def run() -> None:
-        store = SessionStore(tmp_path, model=b"model", wall_clock=lambda: 10.0)
+        store = SessionStore(tmp_path, model=b"model", wall=lambda: 10.0, clock=lambda: 10.0)
         store._loop = asyncio.get_running_loop()  # the thread starts when all has been asked for
         told: list[int] = []
 
@@ -592,11 +596,60 @@ def test_one_that_cannot_be_told_keeps_no_other_from_it(
     assert "could not be told" in caplog.text
 
 
+@pytest.mark.parametrize("error", [ValueError("on purpose"), sqlite3.IntegrityError("twice")])
+def test_a_bug_in_a_write_is_told_as_one_and_the_disk_is_well(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    async def run() -> None:
+        store = SessionStore(tmp_path, model=b"model", wall=lambda: 10.0, clock=lambda: 10.0)
+        store.start(asyncio.get_running_loop())
+        told: list[Exception | None] = []
+
+        def write(_database: Database) -> None:
+            raise error
+
+        store.ask(write, told.append)
+        await store.flush()
+        assert (told, store.failure) == ([error], None)
+        await store.close()
+
+    asyncio.run(run())
+    assert "a write of the store: a bug of ours" in caplog.text
+    assert "cannot be written to" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError("dead"),
+        MemoryError(),
+        sqlite3.OperationalError("full"),
+        sqlite3.DatabaseError("malformed"),
+    ],
+)
+def test_what_the_disk_or_the_memory_has_refused_counts_as_failing(
+    tmp_path: Path, error: Exception
+) -> None:
+    async def run() -> None:
+        store = SessionStore(tmp_path, model=b"model", wall=lambda: 10.0, clock=lambda: 10.0)
+        store.start(asyncio.get_running_loop())
+
+        def write(_database: Database) -> None:
+            raise error
+
+        store.ask(write, lambda _error: None)
+        await store.flush()
+        assert store.failure is not None
+        await store.close()
+
+    asyncio.run(run())
+
+
 def test_a_locked_database_fails_a_group_at_once_and_not_one_write_after_the_other(
     tmp_path: Path,
 ) -> None:
     async def run() -> None:
-        store = SessionStore(tmp_path, model=b"model", wall_clock=lambda: 10.0)
+        store = SessionStore(tmp_path, model=b"model", wall=lambda: 10.0, clock=lambda: 10.0)
         store._loop = asyncio.get_running_loop()  # the thread starts when all has been asked for
         other = sqlite3.connect(tmp_path / "sessions.sqlite3", isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
@@ -648,6 +701,82 @@ def test_what_was_deleted_is_not_left_in_the_files(tmp_path: Path) -> None:
     asyncio.run(run())
     for file in tmp_path.iterdir():
         assert b"a secret of a client" not in file.read_bytes(), file.name
+
+
+def secrets_in(directory: Path) -> list[str]:
+    """The files that have something which was deleted."""
+    secret = b"a secret of a client"
+    return [each.name for each in directory.iterdir() if secret in each.read_bytes()]
+
+
+async def tell_a_secret(store: SessionStore, number: int) -> None:
+    change = msgspec.structs.replace(ENTRY.change, tools=("a secret of a client",))
+    entry = encode_entry(LogEntry(change, ENTRY.turns))
+    store.put(row(number), [entry], lambda _error: None)
+    await store.flush()
+
+
+async def soon(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20.0):
+        while not is_so():
+            await asyncio.sleep(0.005)
+
+
+def test_what_was_deleted_is_gone_from_the_log_while_the_server_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "ERASED_EVERY_S", 0.2)
+    emptied: list[float] = []
+    shorten = Database.shorten_log
+
+    def note(database: Database, *, erases: bool) -> None:
+        if erases:
+            emptied.append(time.monotonic())
+        shorten(database, erases=erases)
+
+    monkeypatch.setattr(Database, "shorten_log", note)
+
+    async def run() -> None:
+        store = await opened(tmp_path)
+        for number in range(1, 30):
+            await tell_a_secret(store, number)
+            store.deletions.delete(number)
+            await store.flush()
+            await asyncio.sleep(0.02)
+        await soon(lambda: not secrets_in(tmp_path))
+        num_emptied = len(emptied)
+        await asyncio.sleep(0.5)
+        assert len(emptied) == num_emptied, "nothing was deleted since"
+        await store.close()
+
+    asyncio.run(run())
+    assert all(later - before >= 0.2 for before, later in itertools.pairwise(emptied))
+
+
+def test_what_was_deleted_before_a_crash_is_gone_from_the_log_soon(tmp_path: Path) -> None:
+    def read_beside() -> sqlite3.Connection:
+        """Somebody reads, and so the log stays."""
+        beside = sqlite3.connect(tmp_path / "one" / Database.FILE)
+        beside.execute("BEGIN")
+        beside.execute("SELECT * FROM sessions").fetchall()
+        return beside
+
+    async def run() -> None:
+        store = await opened(tmp_path / "one")
+        await tell_a_secret(store, 1)
+        beside = read_beside()
+        store.deletions.delete(1)
+        await store.flush()
+        await asyncio.sleep(0.1)
+        assert secrets_in(tmp_path / "one")
+        shutil.copytree(tmp_path / "one", tmp_path / "two")
+        beside.close()
+        await store.close()
+        store = await opened(tmp_path / "two")
+        await soon(lambda: not secrets_in(tmp_path / "two"))
+        await store.close()
+
+    asyncio.run(run())
 
 
 HANGS, TOO_MUCH = "the disk does not answer", "too much waits to be written"

@@ -75,9 +75,12 @@ class StoredMachine(SessionMachine):
         self.unloaded: dict[str, float] = {}
         """Sessions that are on disk alone, and when they expire."""
 
-        self.store = PaperStore(self.directory, lambda: self.behind_s + self.world.now_s)
+        self.store = PaperStore(self.directory, self.wall_s)
         limits = SessionLimits(max_queued_turns=2)
         return World(max_turn_len=MAX_LEN, limits=limits, store=self.store, kv_tiers="disk")
+
+    def wall_s(self) -> float:
+        return self.behind_s + (self.world.now_s if hasattr(self, "world") else 0.0)
 
     def teardown(self) -> None:
         try:

@@ -20,6 +20,7 @@ from cache.types import PoolName
 from session_server.core.tier_orders import (
     CopyIn,
     CopyOut,
+    EraseFiles,
     FileKey,
     FindFiles,
     Forget,
@@ -34,6 +35,7 @@ from session_server.core.tier_orders import (
 from tests.sim.device import EchoRunner
 from tests.sim.faults import Site
 from tests.sim.layers import POOLS
+from tests.sim.pushed_out import PushedOut
 from tests.sim.state_memory import GARBAGE
 
 Payload = Mapping[PoolName, list[list[int]]]
@@ -64,18 +66,18 @@ class EchoDisk:
     what its engine may have there. `room_bytes`: what files may take, for all that others leave of
     it; `is_shown`: it says so when it is asked. `num_changes`: of that. `is_ending`: that was told
     to end. `told_bytes`: what its engine was told last that files may take; `taken`: per order that
-    asks for that, what files took when it was given. `removed`: files written since then that it
-    has just removed; `num_in_vain`: how often to make room for one used longer ago."""
+    asks for that, what files took when it was given. `is_stuck`: what was removed may still be
+    there."""
 
     files: dict[bytes, StoredFile] = field(default_factory=dict)
     is_full: bool = False
+    is_stuck: bool = False
     max_bytes: int = 0
     room_bytes: int = _PLENTY
     is_shown: bool = True
     num_changes: int = 0
     is_ending: bool = False
-    removed: list[StoredFile] = field(default_factory=list)
-    num_in_vain: int = 0
+    pushed_out: PushedOut = field(default_factory=PushedOut)
     told_bytes: int = _PLENTY
     taken: dict[int, int] = field(default_factory=dict)
 
@@ -151,10 +153,11 @@ class EchoCarrier:
                     numbers = [part.segment for part in order.parts]
                 case WriteFile():
                     numbers = [order.segment]
-                    self.disk.num_in_vain += self._is_in_vain(order)
+                    there = self.disk.files.values()
+                    self.disk.pushed_out.begin(order, there, self.disk.max_bytes)
                 case _:
                     numbers = []
-            self.disk.removed.clear()
+            self.disk.pushed_out.removed.clear()
             if isinstance(order, WriteFile | MeasureRoom):
                 self.disk.taken[order.number] = self.disk.num_bytes
             self._waiting.append((order, {number: self.host.get(number) for number in numbers}))
@@ -187,6 +190,9 @@ class EchoCarrier:
                 result = TierResult(order.number, _COPY_S, files=tuple(listed))
             case MeasureRoom():
                 result = self._measure(order)
+            case EraseFiles():
+                refusal = Refusal.FAILED if self.disk.is_stuck else None
+                result = TierResult(order.number, _COPY_S, refusal)
             case Forget():
                 raise AssertionError("it is carried out at once")
         self._done.append(result)
@@ -194,6 +200,7 @@ class EchoCarrier:
     def take(self) -> list[TierResult]:
         """Return the results since the last call."""
         done, self._done = self._done, []
+        self.disk.pushed_out.end(done)
         self.num_news += len(done)
         return done
 
@@ -315,16 +322,8 @@ class EchoCarrier:
             name = chain_after(chain, tokens[start : start + page_size], page_size)
             key = FileKey(name, key.namespace, chain, start)
 
-    def _is_in_vain(self, order: WriteFile) -> bool:
-        """Whether a file takes the room of one that was used later: without that there was none.
-        A file may also be removed because nobody goes on from it."""
-        removed = self.disk.removed
-        if all(each.used_ns <= order.used_ns for each in removed):
-            return False
-        there = (*self.disk.files.values(), *removed)
-        return sum(each.num_bytes for each in there) + order.num_bytes > self.disk.max_bytes
-
     def _forget(self, order: Forget) -> None:
+        self.disk.pushed_out.drop(order.segments)
         for number in order.segments:
             self.host.pop(number, None)
         if order.all_segments:
@@ -336,7 +335,7 @@ class EchoCarrier:
             gone = self.disk.files.pop(file_id, None)
             self.reached["tier: gave way to others on the disk"] += gone is not None and is_short
             if gone is not None and gone.is_last and gone.writer is self:
-                self.disk.removed.append(gone)
+                self.disk.pushed_out.remove(file_id, gone)
 
 
 def is_same(found: FoundFile, expected: FoundFile) -> bool:

@@ -95,7 +95,9 @@ class FairnessWatch:
             self._count_rotation(started)
             self._check_passers(batch, started)
         else:
-            self._check_first(batch)  # nobody before it has taken what it was to have
+            self._check_first(
+                batch, outcome.events
+            )  # nobody before it has taken what it was to have
 
     def _check_drafts(self, batch: Batch) -> None:
         """Chunks of drafts have what turns leave. A forward with turns has a share of them, and
@@ -148,7 +150,8 @@ class FairnessWatch:
         waiting, running = self._scheduler.waiting, self._scheduler.running
         if all(turn.turn_id in started for turn in running):
             first = next(iter(waiting), running[0])
-            is_of_one = first.request.tenant == running[0].request.tenant
+            # One of another tenant may have come first: then something did run.
+            is_of_one = all(turn.request.tenant == first.request.tenant for turn in running)
             if is_of_one and first.order < running[0].order:
                 raise Broken(Layer.LIVENESS, f"{started} passed {first.turn_id}")
 
@@ -171,9 +174,10 @@ class FairnessWatch:
             if num_missing and (rank == 0 or (num_missing == 1 and has_pages)):
                 raise Broken(Layer.LIVENESS, f"{turn.turn_id} was passed over")
 
-    def _check_first(self, batch: Batch) -> None:
+    def _check_first(self, batch: Batch, events: Sequence[EngineEvent]) -> None:
         """The first of the line is admitted while there are places, rows and pages in plenty: one
-        that fits into a share at once, another one soon after tokens are left over.
+        that fits into a share at once, or with the next forward if a cooling made room in this
+        step, as after a copy that has ended; another one soon after tokens are left over.
         """
         scheduler, sizes = self._scheduler, self._sizes
         if self._waits_for_copy:
@@ -195,6 +199,7 @@ class FairnessWatch:
         # The oldest that runs has the first share; all but the tiniest forward have a second one.
         # Where there are several tenants, one's turns share what it has.
         is_alone = not is_shared and sizes.chunk_tokens > 1
+        is_alone &= not any(isinstance(event, SessionCooled) for event in events)
         has_share = is_alone and first.known_len <= share_len(sizes.chunk_tokens)
         if has_share or self._num_waits > PATIENCE:
             raise Broken(Layer.LIVENESS, f"{first.turn_id} waits beside plenty of everything")

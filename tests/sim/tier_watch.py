@@ -49,6 +49,7 @@ from tests.sim.echo import tag_after
 from tests.sim.failure import Broken, Layer
 from tests.sim.faults import Site
 from tests.sim.layers import POOLS, Mixture
+from tests.sim.pushed_out import PushedOut
 
 _NEARLY_FULL: Final = 8192
 """Bytes that hold no segment more, or hardly one."""
@@ -115,10 +116,11 @@ class TierWatch:
             return
         may_take = self._carrier.has_results or self._is_short_of_room()
         if not (may_take or any(isinstance(each, FlushCache) for each in commands)):
+            found = {*self._store.tree.segments()}
             self._ends = {
                 session_id: last
                 for session_id, last in self._spilling._last.items()
-                if self._store.tree.get(last.number) is last
+                if last in found
             }
         ends = [
             each for each in commands if isinstance(each, CloseSession | CoolSession | ForgetKV)
@@ -148,16 +150,16 @@ class TierWatch:
         """A step is over that gave these orders."""
         self._check_fences(orders)
         if self._store.disk.is_short:  # others have pushed it out
-            self._carrier.disk.num_in_vain = 0
-            self._carrier.disk.removed.clear()
+            self._carrier.disk.pushed_out = PushedOut()
         num_seen = self._carrier.num_news
         if num_seen == self._num_seen and not (orders or self._doomed):
             return
         self._num_seen = num_seen
         store = self._store
         segments = store.tree.segments()
-        self._check_account("host memory", store.host, [s for s in segments if s in store.host])
-        self._check_account("the disk", store.disk, [s for s in segments if s in store.disk])
+        kept = (*segments, *store.tree.lost())
+        self._check_account("host memory", store.host, [s for s in kept if s in store.host])
+        self._check_account("the disk", store.disk, [s for s in kept if s in store.disk])
         for segment in segments:
             self._check_segment(segment)
         last = next((s for s in self._doomed if store.tree.get(s.number) is s), None)
@@ -388,7 +390,7 @@ class TierWatch:
             ),
             "results": len(store.orders._continue),
             "refused files": sum(store.tree.get(n) is not None for n in carrier.refused),
-            "writes": store.writes.num_under_way + sum(segment.is_writing for segment in segments),
+            "writes": store.is_writing + sum(segment.is_writing for segment in segments),
             "in host memory": len(carrier.host.keys() ^ {s.number for s in segments if s.in_host}),
         }
         if store.is_listed and store.has_disk:
@@ -416,9 +418,9 @@ class TierWatch:
         may_write = store.writes.is_draining and not store.orders.disk_watch.is_silent
         if may_write and any(left.values()):
             raise self._broken(f"it has ended before its time, and left are {left}")
-        if self._carrier.disk.num_in_vain:
+        if self._carrier.disk.pushed_out.num_in_vain:
             raise self._broken(
-                f"{self._carrier.disk.num_in_vain} files pushed out what was used later"
+                f"{self._carrier.disk.pushed_out.num_in_vain} files pushed out what was used later"
             )
         self.reached["tier: ended with a full disk"] += store.has_disk and any(
             segment.in_host and segment.is_refused for segment in store.tree.segments()

@@ -29,7 +29,8 @@ class Trace:
             yield json.dumps(op)
 
     def write(self, path: Path) -> None:
-        """Write it to a file."""
+        """Write it to a file, in a directory that is made if there is none."""
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(f"{line}\n" for line in self.lines()), encoding="utf-8")
 
     @classmethod

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from session_server.core.errors import InvalidRequest
+from session_server.core.errors import InvalidRequest, ServerBusy
 from session_server.core.sampling import Grammar
 from session_server.text.grammar_worker import MAX_KNOWN, CheckLimits, GrammarWorker
 from tests.depth import at_depth
@@ -109,6 +109,19 @@ def test_a_grammar_that_was_checked_needs_no_process() -> None:
             await worker.check(grammar)
             assert worker.knows(grammar)
             assert not worker.knows(Grammar("lark", "a+")), "another kind is another grammar"
+
+    asyncio.run(check())
+
+
+def test_a_process_that_is_stopped_is_not_blamed_on_the_grammar() -> None:
+    async def check() -> None:
+        async with checker(CheckLimits(deadline_s=0.5)) as worker:
+            await worker.check(Grammar("regex", "a+"))
+            assert worker.pid is not None
+            os.kill(worker.pid, signal.SIGSTOP)
+            with pytest.raises(ServerBusy, match=r"longer than 0\.5 s"):
+                await worker.check(Grammar("regex", "b+"))
+            await worker.check(Grammar("regex", "b+"))
 
     asyncio.run(check())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -59,3 +60,27 @@ def test_a_night_without_a_server_is_no_end_and_who_has_expired_is_counted_apart
         assert httpx.get(f"{server.url}/v1/sessions/{night}").status_code == 200
         assert httpx.get(f"{server.url}/v1/sessions/{week}").status_code == 404
     assert any("where there are 1, and 1 that have expired" in line for line in lines), lines
+
+
+def test_a_clock_that_is_a_week_ahead_at_a_start_ends_no_session_in_silence(
+    tmp_path: Path,
+) -> None:
+    directory, lines = tmp_path / "store", list[str]()
+    flags = ["--store", str(directory)]
+    with LocalServer(flags, program=PROGRAM) as server, httpx.Client(base_url=server.url) as http:
+        name = http.post("/v1/sessions", json={}).json()["id"]
+    week_s = 7 * 24 * 3600.0
+    age(directory, name, week_s)
+    with closing(Database(directory)) as database:
+        noted_s = database.noted_s()
+        assert noted_s is not None
+        with database.transaction():
+            database.note_time(noted_s - week_s)
+    with LocalServer(flags, program=PROGRAM, on_line=lines.append) as server:
+        assert httpx.get(f"{server.url}/v1/sessions/{name}").status_code == 200
+        for _ in range(50):
+            if any("1 sessions on disk have expired" in line for line in lines):
+                break
+            time.sleep(0.1)
+        else:
+            pytest.fail(f"nothing was said: {lines}")

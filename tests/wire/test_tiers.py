@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from session_server import cli
 from session_server.local_server import LocalServer
+from tests.rig.processes import engine_pid
 from tests.web.wire_client import greeted, http_client
 
 NUM_SESSIONS = 8
@@ -203,6 +204,27 @@ def test_files_of_sessions_that_are_deleted_untouched_go_and_those_of_others_sta
 
 
 @pytest.mark.timeout(180)
+def test_a_deletion_that_was_durable_leaves_no_file_where_the_engine_is_killed(
+    tmp_path: Path,
+) -> None:
+    kv = tmp_path / "store" / "kv"
+    store = ("--store", str(kv.parent), "--disk-kv-bytes", str(256 * MIB))
+    with served(*POOL, *store) as server:
+        session_ids, _ = asyncio.run(begin(server.url))
+        server.stop()
+    num_files = len(files_in(kv))
+    with served(*POOL, *store) as server:
+        asyncio.run(go_on(server.url, session_ids, "t2"))  # the engine knows them
+        engine = engine_pid(server)
+        os.kill(engine, signal.SIGSTOP)
+        asyncio.run(close(server.url, session_ids))
+        assert len(files_in(kv)) >= num_files
+        os.kill(engine, signal.SIGKILL)
+        wait_until(lambda: not files_in(kv))
+        server.stop()
+
+
+@pytest.mark.timeout(180)
 def test_a_server_that_keeps_no_kv_on_disk_removes_what_another_one_left(
     tmp_path: Path, reference: list[list[str]]
 ) -> None:
@@ -239,4 +261,6 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 async def close(url: str, session_ids: list[str]) -> None:
     async with http_client(url) as http:
         for session_id in session_ids:
-            assert (await http.delete(f"/v1/sessions/{session_id}")).status_code < 300
+            answer = await http.delete(f"/v1/sessions/{session_id}")
+            assert answer.status_code < 300
+            assert answer.json()["durable"] is True

@@ -21,20 +21,16 @@ QUOTA_HOLD_S: Final = 60.0
 
 class DiskAccount(TierAccount):
     """Count files. `given_bytes`: what they may take on a disk that has room for it; `max_bytes`:
-    what they may take now, which may be less than what they have. `num_refused`: files that it had
-    no room for."""
+    what they may take now, which may be less than what they have. `is_short`: the disk has less
+    room than what was given. `num_refused`: files that it had no room for."""
 
     def __init__(self, given_bytes: int) -> None:
         super().__init__(given_bytes)
         self.given_bytes = given_bytes
+        self.is_short = False
         self.num_refused = 0
         self._shown_bytes = given_bytes
         self._quota_bytes, self._quota_until_s = given_bytes, -math.inf
-
-    @property
-    def is_short(self) -> bool:
-        """Return whether the disk has less room than what was given."""
-        return self.max_bytes < self.given_bytes
 
     def give_nothing(self) -> None:
         """Let files take nothing from now on."""
@@ -56,3 +52,4 @@ class DiskAccount(TierAccount):
         self.max_bytes = min(self.given_bytes, self._shown_bytes)
         if now_s < self._quota_until_s:
             self.max_bytes = min(self.max_bytes, self._quota_bytes)
+        self.is_short = self.max_bytes < self.given_bytes

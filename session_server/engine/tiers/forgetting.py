@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 from cache.tiers.segment import Segment
 from cache.types import Namespace, Tokens
+from session_server.core.tier_orders import EraseFiles, TierResult
+from session_server.engine.tiers.order_book import Continue
 from session_server.engine.tiers.store import TierStore
 
 _TOKENS_PER_STEP: Final = 1 << 16
@@ -15,6 +18,9 @@ _TOKENS_PER_STEP: Final = 1 << 16
 
 MAX_FORGOTTEN_TOKENS: Final = 1 << 24
 """Tokens of histories that wait. It takes as many only while the disk is not known yet."""
+
+ThenGone = Callable[[bool], object]
+"""Called once with whether nothing is left, in host memory or on disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +34,7 @@ class Forgotten:
     tokens: Tokens
     num_kept: int = 0
     last: Segment | None = None
+    then: ThenGone | None = None
 
 
 class Forgetting:
@@ -37,6 +44,8 @@ class Forgetting:
         self._store = store
         self._waiting: deque[Forgotten] = deque()
         self._num_tokens = 0
+        self._dropped: list[ThenGone] = []
+        """Called once the files of what was dropped are gone."""
 
     @property
     def has_more(self) -> bool:
@@ -45,17 +54,24 @@ class Forgetting:
 
     def add(self, forgotten: Forgotten) -> None:
         """Drop something, now or soon."""
-        if not self._store.is_empty:
+        if forgotten.then is not None or not self._store.is_empty:
             self._waiting.append(forgotten)
             self._num_tokens += len(forgotten.tokens)
 
     def clear(self) -> None:
         """Wait for nothing: everything was dropped."""
+        self._dropped += [each.then for each in self._waiting if each.then is not None]
         self._waiting.clear()
         self._num_tokens = 0
 
     def advance(self) -> None:
         """Drop what is due. O(1) while nothing is."""
+        self._drop_some()
+        # The file of a segment that was dropped while it was written is forgotten behind that.
+        if self._dropped and not self._has_orphan:
+            self._erase()
+
+    def _drop_some(self) -> None:
         num_done = 0
         while self._waiting:
             is_crowded = self._num_tokens > MAX_FORGOTTEN_TOKENS
@@ -66,6 +82,37 @@ class Forgetting:
             num_done += len(forgotten.tokens)
             self._drop(forgotten)
 
+    @property
+    def _has_orphan(self) -> bool:
+        """Return whether a file is being written of a segment that was dropped meanwhile, by a disk
+        that answers."""
+        segment = self._store.writes.under_way
+        if segment is None or self._store.orders.disk_watch.is_silent:
+            return False
+        return self._store.tree.get(segment.number) is not segment
+
+    def _erase(self) -> None:
+        """Tell of what was dropped, once its files are gone for good, or some may be left."""
+        dropped, self._dropped = self._dropped, []
+        orders = self._store.orders
+
+        def tell(*, is_gone: bool) -> None:
+            for then in dropped:
+                then(is_gone)
+
+        def take(result: TierResult) -> None:
+            tell(is_gone=result.refusal is None)
+
+        def give_up() -> Continue:
+            tell(is_gone=False)
+            return lambda _late: None
+
+        is_known = not (self._store.has_unlisted or orders.disk_watch.is_silent)
+        if is_known and self._store.has_disk:
+            orders.add(EraseFiles, take, give_up=give_up)
+        else:
+            tell(is_gone=is_known)
+
     def _drop(self, forgotten: Forgotten) -> None:
         """Of sessions that are not open only what follows is known to be theirs."""
         store, namespace, num_kept = self._store, forgotten.namespace, forgotten.num_kept
@@ -74,3 +121,7 @@ class Forgetting:
         path = store.find(namespace, forgotten.tokens)
         store.drop_unread(namespace, path, forgotten.tokens, num_kept)
         store.drop_unshared(path.parts[-1].segment if path.parts else None, num_kept)
+        if forgotten.then is not None and store.is_listed:
+            self._dropped.append(forgotten.then)
+        elif forgotten.then is not None:
+            forgotten.then(False)

@@ -20,6 +20,8 @@ class Listing:
         """Files that were found by their names meanwhile. They may be gone by now."""
 
         self.is_over = is_over
+        self.has_failed = False
+        """Whether the disk did not say what it has."""
 
     @property
     def has_more(self) -> bool:

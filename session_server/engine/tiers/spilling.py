@@ -89,7 +89,7 @@ class Spilling:
     @property
     def _may_get_room(self) -> bool:
         """Return whether something in host memory may leave it soon that may not now."""
-        return self._store.is_writing or self.is_copying
+        return self._store.is_writing or self.is_copying or self._store.pace.is_spent
 
     @property
     def _is_waiting_for_room(self) -> bool:
@@ -155,7 +155,7 @@ class Spilling:
         while self._dirty and len(self._copying) < MAX_COPIES:
             is_draining = self._store.writes.is_draining
             is_due = is_draining or self._num_dirty > self._max_dirty
-            if not is_due or self._is_waiting_for_room:
+            if not is_due or self._is_waiting_for_room or self._store.pace.is_spent:
                 return
             session_id = next(reversed(self._dirty) if is_draining else iter(self._dirty))
             if session_id in self._copying:
@@ -171,11 +171,14 @@ class Spilling:
             return True
         if session_id not in self._dirty:
             return False
-        if len(self._copying) >= MAX_COPIES:
+        if len(self._copying) >= MAX_COPIES or self._store.pace.is_spent:
             return True  # it comes next
         if self._is_waiting_for_room:
             return False
-        return self._begin(session_id) and session_id in self._copying
+        is_begun = self._begin(session_id)
+        if session_id in self._dirty and self._store.pace.is_spent:
+            return True  # the next step makes the rest of its room
+        return is_begun and session_id in self._copying
 
     def copy_now(self, session_id: SessionId) -> None:
         """Begin to copy a session that is about to lose its KV, whether or not that is due."""
@@ -200,13 +203,16 @@ class Spilling:
         store.touch((part.segment for part in path.parts), dirty.used_ns)
         if path.parts:
             self._set_last(session_id, path.parts[-1].segment)
+        free_bytes = store.host.free_bytes
         while path.length < slot.protected_len:
             added = self._copy(session_id, tokens, path, used_ns=dirty.used_ns)
             if added is None:
-                if self._may_get_room and dirty.may_be_tried_again(path.length):
+                # A try that has made room, and was cut short, was not in vain.
+                is_early = store.pace.is_spent and store.host.free_bytes > free_bytes
+                if is_early or (self._may_get_room and dirty.may_be_tried_again(path.length)):
                     dirty.num_tokens = slot.protected_len - path.length
                     self._set_dirty(session_id, dirty)
-                    self._full_at = self._progress
+                    self._full_at = -1 if store.pace.is_spent else self._progress
                 break
             path = path.followed_by(added)
         return path.length >= slot.protected_len

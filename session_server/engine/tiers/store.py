@@ -9,8 +9,7 @@ Work that grows with what is kept is done in slices: `advance` does one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from cache.tiers.segment import Chain, Segment, chains_after, tenant_tag
 from cache.tiers.segment_tree import SEGMENT_BYTES, Path, SegmentTree
@@ -28,9 +27,12 @@ from session_server.core.tier_orders import (
     WriteFile,
 )
 from session_server.engine.tiers.costs import TierCosts
+from session_server.engine.tiers.counts import TierCounts
 from session_server.engine.tiers.disk_account import DiskAccount
 from session_server.engine.tiers.listing import Listing
+from session_server.engine.tiers.misplaced import misplaced
 from session_server.engine.tiers.order_book import Continue, OrderBook
+from session_server.engine.tiers.pace import NUM_PER_STEP, TierPace
 from session_server.engine.tiers.unread_files import UNREAD_FILE_BYTES, UnreadFiles
 from session_server.engine.tiers.use_clock import UseClock
 
@@ -51,27 +53,6 @@ _KNOWN_FILE_BYTES: Final = 2048
 """Memory for what is known of a file that was read or written, beside its tokens: at most this
 much."""
 
-_NUM_PER_STEP: Final = 2048
-"""Files that are entered or give way, or segments that are let go of, in one step."""
-
-
-@dataclass(slots=True)
-class TierCounts:
-    """Count what the tiers did, see `TierReport`."""
-
-    spilled_tokens: int = 0
-    spilled_bytes: int = 0
-    spill_ms: float = 0.0
-    restored_tokens: int = 0
-    restored_bytes: int = 0
-    restore_ms: float = 0.0
-    lookups: int = 0
-    hits: int = 0
-    written_bytes: int = 0
-    refused_files: int = 0
-    failed_copies: int = 0
-    dropped_segments: int = 0
-
 
 class TierStore:
     """Hold the segments. Nothing here touches a pool."""
@@ -91,9 +72,7 @@ class TierStore:
 
         self._listing = Listing(self._unread, is_over=disk_bytes == 0)
         self.writes = WriteQueue()
-        self._ruins: list[dict[Any, Any]] = []
-        """What was dropped at once, and is let go of a little at a time."""
-
+        self.pace = TierPace()
         self._num_clears = 0
 
     @property
@@ -104,7 +83,7 @@ class TierStore:
     @property
     def is_writing(self) -> bool:
         """Return whether a segment is being written to disk."""
-        return self.writes.num_under_way > 0
+        return self.writes.under_way is not None
 
     @property
     def is_listed(self) -> bool:
@@ -112,9 +91,15 @@ class TierStore:
         return self._listing.is_over
 
     @property
+    def has_unlisted(self) -> bool:
+        """Return whether the disk did not say what it has."""
+        return self._listing.has_failed
+
+    @property
     def has_more(self) -> bool:
         """Return whether another `advance` would do something."""
-        return bool(self._ruins) or self._listing.has_more or self.is_giving_way
+        is_cut = self.pace.is_spent or self.pace.has_dropped or self.writes.may_try_again
+        return is_cut or self._listing.has_more or self.is_giving_way
 
     @property
     def is_giving_way(self) -> bool:
@@ -147,25 +132,26 @@ class TierStore:
 
     def advance(self) -> None:
         """Do a slice of what takes long. O(1) while there is nothing of that kind."""
-        for _ in range(_NUM_PER_STEP):
-            while self._ruins and not self._ruins[-1]:
-                self._ruins.pop()
-            if not self._ruins:
-                break
-            _, ruin = self._ruins[-1].popitem()
-            if isinstance(ruin, Segment):
-                ruin.unlink()
-        if self._make_room_on_disk(0, _NUM_PER_STEP) and self._listing.has_more:
+        was_spent = self.pace.begin_step()
+        self._let_go_of_dropped()
+        self._try_again()
+        self.pace.begin_step()  # what is left of those keeps nobody from making room
+        if self._make_room_on_disk(0, NUM_PER_STEP) and self._listing.has_more:
             # It counts as what a segment of it takes at most, so that there is room for that.
-            self._listing.enter(_NUM_PER_STEP, SEGMENT_BYTES)
+            self._listing.enter(NUM_PER_STEP, SEGMENT_BYTES)
+        if was_spent:
+            self.write_ahead()
 
     # Host memory
 
     def make_room(self, num_bytes: int) -> bool:
-        """Free host memory for a segment; return whether it has room now."""
+        """Free host memory for a segment; return whether it has room now. If not and the step
+        `is_spent`, the next one may find the rest."""
         if num_bytes > self.host.max_bytes:
             return False
         while self.host.free_bytes < num_bytes:
+            if not self.pace.take():
+                return False
             segment = self.host.next_to_give(self._may_leave_host, _NUM_TRIED)
             if segment is None:
                 self.write_ahead()
@@ -177,6 +163,10 @@ class TierStore:
         """Count a segment whose copy to host memory is ordered, or is complete. `used_ns`: when it
         was used last."""
         segment.used_ns = used_ns
+        for account in (self.host, self.disk):
+            before = account.named(segment.content.tag, segment.content.name)
+            if before is not None:  # it was dropped with what it followed
+                self._let_go(before)
         self.host.add(segment)
 
     def end_copy(self, segment: Segment, *, is_whole: bool) -> bool:
@@ -197,7 +187,8 @@ class TierStore:
         """Write a segment to disk, if none is being written: the one used longest ago if host
         memory is nearly full; at the engine's end the one used last."""
         while self._write_next():
-            pass  # one that has no room, or gave way to make it, is passed over
+            if not self.pace.take():
+                return  # one that has no room, or gave way to make it, is passed over
 
     def _write_next(self) -> bool:
         """Write the next segment, or find that it cannot be; return False if there is none."""
@@ -247,8 +238,9 @@ class TierStore:
                 self._enter_found(namespace, tokens, result.found)
             if result.refusal is Refusal.WRONG:
                 self.counts.refused_files += 1
-            if not result.found:
-                # One that cannot be read is not asked for again, which might go on for ever.
+            if not result.found and result.refusal is not Refusal.FAILED:
+                # One that cannot be read is not asked for again, which might go on for ever. One
+                # that could not be opened now is: by the next turn.
                 self._forget_unread(key.name)
 
         def take(result: TierResult) -> None:
@@ -336,21 +328,13 @@ class TierStore:
                 return
             before = segment.parent
             self.drop(segment)
-            segment = before
+            segment = self.tree.living(before)
 
     def drop(self, segment: Segment) -> None:
-        """Drop a segment everywhere, and all that follow it."""
-        for each in self.tree.remove(segment):
-            self.counts.dropped_segments += 1
-            if each in self.host:
-                self.host.remove(each)
-                if each.in_host:
-                    self.orders.forget_in_host(each.number)
-            if each in self.disk:
-                self.disk.remove(each)
-                if each.on_disk:
-                    self.orders.forget_file(each.content.file_id)
-            self.writes.remove(each)
+        """Drop a segment everywhere, and all that follow it: nobody finds those any more, and they
+        count until they are let go of, which may be in later steps."""
+        self._let_go(segment)
+        self._let_go_of_dropped()
 
     def refuse_file(self, segment: Segment) -> None:
         """Drop a segment whose file is not what it should be."""
@@ -362,7 +346,7 @@ class TierStore:
         """Drop everything at once: what the pools held may have been wrong."""
         self._num_clears += 1  # what is being found is gone by then
         self.counts.dropped_segments += len(self.tree)
-        self._ruins += [self.tree.clear(), *self._unread.clear()]
+        self.pace.drop(self.tree.clear(), *self._unread.clear())
         self._listing.end()
         self.writes.clear()
         for account in (self.host, self.disk):
@@ -374,8 +358,8 @@ class TierStore:
     def violations(self) -> list[str]:
         """Recount the segments, and return where they are not as the tree and the accounts say.
         O(segments)."""
-        segments = self.tree.segments()
-        found = [text for segment in segments for text in self._shape(segment)]
+        found = [*misplaced(self.tree, self.host, self.disk)]
+        segments = (*self.tree.segments(), *self.tree.lost())
         for name, account in (("host memory", self.host), ("disk", self.disk)):
             held = sum(each.content.num_bytes for each in segments if each in account)
             held += self._unread.num_bytes if account is self.disk else 0
@@ -385,26 +369,34 @@ class TierStore:
                 found.append(f"{name}: {account.num_bytes} bytes of {account.max_bytes}")
         return found
 
-    def _shape(self, segment: Segment) -> Iterator[str]:
-        who = f"segment {segment.number}"
-        if segment.in_host and segment not in self.host:
-            yield f"{who} is in host memory and not counted there"
-        if (segment.on_disk or segment.is_writing) and segment not in self.disk:
-            yield f"{who} is on disk and not counted there"
-        if segment not in self.host and segment not in self.disk:
-            yield f"{who} is nowhere"
-        parent, start = segment.parent, segment.content.start
-        if parent is None:
-            if start:
-                yield f"{who} follows nothing and begins at {start}"
-        elif not (
-            self.tree.get(parent.number) is parent
-            and parent.children.get(segment.content.name) is segment
-            and parent.content.start < start <= parent.content.end
-        ):
-            yield f"{who} does not follow the segment that it hangs below"
-
     # Private
+
+    def _let_go(self, segment: Segment) -> None:
+        """Drop one segment, and leave those that follow it to `_let_go_of_dropped`."""
+        self.pace.drop(self.tree.remove(segment))
+        self.counts.dropped_segments += 1
+        if segment in self.host:
+            self.host.remove(segment)
+            if segment.in_host:
+                self.orders.forget_in_host(segment.number)
+        if segment in self.disk:
+            self.disk.remove(segment)
+            if segment.on_disk:
+                self.orders.forget_file(segment.content.file_id)
+        self.writes.remove(segment)
+
+    def _let_go_of_dropped(self) -> None:
+        while (dropped := self.pace.next_dropped()) is not None:
+            if not isinstance(dropped, Segment):
+                continue  # of a file that nobody has read
+            if self.tree.get(dropped.number) is dropped:
+                self._let_go(dropped)
+            else:
+                dropped.unlink()  # everything was dropped
+
+    def _try_again(self) -> None:
+        while self.writes.may_try_again and self.pace.take():
+            self.writes.try_again()
 
     def _may_leave_host(self, segment: Segment) -> bool:
         if not segment.in_host or segment.is_writing:
@@ -424,24 +416,24 @@ class TierStore:
         parent = segment.parent
         # What the disk did not take before has no room for what follows it either.
         is_found = parent is None or parent.on_disk or self.writes.has_failed(parent)
-        if not (is_found and self._make_room_for(segment)):
-            segment.is_refused = True
-            return
+        has_room = is_found and self._make_room_for(segment)
         if self.tree.get(segment.number) is not segment:
             return  # what gave way was the beginning of the same path
+        if not has_room and is_found and self.pace.is_spent:
+            self.writes.add(segment)  # the next step goes on
+            return
+        if not has_room:
+            segment.is_refused = True
+            return
         # A file from before may have the name: it held the same tokens, or begins with them.
         self._forget_unread(segment.content.name)
         self.disk.add(segment)
         segment.is_writing = True
-        self.writes.num_under_way += 1
-        found, num_bytes, used_ns = (
-            self.file_of(segment),
-            segment.content.num_bytes,
-            segment.used_ns,
-        )
-        before_bytes = self.disk.num_bytes - num_bytes if self.is_listed else None
+        self.writes.under_way = segment
+        file, size, used_ns = self.file_of(segment), segment.content.num_bytes, segment.used_ns
+        before_bytes = self.disk.num_bytes - size if self.is_listed else None
         self.orders.add(
-            lambda number: WriteFile(number, segment.number, found, num_bytes, used_ns),
+            lambda number: WriteFile(number, segment.number, file, size, used_ns),
             lambda result: self._end_writing(segment, result, before_bytes),
         )
 
@@ -451,7 +443,7 @@ class TierStore:
             held_bytes, now_s = before_bytes + num_bytes * is_whole, self.uses.now_s
             self.disk.note_room(result, held_bytes=held_bytes, asked_bytes=num_bytes, now_s=now_s)
         self.disk.num_refused += result.refusal is Refusal.NO_ROOM
-        self.writes.num_under_way -= 1
+        self.writes.under_way = None
         segment.is_writing = False
         if self.tree.get(segment.number) is not segment:
             if is_whole:
@@ -459,8 +451,9 @@ class TierStore:
             return
         segment.on_disk = is_whole
         if is_whole:
-            self.counts.written_bytes += num_bytes
-            self.writes.try_again()
+            self.counts.written_bytes += segment.content.num_bytes
+            self.writes.note_written()
+            self._try_again()
         else:
             self.counts.failed_copies += 1
             self.disk.remove(segment)
@@ -481,7 +474,7 @@ class TierStore:
             return other.used_ns < segment.used_ns or not is_own
 
         while not self._has_room_on_disk(content.num_bytes, index_bytes):
-            if not self._give_way_on_disk(may_give):
+            if not (self.pace.take() and self._give_way_on_disk(may_give)):
                 return False
         return True
 
@@ -529,6 +522,7 @@ class TierStore:
     def _take_list(self, result: TierResult) -> None:
         if result.refusal is not None and not self.is_listed:
             self.disk.give_nothing()  # what it has cannot be counted, so it gets no more
+            self._listing.has_failed = True
         self._listing.take(result.files)
 
     def _enter_found(
@@ -541,6 +535,8 @@ class TierStore:
                 continue  # it was found or written by somebody else meanwhile
             if self.is_listed and each.file.name not in self._unread:
                 return  # it gave way meanwhile, and its file is gone
+            if self.disk.named(tenant_tag(namespace.tenant), each.file.name) is not None:
+                return  # it was dropped with what it followed, and its file goes
             segment = self.tree.add(namespace, path, each.tokens, each.spans)
             self._unread.pop(segment.content.name)
             self._listing.note_found(segment.content.file_id)

@@ -11,7 +11,7 @@ from cache.types import Namespace, SessionId, SlotState, Tokens
 from session_server.core.tier_orders import TierOrder, TierResult
 from session_server.engine.config import TierPolicy
 from session_server.engine.in_flight import InFlight
-from session_server.engine.tiers.forgetting import Forgetting, Forgotten
+from session_server.engine.tiers.forgetting import Forgetting, Forgotten, ThenGone
 from session_server.engine.tiers.restoring import Restoring, Then
 from session_server.engine.tiers.room_watch import RoomWatch
 from session_server.engine.tiers.spilling import Spilling
@@ -77,10 +77,15 @@ class Tiers:
             self._restoring.forget(session_id)
             self._spilling.forget(session_id, is_deleted=is_deleted)
 
-    def forget(self, namespace: Namespace, tokens: Tokens, num_kept: int) -> None:
-        """Drop what nobody else has of a session that is not open, behind its first tokens."""
+    def forget(
+        self, namespace: Namespace, tokens: Tokens, num_kept: int, then: ThenGone | None
+    ) -> None:
+        """Drop what nobody else has of a session that is not open, behind its first tokens; `then`
+        is called once that is gone, or cannot be."""
         if self._is_on:
-            self._forgetting.add(Forgotten(namespace, tokens, num_kept))
+            self._forgetting.add(Forgotten(namespace, tokens, num_kept, then=then))
+        elif then is not None:
+            then(True)
 
     def holds(self, session_id: SessionId) -> bool:
         """Return whether a session must not be cooled yet, because it is being copied first."""
@@ -117,10 +122,14 @@ class Tiers:
     def is_draining(self) -> bool:
         """Return whether sessions at rest are still being written to disk, or what was deleted is
         being dropped, after `drain`. Nothing is written to a disk that does not answer."""
-        if self._forgetting.has_more:
+        # After a `clear` no segment is left, and nothing of it is to be forgotten.
+        has_files = bool(self.store.tree) and self.store.pace.has_dropped
+        if self._forgetting.has_more or has_files:
             return True
         if not self.store.writes.is_draining or self.store.orders.disk_watch.is_silent:
             return False
+        if self.store.pace.is_spent or self.store.writes.may_try_again:
+            return True
         is_busy = self._spilling.has_dirty or self._spilling.is_copying or self.store.is_writing
         return is_busy or self.store.is_giving_way
 
@@ -132,6 +141,8 @@ class Tiers:
     @property
     def due_s(self) -> float | None:
         """Return when there is something to do though nothing comes; None: never."""
+        if not self._is_on:
+            return None
         drain_until_s = self._drain_until_s if self.is_draining else None
         due = (self.store.orders.disk_watch.due_s, self._room_watch.due_s, drain_until_s)
         return min((each for each in due if each is not None), default=None)
@@ -153,6 +164,7 @@ class Tiers:
         if not self._is_on:
             return ()
         self.store.uses.set(now_s)
+        was_spent = self.store.pace.is_spent
         self.store.advance()
         self._forgetting.advance()
         if self.store.writes.is_draining and now_s >= self._drain_until_s:
@@ -163,7 +175,7 @@ class Tiers:
             self.store.write_ahead()
         self._restoring.release()
         self._room_watch.ask(now_s)
-        self.has_more = self._forgetting.has_more or self.store.has_more
+        self.has_more = was_spent or self._forgetting.has_more or self.store.has_more
         orders = self.store.orders.take()
         for order in orders:
             self.store.orders.disk_watch.ask(order, now_s)

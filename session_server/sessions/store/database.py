@@ -81,6 +81,9 @@ class Database(Reads):
         self._is_read_only = is_read_only
         self._connections: list[sqlite3.Connection] = []
         self._files: OpenFiles | None = None
+        self.has_deleted = True
+        """Whether the log may have what was deleted, be it by a process that was killed."""
+
         self.lock = (StoreLock.shared if is_read_only else StoreLock.alone)(directory)
         try:
             self._check_content()
@@ -224,9 +227,12 @@ class Database(Reads):
         self._writer.execute("VACUUM")
         self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
-    def shorten_log(self) -> None:
-        """Empty a log that has grown long; see `shorten`. Raises OSError, sqlite3.Error."""
-        shorten(self._writer, self.path)
+    def shorten_log(self, *, erases: bool) -> None:
+        """Empty a log that has grown long, or if it `erases` has what was deleted; see `shorten`.
+        Raises OSError, sqlite3.Error."""
+        is_long = not (erases and self.has_deleted)
+        if shorten(self._writer, self.path, is_long=is_long):
+            self.has_deleted = False
 
     # -- verbs, inside a transaction
 
@@ -290,16 +296,23 @@ class Database(Reads):
 
     def delete(self, number: int) -> None:
         """Delete a session and its entries, if it is there."""
-        self._writer.execute("DELETE FROM sessions WHERE number = ?", (number,))
+        found = self._writer.execute("DELETE FROM sessions WHERE number = ?", (number,))
+        self.has_deleted |= found.rowcount > 0
 
     def delete_some(self, number: int) -> Freed | None:
         """Delete a session, or the last entries of a long one; None if it is not there."""
+        self.has_deleted = True
         return delete_some(self._writer, number)
 
     def retire(self, number: int) -> None:
         """Let a session have expired long ago, and its id be free; its tokens can be read."""
         query = f"UPDATE sessions SET {RENAMED}, expires = 0 WHERE number = ?"  # noqa: S608
         self._writer.execute(query, (number,))
+
+    def note_time(self, now_s: float) -> None:
+        """Write the time, by which a later server knows how long none was there."""
+        query = "INSERT OR REPLACE INTO facts VALUES ('time', ?)"
+        self._writer.execute(query, (repr(now_s).encode(),))
 
     def _update(self, row: SessionRow, num_entries: int, num_bytes: int) -> None:
         values = (
@@ -339,9 +352,11 @@ class Database(Reads):
         self._put_parts(row.number, parts)
         query = "DELETE FROM parts WHERE record = ? AND position = ?"
         self._writer.executemany(query, [(row.number, position) for position in removed])
+        self.has_deleted |= bool(removed)
 
     def delete_record(self, number: int) -> None:
         """Delete a record and its parts, if it is there."""
+        self.has_deleted = True
         self._writer.execute("DELETE FROM records WHERE number = ?", (number,))
 
     def _put_parts(self, number: int, parts: Parts) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import islice
 from typing import Final, Protocol
 
@@ -46,7 +47,7 @@ class Deletions:
         self._begun: set[int] = set()
         """Those of them that are found by their numbers alone, because a part of them is gone."""
 
-        self._failed: dict[int, None] = {}
+        self._failed: dict[int, Callable[[], None]] = {}
         """Those of them that could not be deleted yet."""
 
         self._retired_bytes: Counter[str] = Counter()
@@ -75,21 +76,23 @@ class Deletions:
             found[:] = [database.delete_some(number)]
 
         def on_written(error: Exception | None) -> None:
-            if error is None and found[0] is not None:
-                self._count_retired(found[0].owner_id, -found[0].num_retired)
-                self.on_freed(found[0].owner_id, found[0].num_bytes)
+            freed = found[0] if error is None else None
+            if freed is not None:
+                self._count_retired(freed.owner_id, -freed.num_retired)
+                self.on_freed(freed.owner_id, freed.num_bytes)
+            if freed is not None and not freed.is_gone:
+                self._begun.add(number)
+                self.delete(number, _ignore if is_urgent else told, is_urgent=False)
+            elif error is None:
+                self._begun.discard(number)
 
         def on_told(error: Exception | None) -> None:
             is_over = error is not None or found[0] is None or found[0].is_gone
-            if is_over and error is None:
-                self._begun.discard(number)
             if is_over or is_urgent:
                 told(error)
-            if not is_over:
-                self._begun.add(number)
-                self.delete(number, _ignore if is_urgent else told, is_urgent=False)
 
-        self._end(number, write, (on_written, on_told), is_urgent=is_urgent)
+        again = partial(self.delete, number)
+        self._end(number, write, (on_written, on_told), again, is_urgent=is_urgent)
 
     def retire(
         self,
@@ -102,7 +105,7 @@ class Deletions:
     ) -> None:
         """Delete a session of so many bytes whose tokens are still to be read: from now on it is
         not found, and once that is on disk it is one that has expired; `told` as in `delete`. Where
-        that fails it is deleted, and where its owner has too many such."""
+        its owner has too many such it is deleted."""
         if self._retired_bytes[owner_id] + num_bytes > MAX_RETIRED_BYTES:
             self.delete(number, told, is_urgent=is_urgent)
             return
@@ -115,15 +118,23 @@ class Deletions:
         def write(database: Database) -> None:
             database.retire(number)
 
-        self._end(number, write, (on_written, told), is_urgent=is_urgent)
+        again = partial(self.retire, number, owner_id, num_bytes)
+        self._end(number, write, (on_written, told), again, is_urgent=is_urgent)
 
     def retry(self, *, is_failing: bool) -> None:
         """Delete what could not be deleted: one session while the disk fails, or else more."""
         for number in list(islice(self._failed, 1 if is_failing else RETRIED_AT_ONCE)):
-            del self._failed[number]
-            self.delete(number)
+            self._failed.pop(number)()
 
-    def _end(self, number: int, write: Write, whom: tuple[Told, Told], *, is_urgent: bool) -> None:
+    def _end(
+        self,
+        number: int,
+        write: Write,
+        whom: tuple[Told, Told],
+        again: Callable[[], None],
+        *,
+        is_urgent: bool,
+    ) -> None:
         self.hidden.add(number)
         on_written, on_told = whom
 
@@ -135,7 +146,7 @@ class Deletions:
 
         def told(error: Exception | None) -> None:
             if error is not None:
-                self._failed[number] = None
+                self._failed[number] = again
             on_told(error)
 
         self._ask(write, written, told, is_urgent=is_urgent)

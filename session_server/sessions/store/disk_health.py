@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from session_server.core.kv_place import KV_DIRECTORY
 from session_server.core.os_errors import NO_ROOM, in_words
-from session_server.sessions.store.open_files import KV_DIRECTORY
 
 _logger: Final = logging.getLogger("session_server.store")
 
@@ -26,6 +26,14 @@ _FULL_BYTES: Final = 1 << 20
 
 _PRIMARY: Final = 0xFF
 """Part of an error code of SQLite that says its kind."""
+
+
+def is_of_disk(error: Exception) -> bool:
+    """Return whether a write failed for the disk, or for want of memory, and not for what it was to
+    write."""
+    # Others that are derived from this one say that a statement is wrong, or its values.
+    is_damaged = type(error) is sqlite3.DatabaseError
+    return is_damaged or isinstance(error, (OSError, MemoryError, sqlite3.OperationalError))
 
 
 def explain(error: Exception, directory: Path) -> str:

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from session_server.core.kv_place import KV_DIRECTORY, KV_REFUSED
 from session_server.core.owner import shown_owner
 from session_server.sessions.store.database import Database
 from session_server.sessions.store.lock import StoreUnusable
 from session_server.sessions.store.log_frames import log_of
-from session_server.sessions.store.open_files import EXPOSED, KV_DIRECTORY, KV_REFUSED
+from session_server.sessions.store.open_files import EXPOSED
 from session_server.sessions.store.records import Damaged, Parts, SessionRow, check_part
 from session_server.sessions.store.schema import SCHEMA_VERSION
 from session_server.sessions.store.session_file import file_of

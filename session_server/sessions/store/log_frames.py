@@ -76,15 +76,18 @@ def committed_bytes(log: Path) -> int:
     return max((frame.end for frame in current if frame.is_commit), default=0)
 
 
-def shorten(database: sqlite3.Connection, path: Path) -> None:
-    """Empty the log of a database that has grown long, and wait for nobody who reads it: then the
-    next commit is for it. Raises OSError, sqlite3.Error."""
-    if size_of(log_of(path)) <= MAX_LOG_BYTES:
-        return
+def shorten(database: sqlite3.Connection, path: Path, *, is_long: bool) -> bool:
+    """Empty the log of a database, `is_long`: one that has grown long, and wait for nobody who
+    reads it: then the next commit is for it. Return whether it is empty. Raises OSError,
+    sqlite3.Error."""
+    num_bytes = size_of(log_of(path))
+    if num_bytes <= (MAX_LOG_BYTES if is_long else 0):
+        return num_bytes == 0
     (wait_ms,) = database.execute("PRAGMA busy_timeout").fetchone()
     database.execute("PRAGMA busy_timeout = 0")
     try:
-        database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        ((is_busy, *_),) = database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
     finally:
         with contextlib.suppress(sqlite3.Error):
             database.execute(f"PRAGMA busy_timeout = {wait_ms}")
+    return not is_busy

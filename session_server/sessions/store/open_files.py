@@ -14,6 +14,7 @@ import struct
 from pathlib import Path
 from typing import Final
 
+from session_server.core.kv_place import KV_DIRECTORY, KV_REFUSED
 from session_server.sessions.store.log_frames import frames_bytes, index_of, log_of
 
 _logger: Final = logging.getLogger("session_server.store")
@@ -28,12 +29,6 @@ _NAMES: Final = (
     LOCK_NAME,
     *(f"{DATABASE_NAME}{suffix}" for suffix in ("", "-wal", "-shm", "-journal")),
 )
-
-KV_DIRECTORY: Final = "kv"
-"""Of a store, where the files of KV are."""
-
-KV_REFUSED: Final = "refused"
-"""Of that, where files are that did not verify."""
 
 _ADVICE: Final = "put them back, or restart the server"
 EXPOSED: Final = stat.S_IRWXG | stat.S_IRWXO
@@ -53,13 +48,15 @@ class LogGone(sqlite3.OperationalError):
 def check_kinds(directory: Path) -> None:
     """Raise OSError if something in a store is not the kind of file that it must be: to open a pipe
     would wait for whoever writes to it."""
-    for path in (directory / name for name in (*_NAMES, KV_DIRECTORY)):
+    directories = KV_DIRECTORY, f"{KV_DIRECTORY}/{KV_REFUSED}"
+    for name in (*_NAMES, *directories):
+        path = directory / name
         try:
             mode = path.lstat().st_mode
         except (FileNotFoundError, NotADirectoryError):
             continue  # whoever opens it says so
         kind = _KINDS.get(stat.S_IFMT(mode), "a device or a pipe")
-        wanted = "a directory" if path.name == KV_DIRECTORY else "a file"
+        wanted = "a directory" if name in directories else "a file"
         if kind != wanted:
             raise OSError(f"{path} is {kind}, and must be {wanted}: put one there, or remove it")
 

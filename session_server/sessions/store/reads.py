@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
+from session_server.sessions.store.clock import EARLIEST_S
 from session_server.sessions.store.pieces import first_rows
-from session_server.sessions.store.records import Holding, Parts, RecordRow, SessionRow
+from session_server.sessions.store.records import LAST_S, Holding, Parts, RecordRow, SessionRow
 from session_server.sessions.store.schema import COLUMNS, RECORD_COLUMNS
 
 _PAGE_ROWS: Final = 256
@@ -55,6 +57,24 @@ class Reads:
         it expires and its number."""
         condition = "expires < ? AND (expires, number) > (?, ?) ORDER BY expires, number LIMIT ?"
         return self._rows(condition, (until_s, *after, limit))
+
+    def num_expiring(self, since_s: float, until_s: float, *, limit: int) -> int:
+        """Return how many sessions expire in this time, counted up to `limit`."""
+        query = (
+            "SELECT count(*) FROM"
+            " (SELECT 1 FROM sessions WHERE expires >= ? AND expires < ? LIMIT ?)"
+        )
+        return int(self._reader.execute(query, (since_s, until_s, limit)).fetchone()[0])
+
+    def noted_s(self) -> float | None:
+        """Return the time that a server has noted last; None if none has."""
+        query = "SELECT value FROM facts WHERE name = 'time'"
+        for (value,) in self._reader.execute(query):
+            with contextlib.suppress(ValueError):
+                noted_s = float(value)
+                if EARLIEST_S <= noted_s < LAST_S:
+                    return noted_s
+        return None
 
     def entries(
         self, number: int, *, start: int = 0, limit: int = -1, max_bytes: int | None = None

@@ -9,17 +9,21 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Final
 
+from session_server.sessions.bugs import log_bug
+from session_server.sessions.store.clock import EARLIEST_S, GRACE_S, StoreClock
 from session_server.sessions.store.database import Behind, Database, Durability
 from session_server.sessions.store.deletions import Deletions
-from session_server.sessions.store.disk_health import DiskHealth
+from session_server.sessions.store.disk_health import DiskHealth, is_of_disk
 from session_server.sessions.store.lock import StoreIsBusy
 from session_server.sessions.store.patience import NO_ANSWER, Patience
 from session_server.sessions.store.pieces import MAX_ENTRY_BYTES
 from session_server.sessions.store.records import (
+    LAST_S,
     Damaged,
     Holding,
     LogEntry,
@@ -48,6 +52,9 @@ MAX_WAITING_BYTES: Final = 64 << 20
 """Entries that wait for the disk. A further write fails; one alone is written however large it is,
 and one session has one under way."""
 
+MAX_COUNTED: Final = 10_000
+"""Sessions that are counted which a wall clock that is ahead would end."""
+
 _TOO_MUCH: Final = "too much waits to be written"
 
 ENTRIES_AT_ONCE: Final = 16
@@ -64,9 +71,8 @@ class SessionStore:
     """Keep sessions in a directory. Call every method on the event loop's thread.
 
     `model`: the `ModelText.fingerprint` that token ids are of. `durability`: with "turn" the
-    end of a turn waits for its commit, with "relaxed" it does not. `wall_clock` returns seconds
-    that go on while no server runs; by default those of this moment and what passes from here on,
-    so that a clock that is set while the server runs ends no session.
+    end of a turn waits for its commit, with "relaxed" it does not. `wall` returns seconds that go
+    on while no server runs, and may be set; `clock` monotonic ones. See `StoreClock`.
     """
 
     def __init__(
@@ -75,7 +81,8 @@ class SessionStore:
         *,
         model: bytes,
         durability: Durability = "turn",
-        wall_clock: Callable[[], float] | None = None,
+        wall: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Open the store. Raises StoreUnusable, StoreIsBusy."""
         self._database = Database(directory, durability=durability)
@@ -86,7 +93,10 @@ class SessionStore:
             raise
         self.directory = directory
         self.model, self.durability = model, durability
-        self.wall_clock = wall_clock or _steady_clock()
+        since_s = self._database.noted_s()
+        if since_s is None:
+            since_s = EARLIEST_S if self.last_number else wall()
+        self.clock = StoreClock(since_s, wall=wall, clock=clock)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._commits = GroupCommits(self._database, self._deliver)
         self._num_waiting = 0
@@ -112,7 +122,7 @@ class SessionStore:
 
     def census(self) -> str:
         """Say how many sessions are on disk, those that have expired apart. O(sessions)."""
-        num_open, num_expired = self._database.census(self.wall_clock())
+        num_open, num_expired = self._database.census(self.clock.now_s())
         return f"{num_open}, and {num_expired} that have expired" if num_expired else f"{num_open}"
 
     @property
@@ -125,6 +135,33 @@ class SessionStore:
         """Return what was written so far."""
         return self._commits.counts
 
+    def watch_clock(self) -> None:
+        """See whether the wall clock is believed, and log it where that is over; call it now and
+        then. Raises sqlite3.Error."""
+        ahead_s = self.clock.watch()
+        if ahead_s < 0.0:
+            _logger.warning(
+                "the wall clock says %s, %.0f s before the last time that a server of this store "
+                "has seen: sessions on disk age by the time that a server runs alone until it is "
+                "set right",
+                _shown(self.clock.now_s() + ahead_s),
+                -ahead_s,
+            )
+        elif ahead_s > 0.0:
+            since_s = self.clock.now_s()
+            num = self._database.num_expiring(since_s, since_s + ahead_s, limit=MAX_COUNTED)
+            if num:
+                _logger.warning(
+                    "the wall clock says %s, %.0f s more than a server has seen pass: %s%d "
+                    "sessions on disk have expired by that. They are deleted in %.0f s unless "
+                    "they are used; if the clock is wrong, set it: nothing is deleted yet",
+                    _shown(since_s + ahead_s),
+                    ahead_s,
+                    "at least " if num == MAX_COUNTED else "",
+                    num,
+                    GRACE_S,
+                )
+
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start to write; what was written is told on this loop."""
         self._loop = loop
@@ -134,6 +171,8 @@ class SessionStore:
         """Write what is left, tell of it, and close the store. After `CLOSE_WAIT_S` it is left to a
         disk that does not answer."""
         assert self._loop is not None, "a store that was not started"
+        if self.clock.must_note():
+            self._commits.ask(_noting(_nothing, self.clock.noted_s), _ignore)
         is_over = await self._loop.run_in_executor(None, self._commits.stop, CLOSE_WAIT_S)
         await asyncio.sleep(0)  # what was delivered last runs before this goes on
         if is_over:
@@ -182,20 +221,20 @@ class SessionStore:
         return self._if_open(self._database.numbered(number))
 
     def _if_open(self, row: SessionRow | None) -> SessionRow | None:
-        if row is None or row.number in self.deletions.hidden or row.expires_s < self.wall_clock():
+        if row is None or row.number in self.deletions.hidden or row.expires_s < self.clock.now_s():
             return None
         return row
 
     async def survey(self, question: SurveyQuestion) -> SurveyAnswer:
         """Look through all sessions on disk, on another thread. Raises sqlite3.Error."""
         without = question.without | self.deletions.hidden
-        asked = replace(question, now_s=self.wall_clock(), without=without)
+        asked = replace(question, now_s=self.clock.now_s(), without=without)
         return await asyncio.to_thread(survey, self._database.path, asked)
 
     def page(self, owner_id: str, *, after: int, limit: int) -> list[SessionRow]:
         """Return up to `limit` sessions of an owner with higher numbers, in order; fewer only if
         there are no more. Raises sqlite3.Error."""
-        now_s, found = self.wall_clock(), list[SessionRow]()
+        now_s, found = self.clock.now_s(), list[SessionRow]()
         while len(found) < limit:
             rows = self._database.page(owner_id, after=after, now_s=now_s, limit=limit)
             found += [row for row in rows if row.number not in self.deletions.hidden]
@@ -277,6 +316,8 @@ class SessionStore:
         later is as if it had been told of."""
         if beside is not None:
             write, told, num_bytes = together((beside, Beside(write, told, num_bytes)))
+        if self.clock.must_note():
+            write = _noting(write, self.clock.noted_s)
         self._ask(write, told, num_bytes=num_bytes)
 
     def _ask(self, write: Write, told: Told, *, num_bytes: int) -> None:
@@ -306,8 +347,12 @@ class SessionStore:
             self._commits.ask_later(write, partial(tell_each, (written, told)))
 
     def _note(self, told: Told, error: Exception | None) -> None:
-        # A log that lacks something is no fault of the disk: its session is written again.
-        self.health.note_write(None if isinstance(error, Behind) else error)
+        if error is None or is_of_disk(error):
+            self.health.note_write(error)
+        elif isinstance(error, Behind):
+            self.health.note_write(None)  # its session is written again
+        else:
+            log_bug("a write of the store", error)
         told(error)
 
     def _deliver(self, run: Callable[[], None]) -> None:
@@ -316,6 +361,21 @@ class SessionStore:
             self._loop.call_soon_threadsafe(run)
 
 
-def _steady_clock() -> Callable[[], float]:
-    ahead_s = time.time() - time.monotonic()
-    return lambda: time.monotonic() + ahead_s
+def _noting(write: Write, now_s: float) -> Write:
+    def noting(database: Database) -> None:
+        write(database)
+        database.note_time(now_s)
+
+    return noting
+
+
+def _nothing(_database: Database) -> None:
+    pass
+
+
+def _ignore(_error: Exception | None) -> None:
+    pass
+
+
+def _shown(time_s: float) -> str:
+    return datetime.fromtimestamp(min(time_s, LAST_S), UTC).isoformat(" ", "seconds")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import queue
 import sqlite3
 import threading
@@ -29,6 +30,9 @@ MAX_GROUP: Final = 512
 
 LATER_AT_ONCE: Final = 64
 """Writes for which nobody waits that one commit takes besides."""
+
+ERASED_EVERY_S: Final = 10.0
+"""How often a log is emptied that has what was deleted, which is gone from it by then."""
 
 Write = Callable[[Database], None]
 """Calls verbs of the database, and raises what they raise."""
@@ -111,6 +115,7 @@ class GroupCommits:
         self._num_asked = 0
         self._later: deque[_Asked] = deque()
         self._thread = threading.Thread(target=self._run, name="store-writer", daemon=True)
+        self._erased_s = -math.inf
         self.counts = CommitCounts()
 
     def start(self) -> None:
@@ -141,7 +146,10 @@ class GroupCommits:
         while not is_over:
             group: list[_Asked] = []
             while len(group) < MAX_GROUP and not (self._asked.empty() and (group or self._later)):
-                asked = self._asked.get()
+                try:
+                    asked = self._asked.get(timeout=self._wait_s)
+                except queue.Empty:
+                    break  # what was deleted is still in the log
                 if asked is None:
                     is_over = True
                     break
@@ -152,8 +160,21 @@ class GroupCommits:
             for start in range(0, len(group), SLICE):
                 part = slice(start, start + SLICE)
                 self._deliver(partial(_tell, group[part], errors[part]))
-            with contextlib.suppress(OSError, sqlite3.Error):  # the next commit fails with it too
-                self._database.shorten_log()
+            self._shorten_log()
+
+    @property
+    def _wait_s(self) -> float | None:
+        """Return how long nothing has to be done but what is asked for; None: for ever."""
+        if not self._database.has_deleted:
+            return None
+        return max(0.0, self._erased_s + ERASED_EVERY_S - time.monotonic())
+
+    def _shorten_log(self) -> None:
+        erases = self._wait_s == 0.0
+        if erases:
+            self._erased_s = time.monotonic()
+        with contextlib.suppress(OSError, sqlite3.Error):  # the next commit fails with it too
+            self._database.shorten_log(erases=erases)
 
     def _take_later(self, num_taken: int) -> list[_Asked]:
         """Return some of what nobody waits for, of which nothing was asked for before it that is
