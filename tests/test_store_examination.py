@@ -213,10 +213,24 @@ def test_a_disk_that_is_nearly_full_is_a_warning(
     assert (status, found["disk"][0]) == (0, "warning")
 
 
-def test_a_table_says_what_to_do(store: Path, capsys: Shown) -> None:
-    os.truncate(store / Database.FILE, 0)
+@pytest.mark.parametrize("variables", [{}, {"FORCE_COLOR": "1", "COLUMNS": "60"}])
+def test_ids_and_commands_are_printed_whole(
+    store: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    """To be copied, on a terminal too."""
+    name = "s_" + "4f233f3b" * 8
+    change(store, f"UPDATE sessions SET id = '{name}', num_tokens = 1 WHERE id = 'talk1'")
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
     assert cli.main(["doctor", "--store", str(store)]) == 1
-    assert "is empty" in " ".join(capsys.readouterr().out.split())
+    said, told = capsys.readouterr()
+    assert f"{name} of owner (" in said
+    command = f"session-server sessions delete {name} --store {store}"
+    assert f"`{command}`" in said
+    assert "sessions and records: 0" not in told
+    assert cli.main(command.split()[1:]) == 0
+    capsys.readouterr()
+    assert cli.main(["doctor", "--store", str(store)]) == 0
 
 
 @pytest.fixture
