@@ -41,9 +41,10 @@ from session_server.models.gguf.config import ARCHITECTURES
 from session_server.models.registry import FAMILIES
 from session_server.progress import StepProgress
 from session_server.served_model import checked_directory, open_model
+from session_server.sessions.store.disk_health import explain
 from session_server.sessions.store.examination import examine
 from session_server.sessions.store.lock import StoreUnusable
-from session_server.store_place import add_config, find_store
+from session_server.store_place import add_config, find_store, made_store
 from session_server.terminal import printable
 
 _PORT: Final = HttpOptions().port
@@ -157,9 +158,9 @@ def check_store(asked: str, config: Path | None, *, port: int | None = None) -> 
     """Examine a store, that of a server where `asked` is empty, and show on stderr how far that
     is."""
     try:
-        directory = find_store(asked or None, config, port=port)
-    except (StoreUnusable, ValueError) as error:
-        yield Finding("store", CheckStatus.WRONG, str(error))
+        directory = made_store(find_store(asked or None, config, port=port))
+    except (StoreUnusable, ValueError, OSError) as error:
+        yield Finding("store", CheckStatus.WRONG, explain(error, Path()))
         return
     with StepProgress(Console(stderr=True)) as progress:
         task = progress.add_task("sessions and records", total=None)

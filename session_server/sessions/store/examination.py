@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Final
 
 from session_server.core.kv_place import KV_DIRECTORY, KV_REFUSED
+from session_server.core.os_errors import user_name
 from session_server.core.owner import shown_owner
 from session_server.sessions.store.database import Database
 from session_server.sessions.store.lock import StoreUnusable
 from session_server.sessions.store.log_frames import log_of
-from session_server.sessions.store.open_files import EXPOSED
+from session_server.sessions.store.open_files import EXPOSED, LOCK_NAME
 from session_server.sessions.store.records import Damaged, Parts, SessionRow, check_part
 from session_server.sessions.store.schema import SCHEMA_VERSION
 from session_server.sessions.store.session_file import file_of
@@ -74,6 +75,12 @@ def _files(directory: Path) -> StoreFinding:
     if links:
         found = f"links, which no server follows: {', '.join(links)}"
         return StoreFinding("files", found, "put the files themselves there", is_wrong=True)
+    needed = (path for path in there if path.name in (directory.name, Database.FILE, LOCK_NAME))
+    kept = [path.name for path in needed if not os.access(path, os.W_OK, effective_ids=True)]
+    if kept:
+        found = f"in {directory}, where user {user_name()} cannot write {', '.join(kept)}"
+        advice = f"begin a server as their owner, or chown -R {user_name()} {directory}"
+        return StoreFinding("files", found, advice)
     exposed = [path.name for path in there if path.stat().st_mode & EXPOSED]
     if exposed:
         advice = f"chmod -R go= {directory}"
