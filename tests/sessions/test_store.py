@@ -601,7 +601,7 @@ def test_a_bug_in_a_write_is_told_as_one_and_the_disk_is_well(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
     async def run() -> None:
-        store = SessionStore(tmp_path, model=b"model", wall_clock=lambda: 10.0)
+        store = SessionStore(tmp_path, model=b"model", wall=lambda: 10.0)
         store.start(asyncio.get_running_loop())
         told: list[Exception | None] = []
 
@@ -631,7 +631,7 @@ def test_what_the_disk_or_the_memory_has_refused_counts_as_failing(
     tmp_path: Path, error: Exception
 ) -> None:
     async def run() -> None:
-        store = SessionStore(tmp_path, model=b"model", wall_clock=lambda: 10.0)
+        store = SessionStore(tmp_path, model=b"model", wall=lambda: 10.0)
         store.start(asyncio.get_running_loop())
 
         def write(_database: Database) -> None:
