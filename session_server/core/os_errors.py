@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import pwd
+
+
+def user_name() -> str:
+    """Return the name of the user whose permissions this process has; its number if it has none."""
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return str(os.geteuid())
+
 
 def in_words(error: Exception) -> str:
     """Return what went wrong without the number and the quotes of the interpreter: "talk.json: file
