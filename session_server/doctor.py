@@ -32,7 +32,6 @@ from typing import Final
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Column
 
 from session_server.arguments import whole_number
 from session_server.config import HttpOptions, ModelOptions, Settings
@@ -42,10 +41,11 @@ from session_server.models.gguf.config import ARCHITECTURES
 from session_server.models.registry import FAMILIES
 from session_server.progress import StepProgress
 from session_server.served_model import checked_directory, open_model
+from session_server.sessions.store.disk_health import explain
 from session_server.sessions.store.examination import examine
 from session_server.sessions.store.lock import StoreUnusable
-from session_server.store_place import add_config, find_store
-from session_server.terminal import make_table
+from session_server.store_place import add_config, find_store, made_store
+from session_server.terminal import printable
 
 _PORT: Final = HttpOptions().port
 
@@ -111,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(store)
     output = parser.add_argument_group("output")
     output.add_argument(
-        "--json", action="store_true", help="print one JSON object instead of a table"
+        "--json", action="store_true", help="print one JSON object instead of lines"
     )
 
 
@@ -127,14 +127,20 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         console.print_json(json.dumps({"ok": not is_wrong, "findings": [*map(asdict, findings)]}))
         return int(is_wrong)
-    styles = {CheckStatus.GOOD: "green", CheckStatus.WARNING: "yellow", CheckStatus.WRONG: "red"}
-    rows = (
-        (of.topic, f"[{styles[of.verdict]}]{of.verdict}[/]", escape(of.found), escape(of.advice))
-        for of in findings
-    )
-    columns = (Column(""), Column(""), Column("found"), Column("what to do"))
-    console.print(make_table(columns, rows))
+    width = max(len(of.topic) for of in findings)
+    for of in findings:
+        _print(console, of, width)
     return int(is_wrong)
+
+
+def _print(console: Console, of: Finding, width: int) -> None:
+    """Print a finding, and below it what to do. No line is broken: ids and commands are copied."""
+    style = {CheckStatus.GOOD: "green", CheckStatus.WARNING: "yellow", CheckStatus.WRONG: "red"}
+    verdict = f"[{style[of.verdict]}]{of.verdict:<7}[/]"
+    for head, text in ((f"{of.topic:<{width}}  {verdict}", of.found), ("  to do:", of.advice)):
+        if text:
+            line = f"{head}  {escape(printable(text))}"
+            console.print(line, highlight=False, soft_wrap=True)
 
 
 def run_checks(model_dir: Path, host: str, port: int) -> Iterator[Finding]:
@@ -152,9 +158,9 @@ def check_store(asked: str, config: Path | None, *, port: int | None = None) -> 
     """Examine a store, that of a server where `asked` is empty, and show on stderr how far that
     is."""
     try:
-        directory = find_store(asked or None, config, port=port)
-    except (StoreUnusable, ValueError) as error:
-        yield Finding("store", CheckStatus.WRONG, str(error))
+        directory = made_store(find_store(asked or None, config, port=port))
+    except (StoreUnusable, ValueError, OSError) as error:
+        yield Finding("store", CheckStatus.WRONG, explain(error, Path()))
         return
     with StepProgress(Console(stderr=True)) as progress:
         task = progress.add_task("sessions and records", total=None)

@@ -48,7 +48,8 @@ class StepProgress:
     def add_task(self, description: str, *, total: float | None) -> TaskID:
         """Start counting a task; `total` is None if it is unknown."""
         task = self._bars.add_task(description, total=total)
-        self._print_line(task)
+        if total is not None:  # of others a line says nothing until something is counted
+            self._print_line(task)
         return task
 
     def advance(self, task: TaskID, steps: float = 1) -> None:

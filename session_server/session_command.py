@@ -3,7 +3,9 @@
   list                     show the sessions, oldest first, a line each
   show ID                  print what was said in one
   export ID [FILE]         write one to a file, or to stdout: it is JSON
-  import FILE              put one from a file into the store
+  import FILE              put one from a file into the store, which is made if
+                           there is none; its token ids are what the model is
+                           told, its texts are shown, and nobody compares them
   delete ID [ID ...]       delete some, by their whole ids
   backup FILE              copy the whole store, as of one moment, to a file
   vacuum                   give the space of deleted sessions back to the disk;
@@ -42,7 +44,7 @@ from session_server.sessions.store.database import Database
 from session_server.sessions.store.directories import new_file
 from session_server.sessions.store.disk_health import explain
 from session_server.sessions.store.imported import entry_of, settings_of
-from session_server.sessions.store.lock import StoreUnusable
+from session_server.sessions.store.lock import StoreIsServed, StoreUnusable
 from session_server.sessions.store.pieces import encode_pieces
 from session_server.sessions.store.records import (
     Damaged,
@@ -69,6 +71,18 @@ _WORDS: Final = {
     "delete": (1, sys.maxsize, "ID, one or more"),
     "backup": (1, 1, "FILE"),
     "vacuum": (0, 0, "no id"),
+}
+_FLAGS: Final = {
+    "--owner": ("owner", {"list", "show", "export", "import", "delete"}),
+    "--id": ("new_id", {"import"}),
+}
+"""Of which action each of them says something."""
+
+_WHILE_SERVED: Final = {
+    "import": "stop that server first, or pass another --store",
+    "delete": "stop that server first, or while it runs send it DELETE /v1/sessions/ID, or say "
+    "/forget in its chat",
+    "vacuum": "stop that server first",
 }
 LISTED_AT_ONCE: Final = 4096
 """Sessions that `list` reads at a time. It prints them once others may have the store."""
@@ -111,26 +125,36 @@ def run(args: argparse.Namespace) -> int:
     if not least <= len(args.words) <= most:
         print(f"session-server sessions: {args.action} takes {needs}", file=sys.stderr)
         return 2
+    for flag, (name, actions) in _FLAGS.items():
+        if getattr(args, name) is not None and args.action not in actions:
+            print(f"session-server sessions: {args.action} takes no {flag}", file=sys.stderr)
+            return 2
     directory = Path()
     try:
-        directory = made_store(find_store(args.store, args.config))
+        directory = find_store(args.store, args.config)
+        if args.action != "import":  # makes one, as `serve` does
+            made_store(directory)
         _ACTIONS[args.action](directory, args)
     except BrokenPipeError:
         raise  # whoever reads what is printed has seen enough
     except (*_ERRORS, OSError, ValueError) as error:
         told = str(error)
-        if isinstance(error, sqlite3.Error):
+        if isinstance(error, StoreIsServed):
+            told = f"{directory}: a server has it open; {_WHILE_SERVED[args.action]}"
+        elif isinstance(error, sqlite3.Error):
             told = f"{directory}: {explain(error, directory)}"
         elif isinstance(error, OSError):
             told = explain(error, Path(error.filename or ".").absolute().parent)
+            if isinstance(error, FileExistsError):
+                told += ": name another file, or remove that one"
         print(f"session-server sessions: {printable(told)}", file=sys.stderr)
         return 1
     return 0
 
 
 def _list(directory: Path, args: argparse.Namespace) -> None:
-    print(_COLUMNS.format("id", "owner", "turns", "tokens", "opened", "expires in", "opened by"))
-    after, num_read = 0, LISTED_AT_ONCE
+    head = "id", "owner", "turns", "tokens", "opened", "expires in", "opened by"
+    begin, after, num_read = f"{_COLUMNS.format(*head)}\n", 0, LISTED_AT_ONCE
     while num_read == LISTED_AT_ONCE:
         with closing(Database(directory, is_read_only=True)) as database:
             rows = database.walk(args.owner, after=after)
@@ -139,7 +163,12 @@ def _list(directory: Path, args: argparse.Namespace) -> None:
                 lines.append(_line_of(row))
                 after = row.number
         num_read = len(lines)
-        print(*lines, sep="", end="")
+        if lines:
+            print(begin, *lines, sep="", end="")
+            begin = ""
+    if begin:
+        whose = "" if args.owner is None else f" of {shown_owner(args.owner)}"
+        print(f"no sessions{whose} in {directory}", file=sys.stderr)
 
 
 def _line_of(row: SessionRow) -> str:
@@ -205,7 +234,8 @@ def _import(directory: Path, args: argparse.Namespace) -> None:
         )
         with database.transaction():
             database.put(row, *encode_pieces(entry))
-    print(f"imported {session_id}, {row.num_turns:,} turns, {row.num_tokens:,} tokens")
+    whose = shown_owner(owner_id)
+    print(f"imported {session_id} for {whose}, {row.num_turns:,} turns, {row.num_tokens:,} tokens")
 
 
 def _delete(directory: Path, args: argparse.Namespace) -> None:

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 from session_server import flags, sources
-from session_server.sessions.store.database import Database
 from session_server.sessions.store.lock import StoreUnusable
+from session_server.sessions.store.open_files import STORE_NAMES
 from session_server.sessions.store.places import default_directory, found_directories
 
 
@@ -60,7 +60,12 @@ def find_store(asked: str | None, config: Path | None, *, port: int | None = Non
 
 
 def made_store(directory: Path) -> Path:
-    """Return a directory that a server has made a store of. Raises StoreUnusable for others."""
-    if (directory / Database.FILE).exists():
+    """Return a directory that somebody has made a store of, also if that has lost its database.
+    Raises StoreUnusable for others, OSError."""
+    if directory.is_file():
+        raise StoreUnusable(
+            f"{directory} is a file, not a directory: pass the directory of a store"
+        )
+    if directory.is_dir() and not {*STORE_NAMES}.isdisjoint(os.listdir(directory)):
         return directory
     raise StoreUnusable(f"{directory} is no store: `serve --store {directory}` makes one")

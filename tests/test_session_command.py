@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -18,6 +20,7 @@ from msgspec import structs
 from session_server import cli
 from session_server.config import Settings
 from session_server.core.errors import SessionNotFound
+from session_server.core.os_errors import user_name
 from session_server.core.owner import ANONYMOUS
 from session_server.sessions.store.database import Database
 from session_server.sessions.store.lock import StoreIsBusy, StoreUnusable
@@ -91,10 +94,10 @@ def test_a_session_goes_on_in_another_store_token_for_token(
     assert path.stat().st_mode & 0o777 == 0o600
     other = Disk(tmp_path / "other")
     other.now_s = disk.now_s
-    with other.world():
-        pass  # a server makes the store
     status, told, _ = sessions(capsys, other.directory, "import", str(path), "--owner", "owner")
-    assert (status, told.split()[:2]) == (0, ["imported", f"{name},"])
+    assert " for owner, 6 turns, " in told
+    assert other.directory.stat().st_mode & 0o777 == 0o700, "as a server makes one"
+    assert (status, told.split()[:2]) == (0, ["imported", name])
     status, _, told = sessions(capsys, other.directory, "import", str(path), "--owner", "owner")
     assert (status, "pass --id ID" in told) == (1, True)
     words = ("import", str(path), "--owner", "owner", "--id", "copy")
@@ -129,9 +132,14 @@ def test_a_store_is_read_beside_a_server_and_not_changed(
     _, exported, _ = sessions(capsys, disk.directory, "export", name)
     (disk.directory.parent / "talk.json").write_text(exported)
     talk = str(disk.directory.parent / "talk.json")
-    for words in (("delete", name), ("vacuum",), ("import", talk, "--id", "fresh")):
+    for words, advice in (
+        (("delete", name), "DELETE /v1/sessions/ID"),
+        (("vacuum",), "stop that server"),
+        (("import", talk, "--id", "fresh"), "another --store"),
+    ):
         status, _, told = sessions(capsys, disk.directory, *words)
-        assert (status, "another server has it open" in told) == (1, True)
+        assert (status, "a server has it open" in told, told.count("\n")) == (1, True, 1)
+        assert advice in told
     server.close()
 
 
@@ -180,6 +188,8 @@ def test_a_file_that_cannot_all_be_written_is_not_left(
         (("show",), "show takes ID"),
         (("list", "x"), "list takes no id"),
         (("delete",), "delete takes ID, one or more"),
+        (("list", "--id", "x"), "list takes no --id"),
+        (("vacuum", "--owner", "x"), "vacuum takes no --owner"),
     ],
 )
 def test_wrong_arguments_are_told(
@@ -191,7 +201,45 @@ def test_wrong_arguments_are_told(
 def test_no_store_is_made_by_looking(tmp_path: Path, capsys: Shown) -> None:
     status, _, told = sessions(capsys, tmp_path / "none", "list")
     assert (status, "is no store" in told) == (1, True)
+    (tmp_path / "rubbish").touch()
+    assert sessions(capsys, tmp_path / "none", "import", str(tmp_path / "rubbish"))[0] == 1
     assert not (tmp_path / "none").exists()
+
+
+def test_a_store_that_is_a_file_or_lost_its_database_is_told_as_that(
+    disk: Disk, name: str, *, capsys: Shown, tmp_path: Path
+) -> None:
+    path = tmp_path / "talk.json"
+    assert sessions(capsys, disk.directory, "export", name, str(path))[0] == 0
+    for words in (("list",), ("import", str(path))):
+        status, _, told = sessions(capsys, path, *words)
+        assert (status, "is a file, not a directory" in told, told.count("\n")) == (1, True, 1)
+    (disk.directory / Database.FILE).unlink()
+    for words in (("list",), ("import", str(path))):
+        status, said, told = sessions(capsys, disk.directory, *words)
+        assert (status, said) == (1, "")
+        assert f"{Database.FILE} is gone: put a backup in its place" in told
+
+
+def test_a_list_without_sessions_says_so(disk: Disk, name: str, capsys: Shown) -> None:
+    assert name
+    told = f"no sessions of bob in {disk.directory}\n"
+    assert sessions(capsys, disk.directory, "list", "--owner", "bob") == (0, "", told)
+
+
+def test_who_has_no_permission_is_told(
+    disk: Disk, name: str, *, capsys: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, *_: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
+
+    monkeypatch.setattr(os, "open", refuse)
+    for words in (("delete", name), ("list",)):
+        status, _, told = sessions(capsys, disk.directory, *words)
+        assert status == 1
+        assert told.endswith(
+            f"permission denied for user {user_name()}; pass a --store that it can write\n"
+        )
 
 
 def test_the_store_is_that_of_a_server_on_the_default_port(
@@ -386,7 +434,10 @@ def test_what_the_system_refuses_is_told_in_words(
     path = tmp_path / "talk.json"
     path.touch()
     for words, told in (
-        (("export", name, str(path)), f"{path}: file exists"),
+        (
+            ("export", name, str(path)),
+            f"{path}: file exists: name another file, or remove that one",
+        ),
         (("import", str(tmp_path / "no")), f"{tmp_path / 'no'}: no such file or directory"),
     ):
         status, _, error = sessions(capsys, disk.directory, *words)

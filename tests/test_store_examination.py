@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -168,7 +169,8 @@ FILES: list[tuple[Callable[[Path], object], str, str, str]] = [
     (lambda store: store.chmod(0o755), "files", "warning", "open to other users"),
     (make_link, "files", "wrong", "links"),
     (make_later, "store", "wrong", "version 99"),
-    (shutil.rmtree, "store", "wrong", "gone"),
+    (lambda store: (store / Database.FILE).unlink(), "store", "wrong", "gone"),
+    (shutil.rmtree, "store", "wrong", "is no store: `serve --store"),
     (lambda store: change(store, "PRAGMA application_id = 1"), "store", "wrong", "no store"),
 ]
 
@@ -183,6 +185,39 @@ def test_files_are_examined_before_what_is_in_them(
     assert found[topic][0] == verdict
     assert words in found[topic][1]
     assert status == (verdict == "wrong")
+
+
+def test_nothing_is_good_of_what_is_no_store(tmp_path: Path, capsys: Shown) -> None:
+    (tmp_path / "file").touch()
+    for place, told in ((tmp_path / "typo", "is no store"), (tmp_path / "file", "is a file")):
+        status, found = examined(place, capsys)
+        assert (status, [*found]) == (1, ["store"])
+        assert told in found["store"][1]
+
+
+def test_a_store_that_may_not_be_read_is_found_wrong(
+    store: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> list[str]:
+        raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    status, found = examined(store, capsys)
+    assert (status, [*found]) == (1, ["store"])
+    assert f"{store}: permission denied for user " in found["store"][1]
+
+
+def test_a_store_of_another_user_is_a_warning(
+    store: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def can_write(path: Path, mode: int, *, effective_ids: bool) -> bool:
+        return not (effective_ids and mode == os.W_OK and path.name == Database.FILE)
+
+    monkeypatch.setattr(os, "access", can_write)
+    status, found = examined(store, capsys)
+    assert (status, found["files"][0]) == (0, "warning")
+    assert "cannot write" in found["files"][1]
+    assert "chown" in found["files"][2]
 
 
 def test_what_takes_room_is_told_apart_beside_a_server_too(store: Path, capsys: Shown) -> None:
@@ -213,10 +248,24 @@ def test_a_disk_that_is_nearly_full_is_a_warning(
     assert (status, found["disk"][0]) == (0, "warning")
 
 
-def test_a_table_says_what_to_do(store: Path, capsys: Shown) -> None:
-    os.truncate(store / Database.FILE, 0)
+@pytest.mark.parametrize("variables", [{}, {"FORCE_COLOR": "1", "COLUMNS": "60"}])
+def test_ids_and_commands_are_printed_whole(
+    store: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    """To be copied, on a terminal too."""
+    name = "s_" + "4f233f3b" * 8
+    change(store, f"UPDATE sessions SET id = '{name}', num_tokens = 1 WHERE id = 'talk1'")
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
     assert cli.main(["doctor", "--store", str(store)]) == 1
-    assert "is empty" in " ".join(capsys.readouterr().out.split())
+    said, told = capsys.readouterr()
+    assert f"{name} of owner (" in said
+    command = f"session-server sessions delete {name} --store {store}"
+    assert f"`{command}`" in said
+    assert "sessions and records: 0" not in told
+    assert cli.main(command.split()[1:]) == 0
+    capsys.readouterr()
+    assert cli.main(["doctor", "--store", str(store)]) == 0
 
 
 @pytest.fixture

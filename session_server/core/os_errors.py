@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import errno
+import os
+import pwd
 from typing import Final
 
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 """What a disk says that is full, or a quota that is."""
+
+
+def user_name() -> str:
+    """Return the name of the user whose permissions this process has; its number if it has none."""
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return str(os.geteuid())
 
 
 def in_words(error: Exception) -> str:

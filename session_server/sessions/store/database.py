@@ -17,8 +17,7 @@ from typing import ClassVar, Final, Literal
 from session_server.sessions.store.connections import connect
 from session_server.sessions.store.deleted_rows import RENAMED, Freed, delete_some
 from session_server.sessions.store.directories import sync_directory, write_again
-from session_server.sessions.store.disk_health import explain
-from session_server.sessions.store.lock import StoreLock, StoreUnusable
+from session_server.sessions.store.lock import StoreLock, StoreUnusable, refusal
 from session_server.sessions.store.log_frames import (
     MAX_LOG_BYTES,
     committed_bytes,
@@ -110,7 +109,7 @@ class Database(Reads):
             self._note_made()
         except (OSError, sqlite3.OperationalError) as error:
             self._release()
-            raise StoreUnusable(f"--store {directory}: {explain(error, directory)}") from error
+            raise refusal(directory, error) from error
         except sqlite3.DatabaseError as error:
             self._release()
             raise StoreUnusable(self._say(f"is damaged ({error})")) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +13,15 @@ _PIECE_BYTES: Final = 1 << 20
 
 
 def make_directory(directory: Path) -> None:
-    """Make a directory, and those above it, for this user alone, unless they are there."""
+    """Make a directory, and those above it, for this user alone, unless they are there. Raises
+    OSError."""
     if not directory.is_dir():
         make_directory(directory.parent)
-        directory.mkdir(mode=0o700, exist_ok=True)
+        try:
+            directory.mkdir(mode=0o700, exist_ok=True)
+        except FileExistsError as error:
+            told = "is a file, not a directory"
+            raise NotADirectoryError(errno.ENOTDIR, told, error.filename) from error
 
 
 def sync_directory(directory: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from session_server.core.kv_place import KV_DIRECTORY
-from session_server.core.os_errors import NO_ROOM, in_words
+from session_server.core.os_errors import NO_ROOM, in_words, user_name
 
 _logger: Final = logging.getLogger("session_server.store")
 
@@ -38,7 +38,9 @@ def is_of_disk(error: Exception) -> bool:
 
 def explain(error: Exception, directory: Path) -> str:
     """Return what an error of a store says, and of its disk how much room there is and what to
-    do."""
+    do, or who has no permission."""
+    if isinstance(error, PermissionError):
+        return f"{in_words(error)} for user {user_name()}"
     code = getattr(error, "sqlite_errorcode", 0) & _PRIMARY
     is_full = code == sqlite3.SQLITE_FULL or getattr(error, "errno", None) in NO_ROOM
     if not is_full and code not in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN):

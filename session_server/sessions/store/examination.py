@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import sqlite3
 import time
@@ -14,11 +15,12 @@ from pathlib import Path
 from typing import Final
 
 from session_server.core.kv_place import KV_DIRECTORY, KV_REFUSED
+from session_server.core.os_errors import user_name
 from session_server.core.owner import shown_owner
 from session_server.sessions.store.database import Database
 from session_server.sessions.store.lock import StoreUnusable
 from session_server.sessions.store.log_frames import log_of
-from session_server.sessions.store.open_files import EXPOSED
+from session_server.sessions.store.open_files import EXPOSED, LOCK_NAME
 from session_server.sessions.store.records import Damaged, Parts, SessionRow, check_part
 from session_server.sessions.store.schema import SCHEMA_VERSION
 from session_server.sessions.store.session_file import file_of
@@ -73,6 +75,12 @@ def _files(directory: Path) -> StoreFinding:
     if links:
         found = f"links, which no server follows: {', '.join(links)}"
         return StoreFinding("files", found, "put the files themselves there", is_wrong=True)
+    needed = (path for path in there if path.name in (directory.name, Database.FILE, LOCK_NAME))
+    kept = [path.name for path in needed if not os.access(path, os.W_OK, effective_ids=True)]
+    if kept:
+        found = f"in {directory}, where user {user_name()} cannot write {', '.join(kept)}"
+        advice = f"begin a server as their owner, or chown -R {user_name()} {directory}"
+        return StoreFinding("files", found, advice)
     exposed = [path.name for path in there if path.stat().st_mode & EXPOSED]
     if exposed:
         advice = f"chmod -R go= {directory}"
@@ -126,23 +134,27 @@ def _content(
         advice = f"export the sessions, and import them into a new store: {directory} has lost some"
         found = f"{num_rows:,} {table} of {_HOLDERS.get(table, 'rows')} that are not there"
         yield StoreFinding(table, found, advice, is_wrong=True)
-    yield _sessions(database, on_progress)
+    yield _sessions(database, directory, on_progress)
     yield _records(database, on_progress)
 
 
-def _sessions(database: Database, on_progress: OnProgress) -> StoreFinding:
+def _sessions(database: Database, directory: Path, on_progress: OnProgress) -> StoreFinding:
     now_s = time.time()
-    num_sessions, num_expired, num_tokens, damaged = 0, 0, 0, list[str]()
+    num_sessions, num_expired, num_tokens = 0, 0, 0
+    damaged, ids = list[str](), list[str]()
     for rows in database.slices():
         for row in rows:
             why = _fault_of(row, database)
             if why is not None:
                 damaged.append(f"{row.session_id} of {shown_owner(row.owner_id)} ({why})")
+                ids.append(row.session_id)
             num_tokens += row.num_tokens
             num_expired += row.expires_s < now_s
         num_sessions += len(rows)
         on_progress(len(rows))
-    advice = "the others are served; take these from a backup, or `session-server sessions delete`"
+    words = "session-server", "sessions", "delete", *dict.fromkeys(ids[:MAX_NAMED])
+    delete = shlex.join([*words, "--store", str(directory)])
+    advice = f"the others are served; take these from a backup, or `{delete}`, with no server there"
     found = f"{num_sessions:,} with {num_tokens:,} tokens"
     found += f", {num_expired:,} of them expired" if num_expired else ""
     return _walked("sessions", found, damaged, advice)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar, Final, Self, TypeVar
 
-from session_server.core.os_errors import in_words
 from session_server.sessions.store.directories import make_directory, sync_above
+from session_server.sessions.store.disk_health import explain
 from session_server.sessions.store.open_files import LOCK_NAME, check_kinds
 
 _logger: Final = logging.getLogger("session_server.store")
@@ -33,6 +33,16 @@ class StoreUnusable(Exception):
 
 class StoreIsBusy(StoreUnusable):
     """Report a store that a command reads or changes: it can be opened once that is over."""
+
+
+class StoreIsServed(StoreUnusable):
+    """Report a store that a server has open: nobody waits for that."""
+
+
+def refusal(directory: Path, error: Exception) -> StoreUnusable:
+    """Return what to raise of a store that could not be opened."""
+    advice = "; pass a --store that it can write" if isinstance(error, PermissionError) else ""
+    return StoreUnusable(f"--store {directory}: {explain(error, directory)}{advice}")
 
 
 async def once_free(open_store: Callable[[], _OpenT]) -> _OpenT:
@@ -65,7 +75,8 @@ class StoreLock:
 
         Raises:
             StoreIsBusy: a command has it open.
-            StoreUnusable: a server has it open, or it cannot be used.
+            StoreIsServed: a server has it open.
+            StoreUnusable: it cannot be used.
         """
         lock, flags = cls(directory / cls.NAME), os.O_CLOEXEC | os.O_NOFOLLOW
         try:
@@ -76,7 +87,7 @@ class StoreLock:
             lock._fds.append(os.open(directory, os.O_CLOEXEC | os.O_RDONLY | os.O_DIRECTORY))
         except OSError as error:
             lock.release()
-            raise StoreUnusable(f"--store {directory}: {in_words(error)}") from error
+            raise refusal(directory, error) from error
         if _try(lock._fds[0], fcntl.LOCK_EX):
             return lock
         is_served = not _try(lock._fds[1], fcntl.LOCK_SH)
@@ -85,7 +96,7 @@ class StoreLock:
             raise StoreIsBusy(
                 f"--store {directory}: a command has it open, such as doctor or sessions vacuum"
             )
-        raise StoreUnusable(
+        raise StoreIsServed(
             f"--store {directory}: another server has it open; pass another directory, or stop "
             "that server"
         )
@@ -101,7 +112,7 @@ class StoreLock:
         except FileNotFoundError:
             return cls(path)
         except OSError as error:
-            raise StoreUnusable(f"--store {directory}: {in_words(error)}") from error
+            raise refusal(directory, error) from error
         if _try(fd, fcntl.LOCK_SH):
             return cls(path, fd)
         os.close(fd)

@@ -25,10 +25,11 @@ as of its last commit. https://sqlite.org/walformat.html"""
 
 DATABASE_NAME: Final = "sessions.sqlite3"
 LOCK_NAME: Final = "lock"
-_NAMES: Final = (
+STORE_NAMES: Final = (
     LOCK_NAME,
     *(f"{DATABASE_NAME}{suffix}" for suffix in ("", "-wal", "-shm", "-journal")),
 )
+"""Files of a store: where one of them is, somebody has made one."""
 
 _ADVICE: Final = "put them back, or restart the server"
 EXPOSED: Final = stat.S_IRWXG | stat.S_IRWXO
@@ -49,7 +50,7 @@ def check_kinds(directory: Path) -> None:
     """Raise OSError if something in a store is not the kind of file that it must be: to open a pipe
     would wait for whoever writes to it."""
     directories = KV_DIRECTORY, f"{KV_DIRECTORY}/{KV_REFUSED}"
-    for name in (*_NAMES, *directories):
+    for name in (*STORE_NAMES, *directories):
         path = directory / name
         try:
             mode = path.lstat().st_mode
@@ -64,7 +65,7 @@ def check_kinds(directory: Path) -> None:
 def tighten(directory: Path) -> None:
     """Take from others what they may do with the files of a store, as who puts a backup there may
     leave them, and with its directory, if that has nothing else. Raises OSError."""
-    own = {*_NAMES, KV_DIRECTORY}
+    own = {*STORE_NAMES, KV_DIRECTORY}
     there = {entry.name for entry in os.scandir(directory)}
     found = [directory / name for name in sorted(own & there)]
     for path in [*found, directory] if there <= own else found:
