@@ -73,7 +73,7 @@ def test_sessions_that_pools_have_no_room_for_say_the_same_with_their_kv_kept_an
         num_resident=2,
         history=256,
         num_restarts=1,
-        host_mib=1,
+        host_mib=16,
         num_compared=4,
     )
     figures = tiers.measure(load, on_step=lambda: steps.append(1))
