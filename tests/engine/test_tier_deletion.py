@@ -10,6 +10,7 @@ from cache.types import SessionId
 from session_server.core.commands import CloseSession, CoolSession, ForgetKV, Shutdown
 from session_server.core.events import KVForgotten
 from session_server.core.tier_orders import Refusal, TierResult, WriteFile
+from session_server.engine.tiers import pace
 from tests.engine.bench import Bench
 from tests.scenarios.lines import distinct
 from tests.sim.carrier import EchoCarrier, EchoDisk
@@ -250,6 +251,30 @@ def test_a_file_that_is_being_written_is_gone_before_it_is_answered() -> None:
     assert [type(order) for order in carrier.waiting] == [WriteFile], "the rest comes behind it"
     assert len(tree_of(bench)) == 0
     carry(bench)
+    assert answers(bench) == [True]
+    assert not disk_of(bench).files
+
+
+def test_files_that_followed_a_refused_one_are_gone_before_it_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench(ON_DISK)
+    bench.open("session")
+    say(bench, "session", 1, 40)
+    history = distinct(1, 40) + tuple(bench.tokens("session 1"))
+    store = bench.hand.engine.inspect().tiers.store
+    while len(store.writes):
+        store.writes.is_draining = True
+        store.write_ahead()
+        store.writes.is_draining = False
+        bench.run()
+    assert len(disk_of(bench).files) > 4
+    monkeypatch.setattr(pace, "NUM_PER_STEP", 1)
+    bench.step()
+    store.drop(next(each for each in store.tree.segments() if each.parent is None))
+    bench.step(forget(history, number=7))
+    while not answers(bench):
+        bench.step()
     assert answers(bench) == [True]
     assert not disk_of(bench).files
 

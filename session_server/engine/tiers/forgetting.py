@@ -67,8 +67,9 @@ class Forgetting:
     def advance(self) -> None:
         """Drop what is due. O(1) while nothing is."""
         self._drop_some()
-        # The file of a segment that was dropped while it was written is forgotten behind that.
-        if self._dropped and not self._has_orphan:
+        # The file of a segment that was dropped while it was written is forgotten behind that, and
+        # those that followed a dropped one a slice with each step.
+        if self._dropped and not (self._has_orphan or self._store.pace.has_dropped):
             self._erase()
 
     def _drop_some(self) -> None:
