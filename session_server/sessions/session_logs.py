@@ -25,7 +25,7 @@ from session_server.sessions.store.records import (
     encode_settings,
 )
 from session_server.sessions.store.session_store import SessionStore
-from session_server.sessions.store.writer import Beside, Told, tell_each
+from session_server.sessions.store.writer import Beside, Told, tell_each, tell_nobody
 from session_server.sessions.views import StoreUse
 
 MAX_ENTRIES: Final = 1024
@@ -42,10 +42,6 @@ BUSY_S: Final = 3600.0
 """Seconds for which a session is not looked at whose turns run, if its time on disk is over."""
 
 _MIN_LOG_BYTES: Final = 1 << 16
-
-
-def _ignore(_error: Exception | None) -> None:
-    pass
 
 
 class SessionLogs:
@@ -112,14 +108,14 @@ class SessionLogs:
         """Write a turn that was computed, and what it has changed; return whether its end shall
         wait until `told` is called, which is when it is on disk, or cannot be."""
         is_awaited = self.store is not None and self.store.is_synced
-        self.record(session, turn, told if is_awaited else _ignore, beside)
+        self.record(session, turn, told if is_awaited else tell_nobody, beside)
         return is_awaited
 
     def record(
         self,
         session: Session,
         turn: EndRecord | None = None,
-        told: Told = _ignore,
+        told: Told = tell_nobody,
         beside: Beside | None = None,
     ) -> None:
         """Write what has changed in a session, and a turn that has ended. `told` is called when it

@@ -11,7 +11,7 @@ from typing import Final, Protocol
 from session_server.sessions.store.database import Database
 from session_server.sessions.store.deleted_rows import Freed
 from session_server.sessions.store.records import Holding
-from session_server.sessions.store.writer import Told, Write
+from session_server.sessions.store.writer import Told, Write, tell_nobody
 
 MAX_RETIRED_BYTES: Final = 64 << 20
 """Of an owner's sessions that are deleted and whose tokens the engine was not told yet. Others are
@@ -28,10 +28,6 @@ class Ask(Protocol):
         """`written` is called when it is done, or has failed, and `told` then, or earlier where the
         disk does not answer."""
         ...
-
-
-def _ignore(_error: Exception | None) -> None:
-    pass
 
 
 class Deletions:
@@ -66,7 +62,7 @@ class Deletions:
         for holding in holdings:
             self._count_retired(holding.owner_id, holding.num_retired)
 
-    def delete(self, number: int, told: Told = _ignore, *, is_urgent: bool = True) -> None:
+    def delete(self, number: int, told: Told = tell_nobody, *, is_urgent: bool = True) -> None:
         """Delete a session. From now on it is not found; `told` once that is on disk, or cannot be:
         of a long one that is deleted in parts once the first part is gone, which hides it, and if
         it is not urgent once all of it is."""
@@ -82,7 +78,7 @@ class Deletions:
                 self.on_freed(freed.owner_id, freed.num_bytes)
             if freed is not None and not freed.is_gone:
                 self._begun.add(number)
-                self.delete(number, _ignore if is_urgent else told, is_urgent=False)
+                self.delete(number, tell_nobody if is_urgent else told, is_urgent=False)
             elif error is None:
                 self._begun.discard(number)
 
@@ -99,7 +95,7 @@ class Deletions:
         number: int,
         owner_id: str,
         num_bytes: int,
-        told: Told = _ignore,
+        told: Told = tell_nobody,
         *,
         is_urgent: bool = True,
     ) -> None:

@@ -40,6 +40,7 @@ from session_server.sessions.store.writer import (
     Told,
     Write,
     tell_each,
+    tell_nobody,
     together,
 )
 
@@ -172,7 +173,7 @@ class SessionStore:
         disk that does not answer."""
         assert self._loop is not None, "a store that was not started"
         if self.clock.must_note():
-            self._commits.ask(_noting(_nothing, self.clock.noted_s), _ignore)
+            self._commits.ask(partial(Database.note_time, now_s=self.clock.noted_s), tell_nobody)
         is_over = await self._loop.run_in_executor(None, self._commits.stop, CLOSE_WAIT_S)
         await asyncio.sleep(0)  # what was delivered last runs before this goes on
         if is_over:
@@ -367,14 +368,6 @@ def _noting(write: Write, now_s: float) -> Write:
         database.note_time(now_s)
 
     return noting
-
-
-def _nothing(_database: Database) -> None:
-    pass
-
-
-def _ignore(_error: Exception | None) -> None:
-    pass
 
 
 def _shown(time_s: float) -> str:

@@ -41,6 +41,10 @@ Told = Callable[[Exception | None], None]
 """Called once with None when a write is on disk, or with why it is not."""
 
 
+def tell_nobody(_error: Exception | None) -> None:
+    """Do nothing: nobody waits for this write."""
+
+
 class Beside(NamedTuple):
     """Hold a write that is on disk with another one, or not at all, and its bytes."""
 
@@ -132,7 +136,7 @@ class GroupCommits:
         """Have something written for which nobody waits, and which can be left undone when the
         thread ends: behind all that was asked for before, a few such writes with each commit."""
         self._later.append(_Asked(write, told, self._num_asked))
-        self.ask(None, _ignore)  # the thread may wait for something to do
+        self.ask(None, tell_nobody)  # the thread may wait for something to do
 
     def stop(self, wait_s: float) -> bool:
         """Commit all that was asked for, and end the thread; return whether that took no longer."""
@@ -216,7 +220,3 @@ class GroupCommits:
 def _tell(group: Sequence[_Asked], errors: Sequence[Exception | None]) -> None:
     for asked, error in zip(group, errors, strict=True):
         tell_each((asked.told,), error)
-
-
-def _ignore(_error: Exception | None) -> None:
-    pass
