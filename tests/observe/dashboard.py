@@ -217,6 +217,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             {
                 "failed": rate("kv_failed_copies_total"),
                 "files refused": rate("kv_refused_files_total"),
+                "no room": rate("kv_no_room_files_total"),
                 "dropped": rate("kv_dropped_segments_total"),
             },
             "What gave way to others is dropped. Files are refused that somebody has changed.",

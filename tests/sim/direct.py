@@ -356,10 +356,12 @@ class DirectWorld:
             due_s = self.stage.engine.due_s
             if due_s is None:
                 return
+            watched_s = self.stage.engine.inspect().tiers.store.orders.disk_watch.due_s
+            is_over = watched_s is not None and watched_s <= due_s
+            self._context.reached["tier: disk silent"] += is_over and not self.is_ending
             self.stage.skipped_s += max(0.0, due_s - self._now_s)
             self._advance(0)
-            if self.stage.engine.inspect().tiers.store.orders.disk_watch.is_silent:
-                self._context.reached["tier: disk silent"] += not self.is_ending
+            if is_over:
                 fenced = self.stage.cache.inspect().stores.fenced
                 self._context.reached["tier: copy given up"] += bool(fenced)
                 return
