@@ -232,12 +232,14 @@ class StoredMachine(SessionMachine):
     @precondition(lambda self: self.names)
     @rule(index=st.integers(0, 2))
     def ask_again(self, index: int) -> None:
-        """A turn that has ended in an earlier process is asked for again."""
+        """A turn that has ended in an earlier process is asked for again, and does not run again
+        as one does that failed by no fault of its client (`run_again`)."""
         shadow = self.shadows[self.name(index)]
-        if shadow.name not in self.earlier:
+        turn_id = self.earlier.get(shadow.name)
+        if turn_id is None or turn_id in shadow.may_run_again:
             return
         before = shadow.journal.last_seq
-        view = self.world.submit(shadow.name, shadow.requests[self.earlier[shadow.name]])
+        view = self.world.submit(shadow.name, shadow.requests[turn_id])
         assert view.end is not None
         assert shadow.journal.last_seq == before
         self.reached["duplicate id after a crash"] += 1
