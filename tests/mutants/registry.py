@@ -62,6 +62,9 @@ SURVIVORS: Final[Mapping[str, str]] = MappingProxyType(
         "stale parent on disk": "A path is used from its beginning, so what it begins with was used"
         " after what follows, and gives way after it; a test of the store alone has an opinion"
         " (`tests/engine/test_tier_paths.py`).",
+        "end goes on as before": "A copy must end after the time of the engine's end, beside a disk"
+        " that is full of what was used later: not met in a million steps; a test of the store"
+        " alone has an opinion (`tests/engine/test_tier_store.py`).",
         "short pool is not asked for": "The oldest turn is given everything before it is given up,"
         " so everybody comes to an end, only later; a test of the planner alone has an opinion"
         " (`tests/engine/test_engine_plan.py`).",
