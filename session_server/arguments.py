@@ -7,7 +7,7 @@ import os
 import ssl
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from session_server.core.owner import KEY_FILE_VARIABLE, KEY_VARIABLE
 
@@ -64,21 +64,24 @@ def add_server(parser: argparse.ArgumentParser, *, about: str, default: str | No
         default=os.environ.get(KEY_VARIABLE) or None,
         help=f"API key for the server (default: ${KEY_VARIABLE}, which ps does not show)",
     )
+    parser.set_defaults(trust=None)
     group.add_argument(
         "--ca-file",
-        dest="trust",
-        type=trusted_file,
+        action=_TrustFile,
         metavar="FILE",
         help="believe the certificates of this PEM file (default: those of the machine)",
     )
 
 
-def trusted_file(name: str) -> ssl.SSLContext:
-    """Return what believes the certificates of a file: the `type` of an argument."""
-    try:
-        return ssl.create_default_context(cafile=name)
-    except ssl.SSLError:
-        why = "no certificate as PEM"
-    except OSError as error:
-        why = str(error.strerror)
-    raise argparse.ArgumentTypeError(f"cannot use {name}: {why}")
+class _TrustFile(argparse.Action):
+    """Keep the name of a file, and what believes its certificates as `trust`."""
+
+    def __call__(self, _: object, to: argparse.Namespace, values: Any, *__: object) -> None:
+        """Read the file."""
+        try:
+            to.trust = ssl.create_default_context(cafile=values)
+        except OSError as error:
+            is_read = isinstance(error, ssl.SSLError)
+            why = "no certificate as PEM" if is_read else error.strerror
+            raise argparse.ArgumentError(self, f"cannot use {values}: {why}") from None
+        to.ca_file = values

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import shlex
 import signal
 import sys
 import threading
@@ -40,6 +41,8 @@ from session_server.client import (
     TurnText,
     connect,
 )
+from session_server.core.child_process import called_as
+from session_server.core.owner import KEY_VARIABLE
 from session_server.core.sampling import MAX_OUTPUT_TOKENS
 from session_server.core.session_events import ChatInput, Message
 from session_server.local_server import LocalServer
@@ -228,8 +231,7 @@ class _Chat:
         if is_there:
             kept = f"kept: {session.session_id}"
             if self._args.url:  # a server of the chat's own ends with it
-                resume = f"session-server chat --url {self._url}"
-                kept += f"\nresume it: {resume} --session {session.session_id}"
+                kept += f"\nresume it: {_resume_command(self._args, session.session_id)}"
             self._console.print(kept, highlight=False, soft_wrap=True)
 
     def _read_line(self) -> str | None:
@@ -387,6 +389,14 @@ async def _leave(session: SessionClient, timeout_s: float) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             await session.leave()
+
+
+def _resume_command(args: argparse.Namespace, session_id: str) -> str:
+    """Return the command that goes on with a session; it does not show the key."""
+    key = f"{KEY_VARIABLE}=KEY " if args.api_key else ""
+    trust = ["--ca-file", args.ca_file] if args.ca_file else []
+    flags = shlex.join(["chat", "--url", args.url, *trust, "--session", session_id])
+    return f"{key}{called_as()} {flags}"
 
 
 def _cost_table(turns: list[TurnResult]) -> Table:

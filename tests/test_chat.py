@@ -6,20 +6,25 @@ import asyncio
 import contextlib
 import os
 import pty
+import shlex
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
+from pathlib import Path
 
 import msgspec
 import pytest
+import trustme
 from websockets import ConnectionClosed
 
 from session_server.chat import describe
 from session_server.client import TurnResult
+from session_server.core.child_process import PROGRAM
 from session_server.core.events import TurnTimings
 from session_server.core.session_events import TokenUsage
 from tests.client.scripted_server import Peer, playing
 
+RESUME = shlex.join([*PROGRAM, "chat"])
 USAGE = {"input_tokens": 640, "cached_tokens": 480, "cache_write_tokens": 160, "output_tokens": 32}
 
 
@@ -52,6 +57,29 @@ async def answer(
     await peer.send("turn.delta", seq=seq, turn_id=create["turn_id"], text=text, n=1)
     await peer.complete(seq + 1, create["turn_id"], text, durable=durable)
     return create
+
+
+def test_the_command_that_resumes_can_be_copied(tmp_path: Path) -> None:
+    """It names the program as it was called and the file that was given, and shows no key."""
+    authority = tmp_path / "the authority.pem"
+    trustme.CA().cert_pem.write_to_path(authority)
+    program = tmp_path / "session-server"
+    program.write_text("from session_server.cli import main\nraise SystemExit(main())\n")
+
+    async def script(peer: Peer) -> None:
+        await peer.hello()
+        await peer.left()
+
+    async def test() -> None:
+        async with playing(script) as server:
+            flags = ["--url", server.url, "--ca-file", str(authority), "--session", "s_1"]
+            argv = [sys.executable, str(program), "chat", "--api-key", "sk-1", *flags]
+            process = await asyncio.create_subprocess_exec(*argv, stdin=PIPE, stdout=PIPE)
+            shown = await finish(process, "/quit")
+        _, _, resume = shown.partition("resume it: ")
+        assert shlex.split(resume) == ["SESSION_SERVER_API_KEY=KEY", str(program), "chat", *flags]
+
+    asyncio.run(test())
 
 
 def timings(ttft_ms: float, decode_ms: float = 0.0) -> TurnTimings:
@@ -160,7 +188,7 @@ def test_a_session_that_was_resumed_is_never_closed(leaves: str) -> None:
             process = await chat(server.url, "--session", "s_1")
             shown = await finish(process, *([leaves] if leaves.startswith("/") else []))
             assert "kept: s_1" in shown
-            assert f"session-server chat --url {server.url} --session s_1" in shown
+            assert f"{RESUME} --url {server.url} --session s_1" in shown
 
     asyncio.run(test())
 
@@ -184,7 +212,7 @@ def test_a_conversation_that_a_server_keeps_on_disk_stays_there(leaves: str, dur
             process = await chat(server.url)
             shown = await finish(process, "hello", *([leaves] if leaves.startswith("/") else []))
             assert shown.count("kept: s_1") == 1
-            assert f"session-server chat --url {server.url} --session s_1" in shown
+            assert f"{RESUME} --url {server.url} --session s_1" in shown
 
     asyncio.run(test())
 

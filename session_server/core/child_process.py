@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 PYTHON_MODULE: Final = (sys.executable, "-P", "-m")
@@ -14,6 +16,12 @@ a file may have the name of one of ours: `cache.py`."""
 
 PROGRAM: Final = (*PYTHON_MODULE, "session_server")
 """Runs a command of this package."""
+
+
+def called_as() -> str:
+    """Return how this program was called, for commands that are printed to be copied."""
+    called = Path(sys.argv[0])
+    return shlex.join([str(called)] if called.name == "session-server" else PROGRAM)
 
 
 def start_child(argv: Sequence[str]) -> tuple[socket.socket, subprocess.Popen[bytes]]:

@@ -22,6 +22,7 @@ from typing import Any, Final, Literal, TextIO, cast
 import uvicorn
 from fastapi import FastAPI
 
+from session_server.core.child_process import called_as
 from session_server.web.app import create_admin_app
 from session_server.web.certificate import Certificate
 from session_server.web.drain import drain
@@ -122,8 +123,8 @@ def announce(url: str, ready: TextIO, *, needs_key: bool, kept_in: Path | None) 
         json_type = "content-type: application/json"
         kept = f"are kept in {kept_in}" if kept_in else "are not kept: they end with the server"
         lines += [
-            f"  chat           {variable}session-server chat --url {url}",
-            f"  memory         {variable}session-server audit --url {url}",
+            f"  chat           {variable}{called_as()} chat --url {url}",
+            f"  memory         {variable}{called_as()} audit --url {url}",
             f"  over HTTP      curl {url}/v1/sessions{header} -H '{json_type}' -d '{{}}'",
             f"  sessions       {kept}",
             "  protocols      docs/protocol.md, and /openapi.json of this server",

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from session_server import cli
+from session_server.core.child_process import PROGRAM
 from session_server.web.server import announce
 
 URL = "http://127.0.0.1:30000"
@@ -50,8 +51,8 @@ def test_a_person_gets_the_next_steps_as_they_can_be_typed(*, needs_key: bool) -
     for words in commands[:2]:
         if needs_key:  # in the environment, which ps does not show
             assert words.pop(0) == "SESSION_SERVER_API_KEY=KEY"
-        assert words[0] == "session-server"
-        assert words[1] in cli.COMMANDS
+        assert words[: len(PROGRAM)] == list(PROGRAM)
+        assert words[len(PROGRAM)] in cli.COMMANDS
     assert commands[2][0] == "curl"
     assert commands[2][1] == f"{URL}/v1/sessions"
     assert ("authorization: Bearer KEY" in commands[2]) == needs_key
