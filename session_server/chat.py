@@ -372,6 +372,8 @@ class _Chat:
                     self._console.print("\n")
                 is_thinking = bool(event.reasoning) or (is_thinking and not event.text)
                 self._console.out(printable(event.text), end="", highlight=False)
+            elif isinstance(event, TurnReplaced) and not (event.text or event.reasoning):
+                self._print_notice("the server had lost this answer: it begins anew")
             elif isinstance(event, TurnReplaced):
                 self._console.out(
                     f"\n(reconnected) {printable(event.text)}", end="", highlight=False

@@ -370,6 +370,34 @@ def test_a_server_that_goes_away_is_told_and_so_is_its_return() -> None:
     asyncio.run(test())
 
 
+def test_an_answer_that_the_server_has_lost_is_told_to_begin_anew() -> None:
+    asked: list[str] = []
+
+    async def first(peer: Peer) -> None:
+        await peer.hello()
+        asked.append((await peer.receive())["turn_id"])
+        await peer.send("turn.created", seq=1, turn_id=asked[0], position=0)
+        await peer.send("turn.delta", seq=2, turn_id=asked[0], text="Once upon", n=2)
+        await (await peer.socket.ping())
+        peer.cut()
+
+    async def second(peer: Peer) -> None:
+        await peer.hello(epoch="e2")
+        await peer.receive()
+        await peer.send("turn.created", seq=1, turn_id=asked[0], position=0)
+        await peer.send("turn.delta", seq=2, turn_id=asked[0], text="Once upon a", n=3)
+        await peer.complete(3, asked[0], "Once upon a")
+        await peer.closed(4)
+
+    async def test() -> None:
+        async with playing(first, second) as server:
+            shown = await finish(await chat(server.url), "tell me a story", "/quit")
+        notice = "\n(the server had lost this answer: it begins anew)\n"
+        assert f"Once upon{notice}Once upon a\n" in shown
+
+    asyncio.run(test())
+
+
 def test_a_session_that_is_gone_is_followed_by_a_new_one() -> None:
     async def first(peer: Peer) -> None:
         await peer.hello()

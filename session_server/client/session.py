@@ -432,7 +432,9 @@ class SessionClient:
         if turn is None:
             return  # another connection's turn
         turn.handle.is_accepted = True
-        if frame["type"] == "turn.delta":
+        if frame["type"] == "turn.created" and "seq" in frame:
+            turn.handle.begin()
+        elif frame["type"] == "turn.delta":
             now_s = asyncio.get_running_loop().time()
             pieces = msgspec.convert(frame.get("tool_calls", ()), tuple[ToolCallDelta, ...])
             thought = frame.get("reasoning", "")

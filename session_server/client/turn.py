@@ -44,7 +44,8 @@ class TurnPrefill:
 
 @dataclass(frozen=True, slots=True)
 class TurnReplaced:
-    """Replace all that was received so far, because the journal no longer reached back."""
+    """Replace all that was received so far, because the journal no longer reached back; by nothing
+    where the server has lost the answer, which begins anew."""
 
     text: str
     reasoning: str = ""
@@ -147,6 +148,11 @@ class TurnHandle:
     def text(self) -> str:
         """Return the answer received so far."""
         return "".join(self._pieces)
+
+    def begin(self) -> None:
+        """Begin the answer, anew if some of it was received; called by `SessionClient`."""
+        if self._pieces:
+            self.add(TurnReplaced(""))
 
     def add(self, event: TurnEvent) -> None:
         """Add one event; called by `SessionClient`."""

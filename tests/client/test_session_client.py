@@ -231,6 +231,43 @@ def test_a_lost_journal_replaces_the_text_of_the_running_turn() -> None:
     run(test)
 
 
+def test_an_answer_that_the_server_has_lost_begins_anew() -> None:
+    turns: list[str] = []
+
+    async def first(peer: Peer) -> None:
+        await peer.hello()
+        turns.append((await peer.receive())["turn_id"])
+        await peer.send("turn.created", seq=1, turn_id=turns[0], position=0)
+        await peer.send("turn.delta", seq=2, turn_id=turns[0], text="one ", n=1)
+        await (await peer.socket.ping())
+        peer.cut()
+
+    async def second(peer: Peer) -> None:
+        """The server was killed: of the turn it knows nothing."""
+        await peer.hello(0, epoch="e2")
+        await peer.send("session.resume_failed", reason="epoch_changed")
+        await peer.send("session.snapshot", seq=0, turn=None)
+        assert (await peer.receive())["turn_id"] == turns[0]
+        await peer.send("turn.created", seq=1, turn_id=turns[0], position=0)
+        assert (await peer.receive())["turn_id"] == turns[0], "sent again behind the snapshot"
+        await peer.send("turn.created", turn_id=turns[0], position=0)
+        await peer.send("turn.delta", seq=2, turn_id=turns[0], text="one two", n=2)
+        await peer.complete(3, turns[0], "one two")
+        await peer.closed(4)
+
+    async def test() -> None:
+        async with (
+            playing(first, second) as server,
+            await connect(server.url, options=QUICK) as session,
+        ):
+            turn = await session.start("count")
+            events = [e async for e in turn if not isinstance(e, TurnText)]
+            assert events == [TurnReplaced("")]
+            assert turn.text == "one two"
+
+    run(test)
+
+
 def test_tools_calls_and_thoughts_are_sent_and_received() -> None:
     call = {"id": "abc", "name": "weather", "arguments": '{"city": "Oslo"}'}
     tool = {"type": "function", "function": {"name": "weather"}}
