@@ -8,6 +8,8 @@ The file holds digests of keys, which open nothing. A server that runs sees
 a change within two seconds: a new key opens it, and what a revoked key has
 opened ends. Keys of one name share their sessions, so to replace a key add
 another of the same name, hand it out, and revoke the old one by its digest.
+With the last key of a name a server that runs deletes all sessions, responses
+and conversations of the name, those on disk too.
 
 options of a name, the same for all its keys:
   max_priority=N   the highest priority of its turns, -100 to 100
@@ -44,6 +46,10 @@ from session_server.web.key_file import InvalidKeys, InvalidWords, lines_of, rea
 from session_server.web.key_store import add_key, added_dates, revoke_keys, short_digest
 
 _WORDS: Final = {"add": "NAME", "list": "", "revoke": "NAME or DIGEST"}
+
+_ENDS_WITH_IT: Final = (
+    "a server that runs with this file deletes its sessions, responses and conversations"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -118,9 +124,14 @@ def _add(path: Path, words: list[str], today: str) -> None:
 
 
 def _revoke(path: Path, args: argparse.Namespace, today: str) -> None:
-    for line in revoke_keys(path, args.words[0], all_of_name=args.all, today=today):
+    revoked = revoke_keys(path, args.words[0], all_of_name=args.all, today=today)
+    for line in revoked:
         print(f"revoked {line.name or '-'} {short_digest(line.digest)}")
     left = tuple(lines_of(read_file(path), str(path)))
+    name = revoked[0].name
+    if name is None or name not in {line.name for line in left}:  # without a name it is an owner
+        which = "its owner's only key" if name is None else f"the last key of {name}"
+        print(f"that was {which}: {_ENDS_WITH_IT}", file=sys.stderr)
     if not left:
         print("no key is left: nobody gets in, and no server starts with it", file=sys.stderr)
 

@@ -41,8 +41,28 @@ def test_a_key_is_shown_once_and_alone_on_stdout(
     assert keys(capsys, "revoke", digest) == (
         0,
         f"revoked alice {digest}\n",
+        "that was the last key of alice: a server that runs with this file deletes its sessions,"
+        " responses and conversations\n"
         "no key is left: nobody gets in, and no server starts with it\n",
     )
+
+
+def test_what_is_deleted_with_the_last_key_of_a_name_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = ("--file", str(tmp_path / "keys"))
+    _, key, _ = keys(capsys, "add", "alice", *file)
+    for name in ("alice", "bob"):
+        keys(capsys, "add", name, *file)
+    assert keys(capsys, "revoke", digest_of(key.strip())[:12], *file)[2] == ""
+    told = keys(capsys, "revoke", "alice", *file)[2]
+    assert told.startswith("that was the last key of alice: ")
+    assert told.count("\n") == 1
+    nameless = digest_of("sk-a"), digest_of("sk-b")
+    with (tmp_path / "keys").open("a") as written:
+        written.writelines(f"sha256:{digest}\n" for digest in nameless)
+    told = keys(capsys, "revoke", nameless[0][:12], *file)[2]
+    assert told.startswith("that was its owner's only key: ")
 
 
 def test_what_the_file_refuses_is_told_in_a_line(
@@ -50,12 +70,9 @@ def test_what_the_file_refuses_is_told_in_a_line(
 ) -> None:
     absent = str(tmp_path / "absent")
     makes_one = f"session-server keys add NAME --file {absent} makes one"
-    none = "no key has this name, or a digest that begins so: see keys list"
-    for words, told in (
-        (("list",), f"the key file {absent}: No such file or directory; {makes_one}"),
-        (("revoke", "alice"), f"{absent}: {none}"),
-    ):
-        assert keys(capsys, *words, "--file", absent) == (1, "", f"session-server keys: {told}\n")
+    told = f"session-server keys: the key file {absent}: No such file or directory; {makes_one}\n"
+    for words in (("list",), ("revoke", "alice")):
+        assert keys(capsys, *words, "--file", absent) == (1, "", told)
 
 
 def test_a_file_that_cannot_be_written_is_told_with_what_to_do(

@@ -59,7 +59,7 @@ def add_key(path: Path, name: str, options: Sequence[str], *, today: str) -> tup
     check_words(name, options)
     key = KEY_PREFIX + secrets.token_urlsafe(KEY_RANDOM_BYTES)
     digest = digest_of(key)
-    with _rewriting(path) as file:
+    with _rewriting(path, may_make=True) as file:
         before = next((line for line in file.lines if line.name == name), None)
         words = options or (before.options if before is not None else ())
         note = f"# {name} ({short_digest(digest)}) added {today}"
@@ -78,7 +78,7 @@ def revoke_keys(path: Path, meant: str, *, all_of_name: bool, today: str) -> lis
 
     Raises:
         NoSuchKey: no key is meant, or several and not `all_of_name`.
-        InvalidKeys: the file is malformed.
+        InvalidKeys: the file is malformed or is not there.
         OSError: it cannot be written.
     """
     with _rewriting(path) as file:
@@ -112,18 +112,19 @@ class _File:
 
 
 @contextlib.contextmanager
-def _rewriting(path: Path) -> Iterator[_File]:
+def _rewriting(path: Path, *, may_make: bool = False) -> Iterator[_File]:
     """Replace a file by what its text is at the end of the block. Nobody else does so meanwhile.
 
     Raises:
-        InvalidKeys: the file is malformed, or would be.
+        InvalidKeys: the file is malformed, or would be, or is not there and `may_make` is false.
         OSError: it cannot be written; it is as it was.
     """
     path = path.resolve()  # of a link, the file is replaced and not the link
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(directory, fcntl.LOCK_EX)
-        file = _File(read_file(path) if path.exists() else "", str(path))
+        is_new = may_make and not path.exists()
+        file = _File("" if is_new else read_file(path), str(path))
         yield file
         grants_of(file.text, str(path), may_be_none=True)
         _replace(path, file.text)
