@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from typing import Final
+
+from session_server.core.nearest import did_you_mean, nearest
 
 UNSUPPORTED_FLAGS: Final[Mapping[str, str]] = {
     flag: reason
@@ -106,6 +107,4 @@ def _explain_flag(flag: str, known: list[str], *, is_server: bool) -> str:
         return f"{flag} is called {RENAMED_FLAGS[flag]} here"
     if is_server and flag in UNSUPPORTED_FLAGS:
         return f"{flag} is not supported, because {UNSUPPORTED_FLAGS[flag]}"
-    near = get_close_matches(flag, known, n=1, cutoff=0.7)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    return f"unrecognized argument {flag}{hint}"
+    return f"unrecognized argument {flag}{did_you_mean(nearest(flag, known, cutoff=0.7))}"

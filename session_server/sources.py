@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +24,7 @@ from pydantic_settings import (
 
 from session_server.config import Settings
 from session_server.core.environment import CPU_VARIABLE
+from session_server.core.nearest import did_you_mean, nearest
 from session_server.core.owner import KEY_FILE_VARIABLE, KEY_VARIABLE
 from session_server.flags import FLAGS, Given, Place, validated
 
@@ -182,8 +182,7 @@ def _from_environment(environment: Mapping[str, str]) -> Iterator[tuple[Place, G
     known = {*names, CONFIG_VARIABLE, CPU_VARIABLE}
     for name in sorted(environment):
         if name.startswith(PREFIX) and name not in known and not _is_of_service(name, environment):
-            near = get_close_matches(name, known - {CPU_VARIABLE}, n=1, cutoff=0.6)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(nearest(name, known - {CPU_VARIABLE}))
             raise ValueError(f"there is no variable {name}{hint}")
         if name in names and name != KEY_VARIABLE and not environment[name]:
             raise ValueError(f"{name} is empty: unset it, or give it a value")
@@ -211,7 +210,6 @@ def _hint(path: tuple[str, ...]) -> str:
             spellings.setdefault(word, f"{flag.part}.{flag.field}")
     spellings |= {part: f"[{part}]" for part in Settings.model_fields if len(path) == 1}
     asked = path[-1].replace("-", "_")
-    near = [spellings[".".join(path)]] if ".".join(path) in spellings else []
-    near = near or [spellings[asked]] if asked in spellings else near
-    near = near or [spellings[word] for word in get_close_matches(asked, spellings, cutoff=0.6)]
-    return f"; did you mean {near[0]}?" if near else ""
+    exact = next((each for each in (".".join(path), asked) if each in spellings), None)
+    meant = exact or nearest(asked, spellings)
+    return did_you_mean(spellings[meant] if meant else None)

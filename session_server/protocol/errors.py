@@ -22,7 +22,7 @@ from session_server.core.errors import (
     SessionServerError,
     wire_error,
 )
-from session_server.protocol.schema import values_at
+from session_server.protocol.schema import unknown_field_hint, values_at
 
 MAX_MESSAGE_CHARS: Final = 512
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]+")
@@ -30,7 +30,24 @@ _WRONG_VALUE: Final = re.compile(r"(?s)Invalid (?:enum )?value (.*)")
 _WRONG_PATTERN: Final = re.compile(
     r"Expected `str` matching regex '\^\[(.*)\]\{(\d+),(\d+)\}\$\(\?!\\+n\)'"
 )
-_WRONG_FIELD: Final = re.compile(r"(?s)Object (?:contains unknown|missing required) field `(.*)`$")
+_WRONG_FIELD: Final = re.compile(r"(?s)Object (contains unknown|missing required) field `(.*)`$")
+_JSON_TYPES: Final = re.compile(r"`(\w+(?: \| \w+)*)`")
+_JSON_BOUND: Final = re.compile(r"( of length)? (>=|<=|>|<) (?=-?\d)")
+_PLAIN: Final[Mapping[str, str]] = {
+    "array": "a list",
+    "bool": "true or false",
+    "float": "a number",
+    "int": "a whole number",
+    "null": "null",
+    "object": "an object",
+    "str": "a string",
+    ">=": "at least",
+    "<=": "at most",
+    ">": "above",
+    "<": "below",
+}
+"""The decoder's words, in those of its users."""
+
 _MSGSPEC_PATH: Final = re.compile(r"(?s)(.*) - at `(?:key` in `)?\$?\.?(.*)`$")
 
 
@@ -118,15 +135,34 @@ def to_invalid_request(error: Exception, kind: Any) -> InvalidRequest:
         match = _MSGSPEC_PATH.match(str(error))
         text, path = (match[1], match[2]) if match else (str(error), "")
         if field := _WRONG_FIELD.match(text):
+            name = sanitize(field[2])
+            is_unknown = field[1] == "contains unknown"
+            hint = unknown_field_hint(kind, path, name) if is_unknown else ""
+            text = f"There is no field `{name}`{hint}" if is_unknown else f"`{name}` is missing"
             # The decoder's path ends at the object, so append the field.
-            path = f"{path}.{field[1]}" if path else field[1]
-        if (wrong := _WRONG_VALUE.match(text)) and (values := values_at(kind, path)):
+            path = f"{path}.{name}" if path else name
+        elif (wrong := _WRONG_VALUE.match(text)) and (values := values_at(kind, path)):
             text = f"{path} must be one of {', '.join(values)}; it is {wrong[1]}"
-        if pattern := _WRONG_PATTERN.match(text):
+        elif pattern := _WRONG_PATTERN.match(text):
             text = f"Expected {pattern[2]} to {pattern[3]} characters of {_alphabet(pattern[1])}"
+        elif text.startswith("Expected"):
+            text = f"{path}: {_in_plain_words(text)}" if path else _in_plain_words(text)
         return InvalidRequest(sanitize(text), param=sanitize(path) or None)
     where = f": {error}" if isinstance(error, msgspec.DecodeError) else "."
     return InvalidRequest(f"The message is not valid JSON in UTF-8{where}")
+
+
+def _in_plain_words(text: str) -> str:
+    """Return what the decoder expected: "Expected `int | null`, got `str`", "`str` of length >= 1"
+    and the like."""
+
+    def types(found: re.Match[str]) -> str:
+        return " or ".join(_PLAIN.get(word, word) for word in found[1].split(" | "))
+
+    def bound(found: re.Match[str]) -> str:
+        return f"{found[1] or ','} {_PLAIN[found[2]]} "
+
+    return _JSON_BOUND.sub(bound, _JSON_TYPES.sub(types, text))
 
 
 def _alphabet(characters: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Final, Literal, TypeVar
+from typing import Annotated, ClassVar, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -224,6 +224,8 @@ class TurnFields(InputFields, frozen=True, kw_only=True):
 
 class TurnBody(TurnFields, frozen=True, kw_only=True):
     """Body of `POST /v1/sessions/{id}/turns`."""
+
+    instead: ClassVar = {"stream": "send the header Accept: text/event-stream"}
 
 
 class DraftFields(InputFields, frozen=True, kw_only=True):

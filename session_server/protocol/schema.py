@@ -1,4 +1,4 @@
-"""Look up, in the wire types, the values that a field of a message may have."""
+"""Look up, in the wire types, the fields that an object may have and the values of a field."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from functools import cache
 from typing import Any
 
 from msgspec import inspect
+
+from session_server.core.nearest import did_you_mean, nearest
 
 _STEP = re.compile(r"\[[^\]]*\]|[^.\[\]]+")
 
@@ -19,11 +21,39 @@ def values_at(kind: Any, path: str) -> tuple[str, ...]:
         kind: the type of the message.
         path: from the message to the field as `msgspec` writes it: `input[...].role`.
     """
+    values = [value for place in _places(kind, path) for value in _values(place)]
+    return tuple(dict.fromkeys(values))
+
+
+def unknown_field_hint(kind: Any, path: str, name: str) -> str:
+    """Return the end of an error message about a field that the object at `path` does not have:
+    what to send instead, where such a field is, one that is named alike, or those there are.
+
+    What to send instead, the type says itself: `instead`, by the names of such fields.
+    """
+    objects = [each for place in _places(kind, path) for each in _structs(place)]
+    fields = {field.encode_name: field.type for each in objects for field in each.fields}
+    for each in objects:
+        if name in (instead := getattr(each.cls, "instead", {})):
+            return f"; {instead[name]}"
+    for outer, inner in fields.items():
+        if any(name == field.encode_name for each in _structs(inner) for field in each.fields):
+            return did_you_mean(f"{outer}.{name}")
+    if alike := nearest(name, fields):
+        return did_you_mean(alike)
+    # Objects of several types have no fields in common that are worth a list.
+    return f"; there are {', '.join(fields)}" if len(objects) == 1 else ""
+
+
+def _places(kind: Any, path: str) -> list[inspect.Type]:
     places = [_type_info(kind)]
     for step in _STEP.findall(path):
         places = [inner for place in places for inner in _inside(place, step)]
-    values = [value for place in places for value in _values(place)]
-    return tuple(dict.fromkeys(values))
+    return places
+
+
+def _structs(place: inspect.Type) -> list[inspect.StructType]:
+    return [each for each in _unwrapped(place) if isinstance(each, inspect.StructType)]
 
 
 @cache

@@ -37,6 +37,7 @@ from session_server.protocol.messages import (
     DraftBody,
     MessageBody,
     OpenBody,
+    RewindBody,
     SamplingBody,
     TurnBody,
     TurnCreate,
@@ -224,6 +225,26 @@ def test_a_string_as_input_is_one_message_of_the_user(kind: type[TurnFields]) ->
             "sampling.logit_bias",
             "Expected 1 to 10 characters of 0-9",
         ),
+        (
+            {"sampling": {"temperature": -1}},
+            "sampling.temperature",
+            "sampling.temperature: Expected a number, at least 0.0",
+        ),
+        (
+            {"sampling": {"top_p": 0}},
+            "sampling.top_p",
+            "sampling.top_p: Expected a number, above 0.0",
+        ),
+        (
+            {"sampling": {"top_k": "all"}},
+            "sampling.top_k",
+            "sampling.top_k: Expected a whole number or null, got a string",
+        ),
+        (
+            {"input": [{"role": "user", "content": []}]},
+            "input[0].content",
+            "input[0].content: Expected a list of length at least 1",
+        ),
     ],
 )
 @ON_BOTH_SURFACES
@@ -251,6 +272,43 @@ def test_a_field_that_is_unknown_or_missing_is_named(
     with pytest.raises(InvalidRequest) as refused:
         turn(kind, **fields)
     assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "text"),
+    [
+        (TurnBody, {"samplng": {}}, "There is no field `samplng`; did you mean sampling?"),
+        (TurnCreate, {"samplng": {}}, "There is no field `samplng`; did you mean sampling?"),
+        (
+            TurnBody,
+            {"max_tokens": 8},
+            "There is no field `max_tokens`; did you mean sampling.max_tokens?",
+        ),
+        (
+            ClientMessage,
+            {"type": "turn.create", "max_tokens": 8},
+            "There is no field `max_tokens`; did you mean sampling.max_tokens?",
+        ),
+        (
+            TurnBody,
+            {"stream": True},
+            "There is no field `stream`; send the header Accept: text/event-stream",
+        ),
+        (
+            UpdateBody,
+            {"messages": []},
+            "There is no field `messages`; there are ttl_s, metadata, pinned",
+        ),
+        (ClientMessage, {"type": "ping", "zzzzzz": 1}, "There is no field `zzzzzz`"),
+        (RewindBody, {}, "`to_item` is missing"),
+    ],
+)
+def test_a_wrong_field_is_told_what_to_send(
+    kind: type[Body], fields: dict[str, object], text: str
+) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        decode(msgspec.json.encode(fields), kind)
+    assert refused.value.message == text
 
 
 def test_a_frame_of_an_unknown_type_is_told_which_there_are() -> None:
