@@ -203,7 +203,7 @@ class CommandHandler:
         if context_len + min(1, sampling.max_tokens) > self.turn_limits.max_turn_len:
             return ContextTooLong(
                 f"{context_len} tokens leave no room for an answer: a context may have "
-                f"{self.turn_limits.max_turn_len} tokens"
+                f"{self.turn_limits.max_turn_len} tokens. Send less, or begin a new session."
             )
         return None
 

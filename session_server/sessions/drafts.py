@@ -182,7 +182,8 @@ class SessionDrafts:
 
     def _fail_lost(self, session: Session, draft: _Draft) -> None:
         if self._newest.get(session) is draft:
-            self._finish(session, EngineRestarting("the engine restarts; the session is intact"))
+            told = "the engine restarts; the session is intact: send the draft again"
+            self._finish(session, EngineRestarting(told))
 
     def _on_built(self, session: Session, draft: _Draft, seq: int, outcome: PromptOutcome) -> None:
         del self._building[session]

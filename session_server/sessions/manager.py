@@ -47,7 +47,7 @@ from session_server.sessions.exits import SessionExits
 from session_server.sessions.footprint import input_bytes, message_bytes, metadata_bytes
 from session_server.sessions.journal import Journal
 from session_server.sessions.opening import SessionMaker, check_repeated
-from session_server.sessions.parts import SessionParts
+from session_server.sessions.parts import NOT_ENDED, SessionParts
 from session_server.sessions.prompt import check_num_ids
 from session_server.sessions.quotas import QuotaLimits, Quotas, SessionLimits
 from session_server.sessions.registry import SessionRegistry
@@ -529,10 +529,10 @@ class SessionManager:
         check_turn(request, self._limits, self._link.ready.vocab_size)
         if not session.is_idle:
             if not request.queue:
-                raise SessionBusy("a turn of this session has not ended")
+                raise SessionBusy(NOT_ENDED)
             if len(session.queue) >= self._limits.max_queued_turns:
-                waiting = f"{len(session.queue)} wait behind it, as many as may"
-                raise SessionBusy(f"a turn of this session has not ended, and {waiting}")
+                waiting = f"{len(session.queue)} wait behind it, the most there may be"
+                raise SessionBusy(f"{NOT_ENDED}: {waiting}")
         self._quotas.check_turn(session.owner, request)
         if session.life.log is not None:
             self._quotas.stored_bytes.check(session.owner, input_bytes(request.input))

@@ -15,7 +15,7 @@ from session_server.sessions.session import Session
 from session_server.sessions.session_logs import SessionLogs
 from session_server.sessions.tokenizing import PromptBuilder
 
-NOT_ENDED: Final = "a turn of this session has not ended"
+NOT_ENDED: Final = "a turn of this session has not ended; wait for its end, or cancel it"
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ _T = TypeVar("_T")
 NUM_TAIL: Final = 32
 """Last tokens of an answer that say how its text goes on."""
 
+_TOO_LONG: Final = "Send less, or begin a new session."
 _PROBE_CHARS_PER_TOKEN: Final = 16
 """Characters of a beginning per token that fits: four times what most texts take."""
 
@@ -243,7 +244,7 @@ def check_text(
     if num_tokens > 2 * max_len:
         raise ContextTooLong(
             f"Input length (at least {2 * max_len} tokens) exceeds the maximum allowed length "
-            f"({max_len - 1} tokens).",
+            f"({max_len - 1} tokens). {_TOO_LONG}",
             param=param,
         )
 
@@ -286,7 +287,7 @@ def check_length(num_tokens: int, max_tokens: int, *, param: str) -> None:
     if num_tokens > max_tokens:
         raise ContextTooLong(
             f"Input length ({num_tokens} tokens) exceeds the maximum allowed length "
-            f"({max_tokens} tokens).",
+            f"({max_tokens} tokens). {_TOO_LONG}",
             param=param,
         )
 

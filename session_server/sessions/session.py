@@ -247,7 +247,8 @@ class Session:
             return self.turn_view(turn)
         ended = self.ended.find(turn_id)
         if ended is None:
-            raise TurnNotFound("no such turn in this session")
+            # Also one that a crash has lost before it was stored.
+            raise TurnNotFound("no such turn in this session; send it again under its id")
         return self.ended_view(turn_id, ended)
 
     def turn_to_cancel(self, turn_id: str | None) -> SessionTurn:

@@ -254,7 +254,7 @@ class TurnFlow:
         invalidates what the dead engine held of them.
         """
         error = (
-            EngineRestarting("the engine restarts; the session is intact")
+            EngineRestarting("the engine restarts; the session is intact: send the turn again")
             if will_restart
             else EngineUnavailable("there is no engine")
         )

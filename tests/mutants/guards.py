@@ -263,7 +263,7 @@ REFUSAL_FREES_THE_SESSION = Mutant(
     "sglang#40250 (R1)",
     Edit(
         "session_server.sessions.manager:SessionManager._new_turn",
-        'raise SessionBusy("a turn of this session has not ended")',
+        "raise SessionBusy(NOT_ENDED)",
         'session.live = None\n                raise SessionBusy("")',
     ),
 )

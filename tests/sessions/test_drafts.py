@@ -217,7 +217,8 @@ def test_an_engine_that_dies_takes_drafts_with_it_and_the_next_one_computes_them
         typing.type("And", "d1")
         world.engine.die()
         world.engine.deliver()
-        assert isinstance(typing.answers[-1], EngineRestarting)
+        assert isinstance(lost := typing.answers[-1], EngineRestarting)
+        assert "send the draft again" in lost.message
         with pytest.raises(EngineUnavailable):
             typing.type("And", "d2")
         world.engine.come_up()

@@ -209,7 +209,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
             lambda: manager.edits.edit_item(OWNER, session, answer, "x"),
             lambda: manager.edits.fork(OWNER, session),
         ):
-            with pytest.raises(SessionBusy):
+            with pytest.raises(SessionBusy, match="wait for its end, or cancel it"):
                 change()
         manager.close(OWNER, session)
         with pytest.raises(SessionClosing):

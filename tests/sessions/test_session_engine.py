@@ -67,6 +67,7 @@ class TestEngine:
         world.engine.deliver()
         end = failed(world.end_of(session, "2"))
         assert (end.code, end.retryable) == ("engine_restarting", True)
+        assert "send the turn again" in end.message
         assert world.history(session) == before
         assert SessionStateChanged("cold", "engine_restart") in world.entries(session)
         assert world.submit(session, turn("4")).status == "queued"

@@ -325,7 +325,7 @@ class TestOrder:
         session = world.open()
         world.submit(session, turn("1"))
         for _ in range(2):
-            with pytest.raises(SessionBusy):
+            with pytest.raises(SessionBusy, match="wait for its end, or cancel it"):
                 world.submit(session, turn("2", queue=False))
         world.engine.run()
         completed(world.end_of(session, "1"))
@@ -336,7 +336,7 @@ class TestOrder:
             session = world.open()
             for index in range(3):
                 world.submit(session, turn(str(index)))
-            with pytest.raises(SessionBusy):
+            with pytest.raises(SessionBusy, match=r"wait for its end.*: 2 wait behind it"):
                 world.submit(session, turn("3"))
             world.engine.run()
             completed(world.run(session, turn("3")))
@@ -461,7 +461,7 @@ class TestLengths:
             world.run(session, turn("1", (60,) * 20, max_tokens=4))
             before = world.history(session)
             room = 64 - len(before)
-            with pytest.raises(ContextTooLong, match=r"\(64 tokens\).*\(63 tokens\)"):
+            with pytest.raises(ContextTooLong, match=r"\(64 tokens\).*\(63 tokens\).*Send less"):
                 world.submit(session, turn("2", (60,) * room))
             assert world.history(session) == before
             end = completed(world.run(session, turn("3", (60,) * (room - 1), max_tokens=1000)))
@@ -516,7 +516,8 @@ class TestLengths:
                 "opening": lambda: world.create(messages=(Message("system", much),)),
                 "answer": lambda: world.create(messages=(Message("assistant", much),)),
             }
-            with pytest.raises(ContextTooLong, match=r"at least 128 .*\(63 tokens\)") as refused:
+            told = r"at least 128 .*\(63 tokens\).*Send less"
+            with pytest.raises(ContextTooLong, match=told) as refused:
                 ways[where]()
             assert refused.value.param == (
                 "messages" if where in ("opening", "answer") else "input"

@@ -381,6 +381,9 @@ async def test_a_cancelled_turn_says_what_stays(this: Served) -> None:
     assert (again.status_code, again.json()["error"]["code"]) == (409, "turn_not_active")
     unknown = await this.http.post(f"{path}/t9/cancel")
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "turn_not_found")
+    lost = (await this.http.get(f"{path}/t9")).json()["error"]
+    assert lost["code"] == "turn_not_found"
+    assert "send it again under its id" in lost["message"]
 
 
 @served()
