@@ -6,10 +6,14 @@ import argparse
 import os
 import ssl
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
+from session_server.core.nearest import did_you_mean, nearest
 from session_server.core.owner import KEY_FILE_VARIABLE, KEY_VARIABLE
+
+_Number = TypeVar("_Number", int, float)
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -20,6 +24,13 @@ class CommandParser(argparse.ArgumentParser):
         """Return every flag, in all its spellings."""
         return list(self._option_string_actions)
 
+    def _check_value(self, action: argparse.Action, value: str) -> None:
+        """Say which word was probably meant, or which there are."""
+        words = list(action.choices or ())
+        if words and value not in words:
+            hint = did_you_mean(nearest(value, words)) or f"; there are {', '.join(words)}"
+            raise argparse.ArgumentError(action, f"there is no {value!r}{hint}")
+
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with status 2."""
         advice = f"`{self.prog} --help` explains every flag and shows examples"
@@ -28,16 +39,25 @@ class CommandParser(argparse.ArgumentParser):
 
 def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
     """Return the `type` of an argument that is a whole number in [least, most]."""
+    return _bounded(int, "a whole number", least, most)
+
+
+def number(least: float, most: float) -> Callable[[str], float]:
+    """Return the `type` of an argument that is a number in [least, most]."""
+    return _bounded(float, "a number", least, most)
+
+
+def _bounded(
+    kind: Callable[[str], _Number], called: str, least: _Number, most: _Number | None
+) -> Callable[[str], _Number]:
     bounds = f"at least {least}" if most is None else f"between {least} and {most}"
 
-    def read(text: str) -> int:
-        try:
-            number: int | None = int(text)
-        except ValueError:
-            number = None
-        if number is None or number < least or (most is not None and number > most):
-            raise argparse.ArgumentTypeError(f"expected a whole number {bounds}, got {text!r}")
-        return number
+    def read(text: str) -> _Number:
+        with suppress(ValueError):
+            value = kind(text)
+            if least <= value and (most is None or value <= most):
+                return value
+        raise argparse.ArgumentTypeError(f"expected {called} {bounds}, got {text!r}")
 
     return read
 

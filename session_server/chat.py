@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from session_server.arguments import add_server, whole_number
+from session_server.arguments import add_server, number, whole_number
 from session_server.client import (
     ClientError,
     ClientOptions,
@@ -79,14 +79,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     talk.add_argument("--system", metavar="TEXT", default="", help="system prompt")
     talk.add_argument(
         "--max-tokens",
-        type=whole_number(0, MAX_OUTPUT_TOKENS),
+        type=whole_number(1, MAX_OUTPUT_TOKENS),
         metavar="N",
         default=256,
         help="limit the tokens of one answer (default: 256)",
     )
     talk.add_argument(
         "--temperature",
-        type=float,
+        type=number(0, 100),
         metavar="X",
         default=0.0,
         help="sampling temperature (default: 0, greedy)",

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import errno
 import importlib.metadata
 import json
@@ -27,6 +28,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import partial
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Final
 
@@ -40,6 +42,7 @@ from session_server.models.errors import ModelError
 from session_server.models.gguf.config import ARCHITECTURES
 from session_server.models.registry import FAMILIES
 from session_server.progress import StepProgress
+from session_server.protocol.resources import IndexBody
 from session_server.served_model import checked_directory, open_model
 from session_server.sessions.store.disk_health import explain
 from session_server.sessions.store.examination import examine
@@ -51,6 +54,12 @@ _PORT: Final = HttpOptions().port
 
 MIN_FREE_BYTES: Final = 1 << 30
 """Bytes that torch, a small model and its KV need together."""
+
+ANSWER_S: Final = 2.0
+"""Seconds to wait for what uses the port to say what it is."""
+
+MAX_ANSWER_BYTES: Final = 1 << 16
+"""Bytes that are read of that."""
 
 REQUIRED: Final = (
     "torch",
@@ -231,7 +240,7 @@ def check_model(directory: Path) -> Iterator[Finding]:
     """Check a checkpoint with the code that `serve` starts with; read no weights."""
     if not directory.exists():
         advice = "pass the directory of a Hugging Face checkpoint, or a GGUF file, as --model-path"
-        yield Finding("model", CheckStatus.WRONG, f"no directory {directory}", advice)
+        yield Finding("model", CheckStatus.WRONG, f"no such file or directory: {directory}", advice)
         return
     settings = Settings(model=ModelOptions(path=str(directory)))
     try:
@@ -296,10 +305,25 @@ def check_port(host: str, port: int) -> Finding:
             probe.bind((host, port))
         except OSError as error:
             advice = "pass --host with an address of this machine"
+            found = f"{host}:{port}: {error.strerror}"
             if error.errno in {errno.EADDRINUSE, errno.EACCES}:
                 advice = "stop the program that uses the port, or pass another --port (0: any free)"
-            return Finding("port", CheckStatus.WRONG, f"{host}:{port}: {error.strerror}", advice)
+            if error.errno == errno.EADDRINUSE and _is_session_server(host, port):
+                found = f"{host}:{port}: a session-server answers there"
+                advice = "use that one, or stop it, or pass another --port (0: any free)"
+            return Finding("port", CheckStatus.WRONG, found, advice)
     return Finding("port", CheckStatus.GOOD, f"{host}:{port} is free")
+
+
+def _is_session_server(host: str, port: int) -> bool:
+    """Return whether a server like ours answers, without TLS."""
+    with contextlib.closing(HTTPConnection(host, port, timeout=ANSWER_S)) as connection:
+        try:
+            connection.request("GET", "/")
+            answer = connection.getresponse().read(MAX_ANSWER_BYTES)
+        except (OSError, HTTPException):
+            return False
+    return f'"name":"{IndexBody().name}"'.encode() in answer
 
 
 def check_disk(free_bytes: int) -> Finding:

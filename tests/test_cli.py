@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from session_server import cli
+from session_server.core.sampling import MAX_OUTPUT_TOKENS
 from session_server.flags import FLAGS, IGNORED_SWITCHES, IGNORED_VALUES
 from session_server.foreign_flags import RENAMED_FLAGS, UNSUPPORTED_FLAGS
 
@@ -34,6 +35,12 @@ def test_what_is_no_command_is_refused_with_a_hint(words: list[str]) -> None:
     done = run(*words)
     assert done.returncode == 2
     assert "usage: session-server" in done.stderr
+
+
+def test_a_misspelt_command_is_told_which_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["srve"])
+    assert "there is no 'srve'; did you mean serve?" in capsys.readouterr().err
 
 
 def test_the_version_is_the_packages() -> None:
@@ -92,6 +99,21 @@ def test_the_server_side_starts_without_torch() -> None:
             "doctor --port x",
             "argument --port: expected a whole number between 0 and 65535, got 'x'",
         ),
+        (
+            "chat --temperature hot",
+            "argument --temperature: expected a number between 0 and 100, got 'hot'",
+        ),
+        (
+            "chat --temperature nan",
+            "argument --temperature: expected a number between 0 and 100, got 'nan'",
+        ),
+        (
+            "chat --max-tokens 0",
+            f"argument --max-tokens: expected a whole number between 1 and {MAX_OUTPUT_TOKENS}, "
+            "got '0'",
+        ),
+        ("sessions lst", "argument ACTION: there is no 'lst'; did you mean list?"),
+        ("keys zzz", "argument ACTION: there is no 'zzz'; there are add, list, revoke"),
     ],
 )
 def test_what_a_command_does_not_take_is_answered_with_the_reason_first(

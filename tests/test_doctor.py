@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import socket
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -15,6 +17,8 @@ from session_server import doctor
 from session_server.bench.checkpoint import RandomModel, write_random_checkpoint
 from session_server.cli import main
 from session_server.doctor import CheckStatus
+from tests.sessions.paper_engine import PaperEngine
+from tests.web.serving import Served, served
 
 
 def arguments(*argv: str) -> argparse.Namespace:
@@ -46,6 +50,16 @@ def test_a_taken_port_is_wrong_and_the_advice_says_what_to_do(
     assert "--port" in capsys.readouterr().out
 
 
+@served()
+async def test_a_port_of_a_session_server_is_told_to_be_that(this: Served[PaperEngine]) -> None:
+    address = urlsplit(this.url)
+    assert address.hostname
+    assert address.port
+    finding = await asyncio.to_thread(doctor.check_port, address.hostname, address.port)
+    assert finding.verdict is CheckStatus.WRONG
+    assert "a session-server answers there" in finding.found
+
+
 def test_a_missing_package_is_wrong() -> None:
     def version_of(name: str) -> str:
         if name == "uvicorn":
@@ -65,7 +79,7 @@ def test_little_memory_is_a_warning() -> None:
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        (None, "no directory"),
+        (None, "no such file or directory"),
         ({}, "config.json"),
         ({"config.json": '{"model_type": "no_such_family"}'}, "no_such_family"),
     ],

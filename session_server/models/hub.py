@@ -29,6 +29,8 @@ def resolve_model(path_or_id: str) -> Path:
             f"{path_or_id} is a file, but not GGUF; give the directory of the checkpoint, or a "
             "GGUF file"
         )
+    if local.suffix.lower() == ".gguf":  # no name of a repository: nobody is asked for it
+        raise ModelNotFound(f"{path_or_id}: no such file")
     # Imported here: most starts use a local directory, and the hub client costs 0.3 s.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

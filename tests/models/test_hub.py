@@ -29,6 +29,15 @@ def test_a_path_that_does_not_exist_says_so() -> None:
         resolve_model("/nowhere/at/all")
 
 
+@pytest.mark.parametrize("path", ["/nowhere/model.gguf", "nowhere/model.GGUF"])
+def test_a_gguf_file_that_does_not_exist_is_not_looked_for_on_the_hub(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", None)
+    with pytest.raises(ModelNotFound, match="no such file"):
+        resolve_model(path)
+
+
 def test_without_a_hub_the_error_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
