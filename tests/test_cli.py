@@ -153,7 +153,10 @@ def test_a_session_to_resume_needs_the_server_that_has_it(
         ),
         ("peers --model 7b", "--model 7b: not one of 100m, 0.6b, nor a checkpoint's directory"),
         ("kept --sessions 9", "--sessions is a flag of `bench tiers`"),
-        ("kept --model 100m", "--model is a flag of `bench peers` and `bench tiers`"),
+        (
+            "kept --model 100m",
+            "--model is a flag of `bench peers` and `bench store` and `bench tiers`",
+        ),
         (
             "tiers --sessions 20",
             "--resident 20 --sessions 20: at least 1, and fewer than all",
@@ -165,6 +168,10 @@ def test_a_session_to_resume_needs_the_server_that_has_it(
         ),
         ("tiers --host-mib 0", "--host-mib 0: 1 or more, KV goes to disk by way of it"),
         ("tiers --model 100m 0.6b", "--model 100m 0.6b: `bench tiers` measures one"),
+        (
+            "store --model 7b",
+            "--model 7b: neither one of 100m, 0.6b nor a directory with a config.json",
+        ),
         (
             "tiers --model 7b",
             "--model 7b: neither one of 100m, 0.6b nor a directory with a config.json",

@@ -64,7 +64,7 @@ _OWNERS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
         "plot": frozenset({"sessions", "peers"}),
         **dict.fromkeys(peers_flags.NAMES, frozenset({"peers"})),
         **dict.fromkeys(tiers.NAMES, frozenset({"tiers"})),
-        **dict.fromkeys(("model", "work_dir"), frozenset({"peers", "tiers"})),
+        **dict.fromkeys(("model", "work_dir"), frozenset({"peers", "store", "tiers"})),
     }
 )
 """The benchmarks that a flag belongs to, by its name in the parsed arguments."""
@@ -172,7 +172,7 @@ BENCHMARKS: Final[Mapping[str, tuple[ModuleType, Callable[[argparse.Namespace], 
             "peers": (peers, peers_flags.workload),
             "speculation": (speculation, _without_flags(speculation.SpeculationWorkload)),
             "structured": (structured, _without_flags(structured.StructuredWorkload)),
-            "store": (store, _without_flags(store.StoreWorkload)),
+            "store": (store, store.workload),
             "tiers": (tiers, tiers.workload),
         }
     )

@@ -7,6 +7,7 @@ machine whose speed drifts affects both alike, and ratios are taken within a rou
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import statistics
@@ -22,13 +23,14 @@ from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
 from session_server.bench.growth import ordinary_tokens
+from session_server.bench.peers.flags import one_checkpoint
 from session_server.bench.sheet import Sheet
 from session_server.client import SessionClient, TurnText, connect
 from session_server.local_server import LocalServer
 from session_server.sessions.store.database import Database
 
 KINDS: Final = ("--durability turn", "--store none")
-_FLAGS: Final = ("--log-level", "warning")
+_FEW_TURNS: Final = 4
 _COMMITS: Final = "session_server_store_commit_seconds"
 _P99: Final = 0.99
 
@@ -36,14 +38,22 @@ _P99: Final = 0.99
 @dataclass(frozen=True, slots=True)
 class StoreWorkload:
     """Configure `num_rounds` rounds of `num_sessions` at a time, each with `num_turns` turns of
-    `num_new` tokens in and `num_outputs` out; and starts with so many `stored` sessions."""
+    `num_new` tokens in and `num_outputs` out; and starts with so many `stored` sessions. `model`: a
+    directory; None for the embedded one."""
 
     num_sessions: int = 64
-    num_turns: int = 4
+    num_turns: int = 16
     num_new: int = 16
     num_outputs: int = 8
     num_rounds: int = 9
     stored: tuple[int, ...] = (0, 1_000, 100_000)
+    model: Path | None = None
+
+    @property
+    def flags(self) -> list[str]:
+        """Return the flags that all servers have."""
+        model = ["--model-path", str(self.model)] if self.model else []
+        return ["--log-level", "warning", *model]
 
     @property
     def total_steps(self) -> int:
@@ -51,20 +61,32 @@ class StoreWorkload:
         return self.num_rounds * len(KINDS) + len(self.stored)
 
 
+def workload(args: argparse.Namespace) -> StoreWorkload:
+    """Return what the flags ask for: of a model that is named, turns are few, and take longer.
+
+    Raises:
+        ValueError: `--model` cannot be used; the message says which would do.
+    """
+    model = one_checkpoint(args)
+    return StoreWorkload() if model is None else StoreWorkload(model=model, num_turns=_FEW_TURNS)
+
+
 def measure(load: StoreWorkload, *, on_step: Callable[[], None]) -> dict[str, Any]:
     """Return medians over the rounds, by kind, the times of commits, and those of starts."""
     with tempfile.TemporaryDirectory(prefix="session-server-bench-") as directory:
         store = Path(directory) / "store"
         with (
-            LocalServer([*_FLAGS, "--store", str(store)]) as durable,
-            LocalServer(_FLAGS) as forgetful,
+            LocalServer([*load.flags, "--store", str(store)]) as durable,
+            LocalServer(load.flags) as forgetful,
         ):
             urls = dict(zip(KINDS, (durable.url, forgetful.url), strict=True))
             kinds = asyncio.run(_alternate(urls, load, on_step))
             commits = _commits(durable.url)
         starts = {}
         for number in load.stored:
-            starts[f"{number:,}"] = {"ready_s": _start_s(Path(directory) / str(number), number)}
+            starts[f"{number:,}"] = {
+                "ready_s": _start_s(Path(directory) / str(number), number, load)
+            }
             on_step()
     return {
         "num_sessions": load.num_sessions,
@@ -179,10 +201,10 @@ def _commits(url: str) -> dict[str, float]:
     }
 
 
-def _start_s(store: Path, num_sessions: int) -> float:
+def _start_s(store: Path, num_sessions: int, load: StoreWorkload) -> float:
     """Return the seconds until a server is ready that has so many sessions stored, one of which
     then goes on."""
-    flags = [*_FLAGS, "--store", str(store)]
+    flags = [*load.flags, "--store", str(store)]
     session_id = None
     if num_sessions:
         with LocalServer(flags) as server:

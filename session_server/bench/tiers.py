@@ -22,8 +22,7 @@ import numpy as np
 
 from session_server.bench.checkpoint import RandomModel, write_random_checkpoint
 from session_server.bench.harness import TOKEN_IDS
-from session_server.bench.peers.benchmark import DEFAULT_WORK_DIR
-from session_server.bench.peers.models import prepare_model
+from session_server.bench.peers.flags import one_checkpoint
 from session_server.bench.sheet import Sheet
 from session_server.client import connect
 from session_server.core.session_events import TokenInput
@@ -81,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "tiers",
         "Flags of the benchmark `tiers`, which also knows --model (one; default: a\n"
-        "small random one) and --work-dir.",
+        "small random one) and --work-dir, as `store` does.",
     )
     group.add_argument("--sessions", type=int, metavar="N", help="how many (default: 200)")
     group.add_argument(
@@ -125,17 +124,10 @@ def workload(args: argparse.Namespace) -> TiersWorkload:
     host_mib = default.host_mib if args.host_mib is None else args.host_mib
     if host_mib < 1:
         raise ValueError(f"--host-mib {host_mib}: 1 or more, KV goes to disk by way of it")
-    models = args.model or []
-    if len(models) > 1:
-        raise ValueError(f"--model {' '.join(models)}: `bench tiers` measures one")
-    try:
-        found = [prepare_model(each, args.work_dir or DEFAULT_WORK_DIR) for each in models]
-    except FileNotFoundError as error:
-        raise ValueError(str(error)) from None
     return TiersWorkload(
         num_sessions=num_sessions,
         num_resident=num_resident,
-        model=found[0].checkpoint if found else None,
+        model=one_checkpoint(args),
         ways=(*(args.kept or WAYS[:-1]), "none"),
         host_mib=host_mib,
         num_compared=args.compared,

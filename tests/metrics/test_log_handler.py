@@ -10,7 +10,6 @@ import logging
 import os
 import threading
 
-import msgspec
 import pytest
 
 from session_server import wiring
@@ -21,6 +20,7 @@ from session_server.metrics.log_handler import NonBlockingHandler, RepeatFilter
 from session_server.metrics.logging import JsonFormatter
 from session_server.metrics.prometheus import ServerMetrics
 from session_server.metrics.throughput import ThroughputLog
+from tests.engine_stats import engine_stats
 
 
 class Gate(io.StringIO):
@@ -185,35 +185,16 @@ def test_a_line_as_json_is_one_line_whatever_it_says() -> None:
     assert len(line) < 10_000
 
 
-STATS = EngineStats(
-    steps=0,
-    forward_ms=0.0,
-    host_ms=0.0,
-    prompt_tokens=0,
-    cached_tokens=0,
-    generated_tokens=0,
-    draft_tokens=0,
-    accepted_tokens=0,
-    retractions=0,
-    coolings=0,
-    running=1,
-    waiting=0,
-    sessions=2,
-    check_runs=0,
-    check_violations=0,
-)
-
-
 def sample(
     *, prompt: int = 0, cached: int = 0, generated: int = 0, running: int = 1
 ) -> EngineStats:
-    changes = {
-        "prompt_tokens": prompt,
-        "cached_tokens": cached,
-        "generated_tokens": generated,
-        "running": running,
-    }
-    return msgspec.structs.replace(STATS, **changes)
+    return engine_stats(
+        sessions=2,
+        prompt_tokens=prompt,
+        cached_tokens=cached,
+        generated_tokens=generated,
+        running=running,
+    )
 
 
 def test_throughput_is_told_per_interval_of_work(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,12 +20,12 @@ from session_server.core.events import (
     EngineReady,
     EngineResumed,
     EngineStalled,
-    EngineStats,
     FinishReason,
     MemoryReported,
     PoolReport,
     SessionCooled,
     SizeCounts,
+    TierReport,
     TokensProduced,
     TurnFailed,
     TurnFinished,
@@ -46,6 +46,7 @@ from session_server.metrics.logging import (
     configure_logging,
 )
 from session_server.metrics.prometheus import MAX_TIMED_TURNS, ReaderKind, ServerMetrics
+from tests.engine_stats import engine_stats
 
 TIMINGS = TurnTimings(
     queue_ms=1.0, prefill_ms=2.0, ttft_ms=30.0, decode_ms=40.0, forward_ms=5.0, num_steps=6
@@ -100,22 +101,19 @@ REPORT = MemoryReported(
         cost_share=0.01,
     ),
 )
-STATS = EngineStats(
+STATS = engine_stats(
     steps=9,
     forward_ms=90.0,
     host_ms=9.0,
     prompt_tokens=10,
     cached_tokens=7,
     generated_tokens=2,
-    draft_tokens=0,
-    accepted_tokens=0,
     retractions=1,
     coolings=3,
     running=1,
     waiting=2,
     sessions=1,
     check_runs=5,
-    check_violations=0,
 )
 READY = EngineReady(
     epoch=1,
@@ -238,6 +236,14 @@ def test_the_accounts_of_a_pool_are_shown_and_add_up() -> None:
     assert value(metrics, "session_server_page_tokens", pool="full") == 16
     assert value(metrics, "session_server_memory_check_cost_ratio") == 0.01
     assert value(metrics, "session_server_engine_turns", state="waiting") == 2
+
+
+def test_what_tiers_have_done_and_may_hold_is_shown() -> None:
+    metrics = ServerMetrics(now_s=Clock())
+    tiers = TierReport(failed_copies=5, no_room_files=3, disk_bytes=70, disk_max_bytes=90)
+    metrics.on_event(replace(STATS, tiers=tiers))
+    assert value(metrics, "session_server_kv_failed_copies_total") == 5
+    assert value(metrics, "session_server_kv_no_room_files_total") == 3
 
 
 def test_nothing_runs_in_an_engine_that_died() -> None:

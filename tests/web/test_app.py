@@ -12,13 +12,14 @@ from websockets.exceptions import InvalidStatus
 
 from session_server.core.commands import ReportMemory
 from session_server.core.errors import WIRE_ERRORS, SessionServerError
-from session_server.core.events import EngineResumed, EngineStalled
+from session_server.core.events import EngineResumed, EngineStalled, TierReport
 from session_server.core.owner import ANONYMOUS
 from session_server.sessions import engine_link
 from session_server.web.keys import KeyRing
 from session_server.web.refusals import error_response
 from session_server.web.requests import PUBLIC_ROUTES
 from tests.docs import published
+from tests.engine_stats import engine_stats
 from tests.web.realtime_client import realtime
 from tests.web.serving import Served, served
 
@@ -239,6 +240,21 @@ async def test_the_gauge_of_tasks_counts_those_that_live(this: Served) -> None:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
     assert await count() == before
+
+
+@served()
+async def test_a_disk_without_room_for_kv_is_told_by_a_server_that_works(this: Served) -> None:
+    tiers = TierReport(disk_max_bytes=3 << 20, disk_given_bytes=1000 << 20)
+    this.engine.events.append(engine_stats(tiers=tiers))
+    this.engine.deliver()
+    answer = await this.http.get("/health")
+    body = answer.json()
+    assert (answer.status_code, body["status"]) == (200, "ok")
+    assert "room for 3 of 1,000 MiB of --disk-kv-bytes" in body["message"]
+    tiers = TierReport(disk_max_bytes=1000 << 20, disk_given_bytes=1000 << 20)
+    this.engine.events.append(engine_stats(tiers=tiers))
+    this.engine.deliver()
+    assert (await this.http.get("/health")).json() == {"status": "ok"}
 
 
 @served()

@@ -16,7 +16,7 @@ from session_server.bench.peers.benchmark import (
 )
 from session_server.bench.peers.cells import CELLS, KINDS, ROWS
 from session_server.bench.peers.generating import is_installed
-from session_server.bench.peers.models import SHAPES
+from session_server.bench.peers.models import SHAPES, prepare_model
 from session_server.bench.peers.ours import can_quantize
 from session_server.bench.peers.own import OwnWorkload
 from session_server.bench.peers.page import NoSection, check_page
@@ -107,6 +107,22 @@ def workload(args: argparse.Namespace) -> PeersWorkload:
         available=Available(args.llama_server, is_installed(), can_quantize()),
         own=None if args.only == "peers" else own,
     )
+
+
+def one_checkpoint(args: argparse.Namespace) -> Path | None:
+    """Return the directory of the model that the flags name; None where they name none.
+
+    Raises:
+        ValueError: they name several, or one that is not there; the message says which would do.
+    """
+    models = args.model or []
+    if len(models) > 1:
+        raise ValueError(f"--model {' '.join(models)}: `bench {args.benchmark}` measures one")
+    try:
+        found = [prepare_model(each, args.work_dir or DEFAULT_WORK_DIR) for each in models]
+    except FileNotFoundError as error:
+        raise ValueError(str(error)) from None
+    return found[0].checkpoint if found else None
 
 
 def command_of(args: argparse.Namespace) -> str:
