@@ -104,6 +104,12 @@ SLICES = (
         _NEXT,
     ),
     _constant(
+        "sessions.store.writer:GATHER_S",
+        "that a commit waits for more writes, where the one before had several",
+        "s",
+        "what comes later is in the next one",
+    ),
+    _constant(
         "sessions.store.writer:ERASED_EVERY_S",
         "between two times that the log of a store is emptied for the sake of what was deleted",
         "s",

@@ -538,6 +538,37 @@ def test_a_commit_takes_no_more_writes_than_its_bound(
     asyncio.run(run())
 
 
+def test_where_many_write_a_commit_waits_for_more_and_one_alone_never_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    is_over = threading.Event()
+    rows = map(row, itertools.count(1))
+    database = Database(tmp_path)
+    commits = writer.GroupCommits(database, lambda tell: tell())
+
+    def put(then: Callable[[], None] = lambda: None) -> None:
+        new = next(rows)
+        commits.ask(lambda into: into.put(new, DATA), lambda _error: then())
+
+    def wait(wait_s: float) -> None:
+        waits.append(wait_s)
+        if len(waits) == 1:
+            put()
+            put()
+
+    monkeypatch.setattr(writer.time, "sleep", wait)
+    put()
+    put(then=lambda: put(then=lambda: put(then=lambda: put(then=is_over.set))))
+    commits.start()
+    assert is_over.wait(10.0)
+    assert commits.stop(10.0)
+    database.close()
+    # Two at once, then one that waits and meets two, one that waits in vain, and one alone.
+    assert commits.counts.num_writes == 2 + 3 + 1 + 1
+    assert (sum(commits.counts.num_commits), waits) == (4, [writer.GATHER_S] * 2)
+
+
 def test_closing_writes_what_is_left_and_tells_of_it(tmp_path: Path) -> None:
     told: list[Exception | None] = []
 
