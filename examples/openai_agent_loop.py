@@ -14,8 +14,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import openai
-from openai.types.chat import ChatCompletionMessageParam
+try:
+    import openai
+    from openai.types.chat import ChatCompletionMessageParam
+except ModuleNotFoundError as error:
+    sys.exit(f"{error.name} is not there: pip install -U openai")
 
 MAX_STEPS = 10
 

@@ -9,8 +9,11 @@ from __future__ import annotations
 import argparse
 import sys
 
-import openai
-from openai.types.chat import ChatCompletionMessageParam
+try:
+    import openai
+    from openai.types.chat import ChatCompletionMessageParam
+except ModuleNotFoundError as error:
+    sys.exit(f"{error.name} is not there: pip install -U openai")
 
 QUESTIONS = ("My name is Ada.", "What is my name?", "My city is Oslo.", "What is my city?")
 

@@ -10,10 +10,13 @@ import argparse
 import secrets
 import sys
 
-import openai
-from openai.resources.realtime.realtime import RealtimeConnection
-from openai.types.websocket_reconnection import ReconnectingEvent, ReconnectingOverrides
-from websockets.exceptions import InvalidStatus
+try:
+    import openai
+    from openai.resources.realtime.realtime import RealtimeConnection
+    from openai.types.websocket_reconnection import ReconnectingEvent, ReconnectingOverrides
+    from websockets.exceptions import InvalidStatus
+except ModuleNotFoundError as error:
+    sys.exit(f"{error.name} is not there: pip install -U 'openai[realtime]'")
 
 QUESTIONS = ("My name is Ada.", "What is my name?", "My city is Oslo.", "What is my city?")
 

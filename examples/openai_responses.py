@@ -9,9 +9,12 @@ from __future__ import annotations
 import argparse
 import sys
 
-import openai
-from openai.resources.responses.responses import ResponsesConnection
-from openai.types.responses import Response
+try:
+    import openai
+    from openai.resources.responses.responses import ResponsesConnection
+    from openai.types.responses import Response
+except ModuleNotFoundError as error:
+    sys.exit(f"{error.name} is not there: pip install -U openai websockets")
 
 QUESTIONS = ("My name is Ada.", "What is my name?", "My city is Oslo.", "What is my city?")
 

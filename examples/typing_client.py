@@ -11,8 +11,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 
-from session_server.client import ConnectionLost, connect
+try:
+    from session_server.client import ConnectionLost, connect
+except ModuleNotFoundError as error:
+    sys.exit(f"{error.name} is not there: run this with .venv/bin/python after `make install`")
 
 
 async def main() -> None:

@@ -12,8 +12,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 
-from session_server.client import ConnectionLost, SessionClient, TurnHandle, TurnText, connect
+try:
+    from session_server.client import ConnectionLost, SessionClient, TurnHandle, TurnText, connect
+except ModuleNotFoundError as error:
+    sys.exit(f"{error.name} is not there: run this with .venv/bin/python after `make install`")
 
 LONG = "Count from 1 to 1000."
 """The embedded model counts badly, but for long enough to be interrupted."""

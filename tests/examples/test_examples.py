@@ -227,6 +227,31 @@ def test_a_server_that_is_not_there_is_told_in_a_line(
     assert "is a server running?" in str(told)
 
 
+@pytest.mark.parametrize(
+    ("name", "package", "advice"),
+    [
+        ("openai_chat.py", "openai", "pip install -U openai"),
+        ("openai_agent_loop.py", "openai", "pip install -U openai"),
+        ("openai_responses.py", "openai", "pip install -U openai websockets"),
+        ("openai_realtime.py", "openai", "pip install -U 'openai[realtime]'"),
+        ("chat_client.py", "websockets", "pip install -U websockets"),
+        ("rest_client.py", "httpx", "pip install -U httpx"),
+        ("typing_client.py", "session_server", ".venv/bin/python"),
+        ("voice_like.py", "session_server", ".venv/bin/python"),
+        ("load_test.py", "session_server", ".venv/bin/python"),
+    ],
+)
+def test_a_package_that_is_not_there_is_told_in_a_line(
+    name: str, package: str, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in [package, *sys.modules]:
+        if module.partition(".")[0] == package:
+            monkeypatch.setitem(sys.modules, module, None)
+    told = str(said_by(name, patch=monkeypatch))
+    assert f"{package}" in told.partition(" is not there: ")[0]
+    assert advice in told
+
+
 def test_ctrl_c_ends_a_load_and_reports_it_so_far(url: str) -> None:
     argv = [sys.executable, str(EXAMPLES / "load_test.py"), "--url", url, "--json", "-"]
     argv += ["--sessions", "2", "--turns", "10000", "--think-s", "0.01", "--ramp-s", "0"]
