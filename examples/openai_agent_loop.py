@@ -55,8 +55,9 @@ def main() -> None:
         sys.exit(f"{error.message}: pass --api-key")
     except openai.BadRequestError as error:
         sys.exit(error.message)
-    except openai.APIConnectionError:
-        sys.exit(f"no server at {args.url}: start one with `session-server serve`")
+    except openai.APIConnectionError as error:
+        why = error.__cause__ or error
+        sys.exit(f"no answer from {args.url} ({why}): is a server running? `session-server serve`")
 
 
 def run(client: openai.OpenAI, question: str) -> None:

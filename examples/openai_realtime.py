@@ -34,8 +34,10 @@ def main() -> None:
         Conversation(client).run()
     except InvalidStatus as error:
         sys.exit(f"{(error.response.body or b'').decode()}\nIf it asks for a key: --api-key")
-    except OSError:
-        sys.exit(f"no server at {args.url}: start one with `session-server serve`")
+    except OSError as error:
+        sys.exit(
+            f"no answer from {args.url} ({error}): is a server running? `session-server serve`"
+        )
 
 
 class Conversation:

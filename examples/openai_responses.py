@@ -35,8 +35,9 @@ def main() -> None:
             branch(connection, model, newest)
     except openai.AuthenticationError as error:
         sys.exit(f"{error.message}: pass --api-key")
-    except openai.APIConnectionError:
-        sys.exit(f"no server at {args.url}: start one with `session-server serve`")
+    except openai.APIConnectionError as error:
+        why = error.__cause__ or error
+        sys.exit(f"no answer from {args.url} ({why}): is a server running? `session-server serve`")
 
 
 def converse(client: openai.OpenAI, model: str) -> str:

@@ -105,7 +105,10 @@ def run(args: argparse.Namespace) -> int:
     """Chat until the user leaves. Return the exit status."""
     console = _Console()
     if args.session is not None and not args.url:
-        print("session-server chat: --session needs --url", file=sys.stderr)
+        print(
+            "session-server chat: --session needs --url http://HOST:PORT of its server",
+            file=sys.stderr,
+        )
         return 2
     try:
         with nullcontext(None) if args.url else _start_server(console) as server:

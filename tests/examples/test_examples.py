@@ -218,6 +218,22 @@ def test_a_refused_key_and_an_address_without_a_scheme_are_told_in_a_line(
 
 
 @pytest.mark.parametrize("name", ["typing_client.py", "voice_like.py"])
+def test_the_native_client_tells_a_refused_key_and_a_wrong_address_in_a_line(
+    name: str, closed_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = said_by(name, "--url", closed_url, "--api-key", "no", patch=monkeypatch)
+    assert "Not you." in str(refused)
+    wrong = said_by(name, "--url", "localhost:30000", patch=monkeypatch)
+    assert "as http://HOST:PORT" in str(wrong)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("typing_client.py", "voice_like.py", "openai_chat.py", "openai_agent_loop.py"),
+        *("openai_responses.py", "openai_realtime.py"),
+    ],
+)
 def test_a_server_that_is_not_there_is_told_in_a_line(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
