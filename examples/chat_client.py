@@ -22,8 +22,11 @@ from collections.abc import AsyncIterator
 from http import HTTPStatus
 from typing import Any
 
-from websockets.asyncio.client import connect
-from websockets.exceptions import ConnectionClosed, InvalidStatus
+try:
+    from websockets.asyncio.client import connect
+    from websockets.exceptions import ConnectionClosed, InvalidStatus
+except ModuleNotFoundError as error:
+    sys.exit(f"{error.name} is not there: pip install -U websockets")
 
 TERMINAL = {"turn.completed", "turn.cancelled", "turn.failed"}
 MAX_ATTEMPTS = 10

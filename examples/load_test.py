@@ -32,25 +32,28 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import httpx
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+try:
+    import httpx
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Table
 
-from session_server.arguments import add_server
-from session_server.client import (
-    ClientError,
-    ClientOptions,
-    Refused,
-    SessionClient,
-    TurnHandle,
-    TurnResult,
-    TurnText,
-    connect,
-    server_address,
-)
-from session_server.demo.corpus import Exchange, dialogue, is_right
-from session_server.terminal import SERVER_FAILURES, print_failure
+    from session_server.arguments import add_server
+    from session_server.client import (
+        ClientError,
+        ClientOptions,
+        Refused,
+        SessionClient,
+        TurnHandle,
+        TurnResult,
+        TurnText,
+        connect,
+        server_address,
+    )
+    from session_server.demo.corpus import Exchange, dialogue, is_right
+    from session_server.terminal import SERVER_FAILURES, print_failure
+except ModuleNotFoundError as error:
+    sys.exit(f"{error.name} is not there: run this with .venv/bin/python after `make install`")
 
 HELD_ACCOUNTS = ("session_held", "active", "tree_protected", "fenced", "spill", "quarantine")
 LEDGER_PATIENCE_S = 10.0

@@ -14,8 +14,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import openai
-from openai.types.chat import ChatCompletionMessageParam
+try:
+    import openai
+    from openai.types.chat import ChatCompletionMessageParam
+except ModuleNotFoundError as error:
+    sys.exit(f"{error.name} is not there: pip install -U openai")
 
 MAX_STEPS = 10
 
@@ -52,8 +55,9 @@ def main() -> None:
         sys.exit(f"{error.message}: pass --api-key")
     except openai.BadRequestError as error:
         sys.exit(error.message)
-    except openai.APIConnectionError:
-        sys.exit(f"no server at {args.url}: start one with `session-server serve`")
+    except openai.APIConnectionError as error:
+        why = error.__cause__ or error
+        sys.exit(f"no answer from {args.url} ({why}): is a server running? `session-server serve`")
 
 
 def run(client: openai.OpenAI, question: str) -> None:

@@ -9,8 +9,11 @@ from __future__ import annotations
 import argparse
 import sys
 
-import openai
-from openai.types.chat import ChatCompletionMessageParam
+try:
+    import openai
+    from openai.types.chat import ChatCompletionMessageParam
+except ModuleNotFoundError as error:
+    sys.exit(f"{error.name} is not there: pip install -U openai")
 
 QUESTIONS = ("My name is Ada.", "What is my name?", "My city is Oslo.", "What is my city?")
 
@@ -28,8 +31,9 @@ def main() -> None:
         converse(client)
     except openai.AuthenticationError as error:
         sys.exit(f"{error.message}: pass --api-key")
-    except openai.APIConnectionError:
-        sys.exit(f"no server at {args.url}: start one with `session-server serve`")
+    except openai.APIConnectionError as error:
+        why = error.__cause__ or error
+        sys.exit(f"no answer from {args.url} ({why}): is a server running? `session-server serve`")
 
 
 def converse(client: openai.OpenAI) -> None:

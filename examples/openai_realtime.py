@@ -10,10 +10,13 @@ import argparse
 import secrets
 import sys
 
-import openai
-from openai.resources.realtime.realtime import RealtimeConnection
-from openai.types.websocket_reconnection import ReconnectingEvent, ReconnectingOverrides
-from websockets.exceptions import InvalidStatus
+try:
+    import openai
+    from openai.resources.realtime.realtime import RealtimeConnection
+    from openai.types.websocket_reconnection import ReconnectingEvent, ReconnectingOverrides
+    from websockets.exceptions import InvalidStatus
+except ModuleNotFoundError as error:
+    sys.exit(f"{error.name} is not there: pip install -U 'openai[realtime]'")
 
 QUESTIONS = ("My name is Ada.", "What is my name?", "My city is Oslo.", "What is my city?")
 
@@ -31,8 +34,10 @@ def main() -> None:
         Conversation(client).run()
     except InvalidStatus as error:
         sys.exit(f"{(error.response.body or b'').decode()}\nIf it asks for a key: --api-key")
-    except OSError:
-        sys.exit(f"no server at {args.url}: start one with `session-server serve`")
+    except OSError as error:
+        sys.exit(
+            f"no answer from {args.url} ({error}): is a server running? `session-server serve`"
+        )
 
 
 class Conversation:

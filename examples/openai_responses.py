@@ -9,9 +9,12 @@ from __future__ import annotations
 import argparse
 import sys
 
-import openai
-from openai.resources.responses.responses import ResponsesConnection
-from openai.types.responses import Response
+try:
+    import openai
+    from openai.resources.responses.responses import ResponsesConnection
+    from openai.types.responses import Response
+except ModuleNotFoundError as error:
+    sys.exit(f"{error.name} is not there: pip install -U openai websockets")
 
 QUESTIONS = ("My name is Ada.", "What is my name?", "My city is Oslo.", "What is my city?")
 
@@ -32,8 +35,9 @@ def main() -> None:
             branch(connection, model, newest)
     except openai.AuthenticationError as error:
         sys.exit(f"{error.message}: pass --api-key")
-    except openai.APIConnectionError:
-        sys.exit(f"no server at {args.url}: start one with `session-server serve`")
+    except openai.APIConnectionError as error:
+        why = error.__cause__ or error
+        sys.exit(f"no answer from {args.url} ({why}): is a server running? `session-server serve`")
 
 
 def converse(client: openai.OpenAI, model: str) -> str:

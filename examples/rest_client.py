@@ -11,10 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
+try:
+    import httpx
+except ModuleNotFoundError as error:
+    sys.exit(f"{error.name} is not there: pip install -U httpx")
 
 
 def main() -> None:

@@ -11,8 +11,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 
-from session_server.client import ConnectionLost, connect
+try:
+    from session_server.client import ClientError, ClientOptions, ConnectionLost, connect
+except ModuleNotFoundError as error:
+    sys.exit(f"{error.name} is not there: run this with .venv/bin/python after `make install`")
 
 
 async def main() -> None:
@@ -20,9 +24,10 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("question", nargs="?", default="My name is Ada.")
     parser.add_argument("--url", default="http://127.0.0.1:30000")
+    parser.add_argument("--api-key", help="if the server asks for one")
     parser.add_argument("--key-s", type=float, default=0.05, help="seconds between two keys")
     args = parser.parse_args()
-    async with await connect(args.url) as session:
+    async with await connect(args.url, options=ClientOptions(token=args.api_key)) as session:
         for text in keys(args.question):
             draft_id = await session.draft(text)
             await asyncio.sleep(args.key_s)
@@ -45,3 +50,5 @@ if __name__ == "__main__":
         asyncio.run(main())
     except ConnectionLost as error:
         raise SystemExit(f"{error}: is a server running? `session-server serve`") from None
+    except ClientError as error:  # a wrong address, key or certificate
+        raise SystemExit(str(error)) from None

@@ -12,8 +12,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 
-from session_server.client import ConnectionLost, SessionClient, TurnHandle, TurnText, connect
+try:
+    from session_server.client import (
+        ClientError,
+        ClientOptions,
+        ConnectionLost,
+        SessionClient,
+        TurnHandle,
+        TurnText,
+        connect,
+    )
+except ModuleNotFoundError as error:
+    sys.exit(f"{error.name} is not there: run this with .venv/bin/python after `make install`")
 
 LONG = "Count from 1 to 1000."
 """The embedded model counts badly, but for long enough to be interrupted."""
@@ -26,9 +38,10 @@ async def main() -> None:
     """Say something, ask for a long answer, cut it short, and see what is remembered."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--url", default="http://127.0.0.1:30000")
+    parser.add_argument("--api-key", help="if the server asks for one")
     parser.add_argument("--word-s", type=float, default=0.2, help="seconds between two words")
     args = parser.parse_args()
-    async with await connect(args.url) as session:
+    async with await connect(args.url, options=ClientOptions(token=args.api_key)) as session:
         await speak(await listen(session, "My name is Ada.", args.word_s))
         counting = await listen(session, LONG, args.word_s)
         await speak(counting, up_to=SPOKEN_BEFORE_BARGE_IN)
@@ -71,3 +84,5 @@ if __name__ == "__main__":
         asyncio.run(main())
     except ConnectionLost as error:
         raise SystemExit(f"{error}: is a server running? `session-server serve`") from None
+    except ClientError as error:  # a wrong address, key or certificate
+        raise SystemExit(str(error)) from None

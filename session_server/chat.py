@@ -3,7 +3,8 @@
 Ctrl-C while an answer streams cancels that turn and keeps the partial answer;
 at the prompt it exits. A line after each answer shows its cost: `cached` grows
 with the session. Pasted lines are sent as one turn. A conversation stays on a
-server that keeps sessions on disk; the last line says how to go on with it.
+server that keeps sessions on disk; the last line says how to go on with it. Without
+--url it ends with the server that was started for it.
 
 examples:
   session-server chat                start a server with the embedded model
@@ -34,6 +35,7 @@ from session_server.client import (
     ClientError,
     ClientOptions,
     ConnectionState,
+    Refused,
     SessionClient,
     TurnHandle,
     TurnReplaced,
@@ -46,6 +48,7 @@ from session_server.core.owner import KEY_VARIABLE
 from session_server.core.sampling import MAX_OUTPUT_TOKENS
 from session_server.core.session_events import ChatInput, Message
 from session_server.local_server import LocalServer
+from session_server.past import past_lines
 from session_server.terminal import SERVER_FAILURES, make_table, print_failure, printable
 
 T = TypeVar("T")
@@ -66,9 +69,14 @@ HELP: Final = """\
 /paste           send several lines as one turn; end with a line of one dot
 /quit, /exit     exit (so do Ctrl-D, and Ctrl-C at the prompt): a session stays if
                  it was resumed, or if the server keeps it on disk
-/keep            exit, and keep the session on any server, until it expires
+/keep            exit, and keep the session on the server of --url until it expires
 /forget          exit, and delete the session
 Ctrl-C while an answer streams cancels the turn and keeps the partial answer."""
+
+ENDS_WITH_SERVER: Final = """\
+this conversation has ended with its server; to keep one, start a server that stays:
+  {0} serve
+  {0} chat --url http://127.0.0.1:30000"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +105,10 @@ def run(args: argparse.Namespace) -> int:
     """Chat until the user leaves. Return the exit status."""
     console = _Console()
     if args.session is not None and not args.url:
-        print("session-server chat: --session needs --url", file=sys.stderr)
+        print(
+            "session-server chat: --session needs --url http://HOST:PORT of its server",
+            file=sys.stderr,
+        )
         return 2
     try:
         with nullcontext(None) if args.url else _start_server(console) as server:
@@ -106,7 +117,10 @@ def run(args: argparse.Namespace) -> int:
             with _LoopThread() as loop:
                 return _Chat(console, args, url, loop).run()
     except SERVER_FAILURES as error:
-        return print_failure(error, console, key=args.api_key)
+        status = print_failure(error, console, key=args.api_key)
+        if isinstance(error, Refused) and error.code == "session_not_found":
+            console.print("without --session a new session begins; GET /v1/sessions lists yours")
+        return status
 
 
 def describe(result: TurnResult) -> str:
@@ -201,6 +215,8 @@ class _Chat:
         session_id = self._session.session_id
         opening = f"[dim]session {session_id} on {self._url}\n/help for help[/]"
         self._console.print(opening, highlight=False)
+        if self._is_resumed:
+            self._show_past()
         try:
             while True:
                 line = self._read_line()
@@ -213,7 +229,16 @@ class _Chat:
                 self._part(is_kept=self._stays, timeout_s=1.0)
             return 130
         self._part(is_kept=line == "/keep" or (line != "/forget" and self._stays))
+        if not self._args.url and (self._turns or line == "/keep"):
+            self._console.print(ENDS_WITH_SERVER.format(called_as()), soft_wrap=True)
         return 0
+
+    def _show_past(self) -> None:
+        """Show how much is gone on from, and what was said last."""
+        key, trust = self._args.api_key, self._args.trust
+        for line in past_lines(self._url, self._session.session_id, key=key, trust=trust):
+            shown = f"[dim]{escape(printable(line))}[/]"
+            self._console.print(shown, highlight=False, soft_wrap=True)
 
     @property
     def _stays(self) -> bool:
@@ -224,15 +249,16 @@ class _Chat:
 
     def _part(self, *, is_kept: bool, timeout_s: float = 10.0) -> None:
         """Leave the session and say how to go on with it, or delete it."""
-        session, is_there = self._session, is_kept and not self._session.is_over
+        # A server of the chat's own ends with it.
+        is_there = is_kept and not self._session.is_over and bool(self._args.url)
+        session = self._session
         self._loop.call(
             _leave(session, timeout_s) if is_kept else session.close(timeout_s=timeout_s)
         )
         if is_there:
-            kept = f"kept: {session.session_id}"
-            if self._args.url:  # a server of the chat's own ends with it
-                kept += f"\nresume it: {_resume_command(self._args, session.session_id)}"
-            self._console.print(kept, highlight=False, soft_wrap=True)
+            kept = f"kept: {session.session_id}\nresume it: "
+            kept += _resume_command(self._args, session.session_id)
+            self._console.print(escape(kept), highlight=False, soft_wrap=True)
 
     def _read_line(self) -> str | None:
         """Read one line. Return None at the end of input or at Ctrl-C."""

@@ -184,10 +184,18 @@ def _line_of(row: SessionRow) -> str:
         f"{row.num_turns:,}",
         f"{row.num_tokens:,}",
         when,
-        f"{left_s / 60:,.0f} min" if left_s > 0 else "expired",
+        shown_time(left_s),
         opener,
     )
     return f"{line.rstrip()}\n"
+
+
+def shown_time(left_s: float) -> str:
+    """Return how long a session has: minutes, or hours from two on."""
+    if left_s <= 0:
+        return "expired"
+    left_min = left_s / 60
+    return f"{left_min:.0f} min" if left_min < 120 else f"{left_min / 60:.0f} h"
 
 
 def _show(directory: Path, args: argparse.Namespace) -> None:
@@ -235,7 +243,8 @@ def _import(directory: Path, args: argparse.Namespace) -> None:
         with database.transaction():
             database.put(row, *encode_pieces(entry))
     whose = shown_owner(owner_id)
-    print(f"imported {session_id} for {whose}, {row.num_turns:,} turns, {row.num_tokens:,} tokens")
+    turns = "1 turn" if row.num_turns == 1 else f"{row.num_turns:,} turns"
+    print(f"imported {session_id} for {whose}, {turns}, {row.num_tokens:,} tokens")
 
 
 def _delete(directory: Path, args: argparse.Namespace) -> None:
@@ -319,7 +328,10 @@ def _only(rows: Sequence[SessionRow], session_id: str) -> SessionRow:
         case [row]:
             return row
         case []:
-            raise _Refused(f"no session has the id {session_id}")
+            raise _Refused(
+                f"no session has the id {session_id}: `session-server sessions list` shows "
+                "those there are"
+            )
         case several:
             raise _Refused(
                 f"more than one session has the id {session_id}, or one that begins so: give more "

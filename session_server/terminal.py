@@ -26,6 +26,9 @@ _OBEYED: Final = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u20
 NOT_HTTP: Final = "did not receive a valid HTTP response"
 """What websockets says of a peer that speaks something else, such as TLS."""
 
+NOT_TLS: Final = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
+"""What ssl says of a peer that does not speak TLS, such as a server without a certificate."""
+
 
 def printable(text: str) -> str:
     """Return a text of others without what a terminal would obey: control characters and marks
@@ -78,5 +81,7 @@ def print_failure(
     elif isinstance(error, httpx.TransportError | ConnectionLost):
         if NOT_HTTP in text or isinstance(error, httpx.RemoteProtocolError):
             advice = "behind TLS it is at an https:// address"
+        elif any(name in text for name in NOT_TLS):
+            advice = "without TLS it is at an http:// address"
         console.print(f"is a server running there? {advice}", soft_wrap=True)
     return 1

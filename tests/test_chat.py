@@ -22,7 +22,7 @@ from session_server.client import TurnResult
 from session_server.core.child_process import PROGRAM
 from session_server.core.events import TurnTimings
 from session_server.core.session_events import TokenUsage
-from tests.client.scripted_server import Peer, playing
+from tests.client.scripted_server import Peer, document, playing
 
 RESUME = shlex.join([*PROGRAM, "chat"])
 USAGE = {"input_tokens": 640, "cached_tokens": 480, "cache_write_tokens": 160, "output_tokens": 32}
@@ -189,6 +189,37 @@ def test_a_session_that_was_resumed_is_never_closed(leaves: str) -> None:
             shown = await finish(process, *([leaves] if leaves.startswith("/") else []))
             assert "kept: s_1" in shown
             assert f"{RESUME} --url {server.url} --session s_1" in shown
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("turns", "told"), [(1, "goes on from 1 turn, 33 tokens"), (2, "goes on from 2 turns, 33")]
+)
+def test_a_session_that_is_resumed_shows_what_it_goes_on_from(turns: int, told: str) -> None:
+    async def script(peer: Peer) -> None:
+        await peer.hello()
+        await peer.left()
+
+    past = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "I am Ada."},
+        {"role": "assistant", "content": "Noted."},
+        {"role": "user", "content": "Who\x1b[2J am [b]I[/b]?"},
+        {"role": "assistant", "content": None},
+        {"role": "tool", "content": "told by a tool"},
+        {"role": "assistant", "content": f"Ada{'!' * 2000}."},
+    ]
+
+    async def test() -> None:
+        answers = document({"turns": turns, "tokens": 33}), document({"data": past})
+        async with playing(script, *answers) as server:
+            shown = await finish(await chat(server.url, "--session", "s_1"), "/quit")
+        assert told in shown
+        assert "you > Who\\x1b[2J am [b]I[/b]?\n it > Ada!!!" in shown
+        assert "! ... !" in shown.replace("\n", " ")
+        assert "Noted." not in shown
+        assert "told by a tool" not in shown
 
     asyncio.run(test())
 
@@ -509,6 +540,22 @@ def test_what_is_no_http_may_be_behind_tls() -> None:
             out, _ = await process.communicate(b"")
         assert process.returncode == 1
         assert b"is a server running there? behind TLS it is at an https:// address" in out
+
+    asyncio.run(test())
+
+
+def test_what_does_not_speak_tls_may_be_at_an_http_address() -> None:
+    async def refuse(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
+        writer.close()
+
+    async def test() -> None:
+        async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            process = await chat(f"https://127.0.0.1:{port}")
+            out, _ = await process.communicate(b"")
+        assert process.returncode == 1
+        assert b"is a server running there? without TLS it is at an http:// address" in out
 
     asyncio.run(test())
 

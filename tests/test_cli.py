@@ -133,7 +133,8 @@ def test_a_session_to_resume_needs_the_server_that_has_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert cli.main(["chat", "--session", "s_gone"]) == 2
-    assert capsys.readouterr().err == "session-server chat: --session needs --url\n"
+    told = "session-server chat: --session needs --url http://HOST:PORT of its server\n"
+    assert capsys.readouterr().err == told
 
 
 @pytest.mark.parametrize(

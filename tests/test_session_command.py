@@ -22,6 +22,7 @@ from session_server.config import Settings
 from session_server.core.errors import SessionNotFound
 from session_server.core.os_errors import user_name
 from session_server.core.owner import ANONYMOUS
+from session_server.session_command import shown_time
 from session_server.sessions.store.database import Database
 from session_server.sessions.store.lock import StoreIsBusy, StoreUnusable
 from session_server.sessions.store.session_file import MAX_TTL_S
@@ -66,6 +67,13 @@ def test_sessions_are_listed_with_what_they_are(disk: Disk, name: str, capsys: S
     assert len(rows) == 2
     _, mine, _ = sessions(capsys, disk.directory, "list", "--owner", "stranger")
     assert name not in mine
+
+
+@pytest.mark.parametrize(
+    ("left_s", "shown"), [(-1, "expired"), (61, "1 min"), (7000, "117 min"), (86_400, "24 h")]
+)
+def test_how_long_a_session_has_is_shown_in_minutes_or_hours(left_s: float, shown: str) -> None:
+    assert shown_time(left_s) == shown
 
 
 def test_a_session_is_shown_by_how_its_id_begins(disk: Disk, name: str, capsys: Shown) -> None:
@@ -274,7 +282,10 @@ def test_only_whole_ids_are_deleted(disk: Disk, name: str, capsys: Shown) -> Non
     assert f"give all of it to delete {name} of owner" in told
     assert name in sessions(capsys, disk.directory, "list")[1], "all of them or none"
     status, _, told = sessions(capsys, disk.directory, "delete", "other")
-    assert (status, "no session has the id other" in told) == (1, True)
+    assert (status, "no session has the id other: `session-server sessions list`" in told) == (
+        1,
+        True,
+    )
     with disk.world() as world:
         for owner in ("name:one", "name:two"):
             world.create(owner=owner, is_stored=True, session_id="same")

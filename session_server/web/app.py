@@ -169,14 +169,17 @@ class _Misses:
         of_all = [route for router in routers for route in router.routes]
         self._routes = [route for route in of_all if isinstance(route, Route)]
         paths = {route.path for route in self._routes if "{" not in route.path}
-        self._paths = ", ".join(sorted(path for path in paths if path.startswith("/v1/")))
+        self._under_v1 = sorted(path for path in paths if path.startswith("/v1/"))
 
     async def no_such_path(self, request: Request, _: Exception) -> Response:
         """Answer an unknown path with a list of the known ones."""
-        is_under_v1 = request.scope["path"].startswith("/v1/")
+        path: str = request.scope["path"]
         hint = "GET / lists the paths."
-        if is_under_v1:
-            hint = f"GET /openapi.json has all of them; under /v1 there are {self._paths}."
+        if path.startswith("/v1/"):
+            known = ", ".join(self._under_v1)
+            hint = f"GET /openapi.json has all of them; under /v1 there are {known}."
+        elif f"/v1{path}" in self._under_v1:  # of a client whose base URL is without /v1
+            hint = f"There is /v1{path}: give /v1 at the end of the base URL."
         return error_response(HttpRefusal(404, f"There is no such path. {hint}"))
 
     async def no_such_method(self, request: Request, _: Exception) -> Response:

@@ -96,7 +96,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
 def _page(app: FastAPI) -> str:
     links = "".join(f'<li><a href="/{path}">{path}</a></li>' for path in published(app))
     operations = (
-        (f"{method.upper()} {path}", operation.get("description", "").partition("\n")[0])
+        (f"{method.upper()} {path}", operation.get("description", "").partition("\n\n")[0])
         for path, item in _openapi(app)["paths"].items()
         for method, operation in item.items()
     )

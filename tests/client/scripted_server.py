@@ -86,6 +86,12 @@ def denial(status: int, error: dict[str, Any] | None = None, **headers: str) -> 
     return Response(status, "", Headers({"Content-Length": str(len(body))} | told), body)
 
 
+def document(body: dict[str, Any]) -> Response:
+    """What a server answers to GET."""
+    data = json.dumps(body).encode()
+    return Response(200, "", Headers({"Content-Length": str(len(data))}), data)
+
+
 Script = Callable[[Peer], Awaitable[None]] | Response
 
 

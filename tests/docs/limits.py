@@ -73,7 +73,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
 PROVERS = ("sim", "demo", "bench", "inspector", "client")
 """Packages of `session_server` that serve nobody."""
 
-TOOLS = ("chat.py", "doctor.py", "auditor.py", "key_command.py", "local_server.py")
+TOOLS = ("chat.py", "past.py", "doctor.py", "auditor.py", "key_command.py", "local_server.py")
 
 WIRE_MODULES = (
     "session_server.core.sampling",

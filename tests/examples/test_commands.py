@@ -35,12 +35,15 @@ def test_a_chat_comes_back_to_a_session_that_is_still_open(url: str) -> None:
     assert "Your name is Bob." in done.stdout
     assert f"kept: {session}" in done.stdout
     done = command("chat", "--url", url, "--session", session, stdin="What is my name?\n")
-    assert "Your name is Bob." in done.stdout
+    assert "goes on from 2 turns, " in done.stdout
+    assert "you > What is my name?\n it > Your name is Bob.\n" in done.stdout
+    assert done.stdout.count("Your name is Bob.") == 2
     assert f"kept: {session}" in done.stdout, "it was there before the chat"
     command("chat", "--url", url, "--session", session, stdin="/forget\n")
     again = command("chat", "--url", url, "--session", session, stdin="Hello?\n")
     assert again.returncode == 1, "the session was deleted"
     assert "session_not_found" in again.stdout
+    assert "without --session a new session begins" in again.stdout
 
 
 def test_the_auditor_finds_the_books_of_a_live_server_in_order(url: str) -> None:
@@ -59,6 +62,14 @@ def test_a_chat_without_a_server_says_so_without_a_stack() -> None:
         assert done.returncode == 1
         assert words in done.stdout
         assert "Traceback" not in done.stderr
+
+
+def test_a_chat_with_a_server_of_its_own_says_that_both_end() -> None:
+    done = command("chat", stdin="Hello.\n/keep\n")
+    assert done.returncode == 0, done.stderr
+    assert "kept" not in done.stdout
+    assert "this conversation has ended with its server" in done.stdout
+    assert "chat --url http://127.0.0.1:30000" in done.stdout
 
 
 OPEN_AND_LEAVE = """

@@ -218,6 +218,22 @@ def test_a_refused_key_and_an_address_without_a_scheme_are_told_in_a_line(
 
 
 @pytest.mark.parametrize("name", ["typing_client.py", "voice_like.py"])
+def test_the_native_client_tells_a_refused_key_and_a_wrong_address_in_a_line(
+    name: str, closed_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = said_by(name, "--url", closed_url, "--api-key", "no", patch=monkeypatch)
+    assert "Not you." in str(refused)
+    wrong = said_by(name, "--url", "localhost:30000", patch=monkeypatch)
+    assert "as http://HOST:PORT" in str(wrong)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("typing_client.py", "voice_like.py", "openai_chat.py", "openai_agent_loop.py"),
+        *("openai_responses.py", "openai_realtime.py"),
+    ],
+)
 def test_a_server_that_is_not_there_is_told_in_a_line(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,6 +241,31 @@ def test_a_server_that_is_not_there_is_told_in_a_line(
         port = other.getsockname()[1]
     told = said_by(name, "--url", f"http://127.0.0.1:{port}", patch=monkeypatch)
     assert "is a server running?" in str(told)
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "advice"),
+    [
+        ("openai_chat.py", "openai", "pip install -U openai"),
+        ("openai_agent_loop.py", "openai", "pip install -U openai"),
+        ("openai_responses.py", "openai", "pip install -U openai websockets"),
+        ("openai_realtime.py", "openai", "pip install -U 'openai[realtime]'"),
+        ("chat_client.py", "websockets", "pip install -U websockets"),
+        ("rest_client.py", "httpx", "pip install -U httpx"),
+        ("typing_client.py", "session_server", ".venv/bin/python"),
+        ("voice_like.py", "session_server", ".venv/bin/python"),
+        ("load_test.py", "session_server", ".venv/bin/python"),
+    ],
+)
+def test_a_package_that_is_not_there_is_told_in_a_line(
+    name: str, package: str, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in [package, *sys.modules]:
+        if module.partition(".")[0] == package:
+            monkeypatch.setitem(sys.modules, module, None)
+    told = str(said_by(name, patch=monkeypatch))
+    assert f"{package}" in told.partition(" is not there: ")[0]
+    assert advice in told
 
 
 def test_ctrl_c_ends_a_load_and_reports_it_so_far(url: str) -> None:

@@ -174,6 +174,7 @@ async def test_the_openapi_document_names_every_route_body_and_answer(this: Serv
 async def test_the_documents_served_are_those_of_the_repository(this: Served) -> None:
     page = await this.http.get("/docs")
     assert "script" not in page.text
+    assert "A store that cannot\nbe written to is told of" in page.text, "sentences are whole"
     assert "default-src 'none'" in page.headers["content-security-policy"]
     for path, text in published.files().items():
         name = path.relative_to(published.DOCS)
@@ -188,6 +189,10 @@ async def test_the_documents_served_are_those_of_the_repository(this: Served) ->
 async def test_an_unknown_path_is_answered_with_what_there_is(this: Served) -> None:
     for path, told in (
         ("/nope", "GET / lists the paths."),
+        (
+            "/chat/completions",
+            "There is /v1/chat/completions: give /v1 at the end of the base URL.",
+        ),
         ("/v1/embeddings", "there are /v1/admin/events, /v1/admin/memory, "),
         ("/v1/v1/sessions", "/v1/ws-ticket."),
     ):

@@ -90,8 +90,9 @@ def _files(directory: Path) -> StoreFinding:
         sizes.pop(Database.FILE, 0),
         sizes.pop(log_of(directory / Database.FILE).name, 0),
     )
+    others = "1 other" if len(sizes) == 1 else f"{len(sizes)} others"
     found = f"in {directory}: database {database:,} bytes, its log {log:,}"
-    return StoreFinding("files", f"{found}, {len(sizes)} others {sum(sizes.values()):,}")
+    return StoreFinding("files", f"{found}, {others} {sum(sizes.values()):,}")
 
 
 def _kv(directory: Path) -> Iterator[StoreFinding]:
