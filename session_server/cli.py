@@ -127,6 +127,9 @@ def _run(arguments: list[str]) -> int:
             run = module.run
     args, surplus = parser.parse_known_args(arguments)
     assert run is not None, "argparse rejects arguments without a command"
+    if "words" in args and not any(word.startswith("-") for word in surplus):
+        # argparse takes words of an action only where they stand together, before the flags.
+        args.words, surplus = [*args.words, *surplus], []
     if surplus:
         chosen = commands.choices[args.command]
         chosen.error(

@@ -112,17 +112,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(group)
     group.add_argument(
         "--owner",
-        type=owner_id_of,
+        type=_owner_id,
         help=f"name of the key whose sessions they are, as `list` shows it; {ANONYMOUS.owner_id} "
         "without keys. By default everybody's, and for import that",
     )
     group.add_argument("--id", dest="new_id", metavar="ID", help="import it under another id")
 
 
+def _owner_id(given: str) -> str:
+    if not given:
+        raise argparse.ArgumentTypeError("it is empty")
+    return owner_id_of(given)
+
+
 def run(args: argparse.Namespace) -> int:
     """Do what was asked. Return 0, 1 if it cannot be done, 2 for arguments that are wrong."""
     least, most, needs = _WORDS[args.action]
-    if not least <= len(args.words) <= most:
+    if not least <= len(args.words) <= most or "" in args.words:
         print(f"session-server sessions: {args.action} takes {needs}", file=sys.stderr)
         return 2
     for flag, (name, actions) in _FLAGS.items():
@@ -215,7 +221,8 @@ def _export(directory: Path, args: argparse.Namespace) -> None:
 def _import(directory: Path, args: argparse.Namespace) -> None:
     path = Path(args.words[0])
     file = read_file(path)
-    session_id, owner_id = args.new_id or file.session_id, args.owner or ANONYMOUS.owner_id
+    session_id = file.session_id if args.new_id is None else args.new_id
+    owner_id = args.owner or ANONYMOUS.owner_id
     try:
         check_session_id(session_id)
     except InvalidRequest as error:

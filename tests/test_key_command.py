@@ -47,6 +47,13 @@ def test_a_key_is_shown_once_and_alone_on_stdout(
     )
 
 
+def test_words_may_stand_behind_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = ("--file", str(tmp_path / "keys"))
+    assert keys(capsys, "add", *file, "alice", "share=0.2")[0] == 0
+    assert keys(capsys, "add", "bob", *file, "share=0.1")[2].startswith("added bob ")
+    assert keys(capsys, "revoke", *file, "alice")[1].startswith("revoked alice ")
+
+
 def test_what_is_deleted_with_the_last_key_of_a_name_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

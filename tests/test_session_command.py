@@ -194,6 +194,8 @@ def test_a_file_that_cannot_all_be_written_is_not_left(
     ("words", "told"),
     [
         (("show",), "show takes ID"),
+        (("show", ""), "show takes ID"),
+        (("export", "", "talk.json"), "export takes ID, and FILE perhaps"),
         (("list", "x"), "list takes no id"),
         (("delete",), "delete takes ID, one or more"),
         (("list", "--id", "x"), "list takes no --id"),
@@ -204,6 +206,17 @@ def test_wrong_arguments_are_told(
     disk: Disk, capsys: Shown, words: tuple[str, ...], told: str
 ) -> None:
     assert sessions(capsys, disk.directory, *words) == (2, "", f"session-server sessions: {told}\n")
+
+
+def test_an_empty_owner_or_id_is_none(disk: Disk, name: str, capsys: Shown, tmp_path: Path) -> None:
+    file = str(tmp_path / "talk.json")
+    assert sessions(capsys, disk.directory, "export", name, file)[0] == 0
+    other = tmp_path / "other"
+    told = sessions(capsys, other, "import", file, "--id", "")[2]
+    assert told.startswith("session-server sessions: '': a session id has ")
+    with pytest.raises(SystemExit):
+        sessions(capsys, other, "import", file, "--owner", "")
+    assert "argument --owner: it is empty" in capsys.readouterr().err
 
 
 def test_no_store_is_made_by_looking(tmp_path: Path, capsys: Shown) -> None:

@@ -132,6 +132,17 @@ def test_what_is_wrong_with_a_variable_is_named(name: str, value: str, message: 
         read(**{f"SESSION_SERVER_{name}": value})
 
 
+@pytest.mark.parametrize("place", [("sessions", "store"), ("model", "path"), PORT])
+def test_an_empty_flag_is_a_variable_of_a_shell_that_was_not_set(
+    file: Path, place: tuple[str, str]
+) -> None:
+    with pytest.raises(ValueError, match=re.escape("--name is empty: leave it out")):
+        read_sources({place: Given("", "--name", "--name")}, environment={}, file=None)
+    part, name = place
+    with pytest.raises(ValueError, match=re.escape(f"{file}: {part}.{name} is empty")):
+        read(file, f"[{part}]\n{name} = ''\n")
+
+
 SERVICE = {
     "SERVICE_HOST": "10.0.0.11",
     "SERVICE_PORT": "80",

@@ -25,6 +25,9 @@ from session_server.core.errors import (
 from session_server.protocol.schema import unknown_field_hint, values_at
 
 MAX_MESSAGE_CHARS: Final = 512
+_MAX_SHOWN_CHARS: Final = 64
+"""Of a name that there is not: a hint stands behind it."""
+
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]+")
 _WRONG_VALUE: Final = re.compile(r"(?s)Invalid (?:enum )?value (.*)")
 _WRONG_PATTERN: Final = re.compile(
@@ -138,7 +141,8 @@ def to_invalid_request(error: Exception, kind: Any) -> InvalidRequest:
             name = sanitize(field[2])
             is_unknown = field[1] == "contains unknown"
             hint = unknown_field_hint(kind, path, name) if is_unknown else ""
-            text = f"There is no field `{name}`{hint}" if is_unknown else f"`{name}` is missing"
+            shown = name if len(name) <= _MAX_SHOWN_CHARS else f"{name[:_MAX_SHOWN_CHARS]}..."
+            text = f"There is no field `{shown}`{hint}" if is_unknown else f"`{name}` is missing"
             # The decoder's path ends at the object, so append the field.
             path = f"{path}.{name}" if path else name
         elif (wrong := _WRONG_VALUE.match(text)) and (values := values_at(kind, path)):

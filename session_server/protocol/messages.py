@@ -135,6 +135,10 @@ class MessageBody(Body, frozen=True, kw_only=True):
 class SamplingBody(Body, frozen=True, kw_only=True):
     """Sampling options; a field that is absent or null takes the server's default."""
 
+    instead: ClassVar = dict.fromkeys(
+        ("max_completion_tokens", "max_output_tokens"), "did you mean max_tokens?"
+    )
+
     max_tokens: Annotated[NumTokens, doc("of the answer, at most")] | None = None
     min_tokens: Annotated[NumTokens, doc("before the answer may end by itself")] | None = None
     temperature: Annotated[Temperature, doc("0 is greedy and exact")] | None = None
@@ -178,6 +182,8 @@ class SamplingBody(Body, frozen=True, kw_only=True):
 
 class InputFields(Body, frozen=True, kw_only=True):
     """What is said. Exactly one of `input`, `text` and `input_ids` is given."""
+
+    instead: ClassVar = dict.fromkeys(("content", "messages", "prompt"), "did you mean input?")
 
     input: (
         Annotated[
@@ -225,7 +231,10 @@ class TurnFields(InputFields, frozen=True, kw_only=True):
 class TurnBody(TurnFields, frozen=True, kw_only=True):
     """Body of `POST /v1/sessions/{id}/turns`."""
 
-    instead: ClassVar = {"stream": "send the header Accept: text/event-stream"}
+    instead: ClassVar = {
+        **InputFields.instead,
+        "stream": "send the header Accept: text/event-stream",
+    }
 
 
 class DraftFields(InputFields, frozen=True, kw_only=True):

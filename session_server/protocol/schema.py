@@ -5,13 +5,27 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
+import msgspec
 from msgspec import inspect
 
 from session_server.core.nearest import did_you_mean, nearest
 
 _STEP = re.compile(r"\[[^\]]*\]|[^.\[\]]+")
+
+
+class _TypeOnly(msgspec.Struct):
+    type: str
+
+
+def kind_of(kind: Any, frame: str) -> Any:
+    """Return which of the frames that `kind` is a union of says its `type`; `kind` if none does."""
+    try:
+        tag = msgspec.json.decode(frame, type=_TypeOnly).type
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return kind
+    return next((each for each in get_args(kind) if each.__struct_config__.tag == tag), kind)
 
 
 def values_at(kind: Any, path: str) -> tuple[str, ...]:
@@ -42,7 +56,9 @@ def unknown_field_hint(kind: Any, path: str, name: str) -> str:
     if alike := nearest(name, fields):
         return did_you_mean(alike)
     # Objects of several types have no fields in common that are worth a list.
-    return f"; there are {', '.join(fields)}" if len(objects) == 1 else ""
+    if len(objects) != 1 or not fields:
+        return ""
+    return f"; there {'are' if len(fields) > 1 else 'is only'} {', '.join(fields)}"
 
 
 def _places(kind: Any, path: str) -> list[inspect.Type]:

@@ -60,6 +60,7 @@ from session_server.protocol.messages import (
     draft_request,
     turn_request,
 )
+from session_server.protocol.schema import kind_of
 from session_server.protocol.scores import EncodedScores
 
 SUBPROTOCOL: Final = "kvsession.v1"
@@ -232,7 +233,8 @@ class SessionProtocol(FrameQueue):
         try:
             return msgspec.json.decode(frame, type=ClientMessage)  # type: ignore[no-any-return]
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            self.send_error(to_invalid_request(error, ClientMessage), turn_id=_turn_id_in(frame))
+            wrong = to_invalid_request(error, kind_of(ClientMessage, frame))
+            self.send_error(wrong, turn_id=_turn_id_in(frame))
             return None
 
     def _first_message(self, message: ClientMessage | None) -> ClientRequest | None:
@@ -285,14 +287,16 @@ class SessionProtocol(FrameQueue):
             return None
 
 
-class _TurnIdOnly(msgspec.Struct):
+class _IdsOnly(msgspec.Struct):
     turn_id: str | None = None
+    draft_id: str | None = None
 
 
 def _turn_id_in(frame: str) -> str | None:
-    """Return the turn id of a rejected frame, if it can be read."""
+    """Return the turn id of a rejected frame, or that of its draft, if it can be read."""
     try:
-        turn_id = msgspec.json.decode(frame, type=_TurnIdOnly).turn_id
+        ids = msgspec.json.decode(frame, type=_IdsOnly)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
+    turn_id = ids.turn_id or ids.draft_id
     return sanitize(turn_id)[:128] if turn_id else None

@@ -333,6 +333,12 @@ REQUESTS = (
         "the rest is cut off",
     ),
     _constant(
+        "protocol.errors:_MAX_SHOWN_CHARS",
+        "name of a field that there is not, in such a message",
+        "characters",
+        "the rest is left out, and what was meant follows",
+    ),
+    _constant(
         "web.sglang:HEALTH_TIMEOUT_S",
         "time of `/health_generate`, which costs its caller nothing: all callers share one probe",
         "s",

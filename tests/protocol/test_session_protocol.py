@@ -313,6 +313,36 @@ def test_a_refused_turn_names_the_turn() -> None:
         assert error["error"]["turn_id"] == "t1"
 
 
+@pytest.mark.parametrize(
+    ("frame", "text"),
+    [
+        ({"type": "session.cool", "turn_id": "t"}, "There is no field `turn_id`"),
+        (
+            {"type": "turn.cancel", "temperature": 1},
+            "There is no field `temperature`; there are turn_id, keep_partial",
+        ),
+        ({"type": "ping", "input": "t"}, "There is no field `input`; there is only t"),
+        (
+            {"type": "turn.create", "inputs": "Hi"},
+            "There is no field `inputs`; did you mean input?",
+        ),
+    ],
+)
+def test_a_wrong_field_of_a_frame_is_told_those_of_that_frame(
+    frame: dict[str, object], text: str
+) -> None:
+    made = protocol()
+    made.receive_frame(json.dumps(frame), now_s=0.0)
+    assert sent(made)[0]["error"]["message"] == text
+
+
+@pytest.mark.parametrize("name", ["turn_id", "draft_id"])
+def test_a_frame_that_cannot_be_read_names_its_turn_or_draft(name: str) -> None:
+    made = protocol()
+    made.receive_frame(json.dumps({"type": "turn.draft", name: "d1", "inptu": "Hi"}), now_s=0.0)
+    assert sent(made)[0]["error"]["turn_id"] == "d1"
+
+
 def test_the_first_message_authenticates_or_ends_it() -> None:
     made = protocol(needs_auth=True)
     command = made.receive_frame('{"type":"session.auth","token":"k"}', now_s=0.0)
