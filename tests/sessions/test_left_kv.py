@@ -346,6 +346,31 @@ def test_what_is_cut_off_a_history_is_told_too(disk: Disk, *, is_rewound: bool) 
         assert command.num_kept == num_kept
 
 
+@pytest.mark.parametrize("how", ["unloaded", "drained", "pinned"])
+def test_what_was_cut_off_in_the_engine_stays_there_no_longer_than_its_session(
+    disk: Disk, how: str
+) -> None:
+    """Its tokens are in no log: nobody could name what they have left."""
+    with disk.world(kv_tiers="disk", quotas=QuotaLimits(sessions=2)) as world:
+        for name in ("cut", "whole"):
+            world.create(is_stored=True, session_id=name)
+            world.run(name, turn("1", name, max_tokens=40))
+        first = world.manager.snapshot(OWNER, "cut").items[0]
+        world.manager.edits.rewind(OWNER, "cut", first.id)
+        names = {session_of(world, name).copy.session_id: name for name in ("cut", "whole")}
+        if how == "drained":
+            world.do(world.manager.drain(0.0))
+        for name in ("cut", "whole"):
+            if how == "pinned":
+                world.manager.edits.retention.pin(OWNER, name, pinned=True)
+            elif how == "unloaded":
+                world.create()
+        closed = [each for each in world.engine.seen if isinstance(each, CloseSession)]
+        is_deleted = {names[each.session_id]: each.is_deleted for each in closed}
+        assert is_deleted == {"cut": True} | ({} if how == "drained" else {"whole": False})
+        assert num_rows(disk) == 2
+
+
 def test_one_that_the_engine_knows_is_there_until_its_files_are_gone(disk: Disk) -> None:
     with disk.world(kv_tiers="disk") as world:
         world.create(is_stored=True, session_id="one")
