@@ -105,17 +105,16 @@ class Deletions:
         if self._retired_bytes[owner_id] + num_bytes > MAX_RETIRED_BYTES:
             self.delete(number, told, is_urgent=is_urgent)
             return
+        # Once, however often it is asked for: what could not be retired yet is asked for again.
         self._retired_bytes[owner_id] += num_bytes
+        self._retire(number, told, is_urgent=is_urgent)
 
-        def on_written(error: Exception | None) -> None:
-            if error is not None:
-                self._count_retired(owner_id, -num_bytes)
-
+    def _retire(self, number: int, told: Told = tell_nobody, *, is_urgent: bool = True) -> None:
         def write(database: Database) -> None:
             database.retire(number)
 
-        again = partial(self.retire, number, owner_id, num_bytes)
-        self._end(number, write, (on_written, told), again, is_urgent=is_urgent)
+        again = partial(self._retire, number)
+        self._end(number, write, (tell_nobody, told), again, is_urgent=is_urgent)
 
     def retry(self, *, is_failing: bool) -> None:
         """Delete what could not be deleted: one session while the disk fails, or else more."""
