@@ -346,8 +346,12 @@ class SegmentFiles:
 
     def _keep_refused(self, num_kept: int) -> None:
         """Remove all files that were put aside but the last ones. Raises OSError."""
+        ages = []
         with os.scandir(self._refused) as entries:
-            ages = [(e.stat(follow_symlinks=False).st_ctime_ns, e.name) for e in entries]
+            for entry in entries:
+                is_ours = SEGMENT.fullmatch(entry.name) and not entry.is_dir(follow_symlinks=False)
+                if is_ours:
+                    ages.append((entry.stat(follow_symlinks=False).st_ctime_ns, entry.name))
         for _, old in sorted(ages)[: max(0, len(ages) - num_kept)]:
             os.unlink(old, dir_fd=self._refused)
 
