@@ -157,6 +157,24 @@ def test_a_disk_that_others_fill_again_and_again_has_no_files_in_the_end(tmp_pat
     stock.assert_bounded()
 
 
+def test_what_host_memory_has_is_written_once_there_is_room_again(tmp_path: Path) -> None:
+    stock = stocked(tmp_path)
+    for number in range(FILES + 1):
+        fill(stock)
+        stock.measure(number * ROOM_INTERVAL_S)
+    for seed in range(FILES, FILES + 6):
+        assert stock.put(path(seed)) is not None, "it waits for no disk"
+        stock.assert_bounded()
+    assert not stock.names
+    stock.other_bytes = 0
+    stock.measure((FILES + 1) * ROOM_INTERVAL_S)
+    stock.store.writes.is_draining = True
+    stock.store.write_ahead()
+    stock.carry()
+    assert kept(stock) == [FILES + 4, FILES + 5]
+    stock.assert_bounded()
+
+
 def test_much_that_gives_way_does_so_in_slices_and_nothing_is_written_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
