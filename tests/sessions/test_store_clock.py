@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,6 +103,28 @@ def test_a_start_with_the_clock_ahead_ends_nothing_before_it_is_set_right(
         for name in names:
             completed(world.run(name, turn("as ever")))
         assert warnings(caplog) == []
+
+
+def test_a_disk_that_could_not_be_read_keeps_nobody_from_being_warned(
+    machine: Machine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with machine.serves() as world:
+        fill(world)
+    with machine.serves() as world:
+        with monkeypatch.context() as patch:
+
+            def fail(*_: object, **__: object) -> int:
+                raise sqlite3.OperationalError("disk I/O error")
+
+            patch.setattr(machine.store._database, "num_expiring", fail)
+            machine.wall_s += YEARS_S
+            machine.tick(world, 1.0)
+            assert warnings(caplog) == []
+        machine.tick(world, 1.0)
+        (line,) = warnings(caplog)
+        assert "3 sessions" in line
+        machine.tick(world, 1.0)
+        assert warnings(caplog) == [], "once is enough"
 
 
 def test_what_expired_without_a_server_is_gone_after_the_grace(

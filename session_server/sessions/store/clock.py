@@ -73,6 +73,10 @@ class StoreClock:
         self._doubted_s, self._doubted_since_s = offset_s, clock_s
         return ahead_s
 
+    def doubt_anew(self) -> None:
+        """Begin anew with the next `watch` where the wall clock is doubted: nobody was told."""
+        self._doubted_s = None
+
     def must_note(self) -> bool:
         """Return whether the time is to be noted on disk again, and count it as noted."""
         is_due = self.now_s() >= self.noted_s + NOTED_S
