@@ -62,6 +62,11 @@ def num_rows(disk: Disk) -> int:
     return count(disk.store._database)[0]
 
 
+def on_disk(disk: Disk) -> int:
+    (holding,) = disk.store.holdings()
+    return holding.num_retired
+
+
 def num_counted(world: World) -> int:
     return world.manager._quotas.owned_sessions.held_by(OWNER)
 
@@ -430,6 +435,25 @@ def test_the_engine_is_asked_of_no_more_than_a_slice_before_it_answers(disk: Dis
         tick(world)
         assert len(told(world)) == len(names)
         assert num_rows(disk) == 0
+
+
+def test_one_that_is_deleted_while_it_is_written_counts_as_what_is_written(disk: Disk) -> None:
+    with disk.world(kv_tiers="disk") as world:
+        world.create(is_stored=True, session_id="one")
+        for number in range(9):
+            world.run("one", turn(f"t{number}", "Again and again"))
+        place = session_of(world, "one").life.log
+        assert place is not None
+        disk.store.is_slow, place.is_behind = True, True  # the next write has all that is left
+        world.manager.edits.rewind(OWNER, "one", None)
+        world.manager.close(OWNER, "one")
+        disk.store.is_slow = False
+        disk.store.tell()
+        assert dict(disk.store.deletions._retired_bytes) == {OWNER.owner_id: on_disk(disk)}
+        tick(world)
+        tick(world)
+        assert num_rows(disk) == 0
+        assert not disk.store.deletions._retired_bytes
 
 
 def test_one_whose_deletion_has_failed_leaves_no_kv_either(disk: Disk) -> None:
