@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -29,7 +30,7 @@ from session_server.core.tier_orders import (
     WriteFile,
     uses_disk,
 )
-from session_server.runner.segment_files import Payload, SegmentFiles
+from session_server.runner.segment_files import KeptForLog, Payload, SegmentFiles
 from session_server.runner.segment_format import FileRefused
 
 _LOG: Final = logging.getLogger("session_server.engine")
@@ -134,14 +135,20 @@ class KvCarrier:
     def _write(self, order: WriteFile, segment: HostSegment | None) -> TierResult:
         if segment is None:
             return TierResult(order.number, 0.0, Refusal.FAILED)
-        refusal = None
+        refusal: Refusal | None = None
+        most_bytes = math.inf
         try:
             self._disk.write(order.found, segment, order.used_ns)
+        except KeptForLog:
+            # A file may take more than is counted for it, which shows no want of room.
+            refusal, most_bytes = Refusal.NO_ROOM, order.num_bytes - 1
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
             refusal = Refusal.NO_ROOM
-        return TierResult(order.number, 0.0, refusal, room_bytes=self._disk.room())
+        room = self._disk.room()
+        room = None if room is None else int(min(room, most_bytes))
+        return TierResult(order.number, 0.0, refusal, room_bytes=room)
 
     def _measure(self, order: MeasureRoom) -> TierResult:
         return TierResult(order.number, 0.0, room_bytes=self._disk.room())

@@ -60,6 +60,10 @@ Payload = Mapping[PoolName, Sequence[NDArray[np.uint8]]]
 """Per pool, the pages of each of its tensors as bytes."""
 
 
+class KeptForLog(OSError):
+    """Report that the disk has room for a file, and that it is the log's."""
+
+
 class SegmentFiles:
     """Write, find and read the files of one directory. One thread at a time. Memory for one
     segment is kept. `num_bytes_read`: of all files that were read so far."""
@@ -105,8 +109,8 @@ class SegmentFiles:
         on disk.
 
         Raises:
-            OSError: it is not, and no file has its name. With a code of `NO_ROOM` if there is none,
-                or the log would have too little left.
+            OSError: it is not, and no file has its name. With a code of `NO_ROOM` if there is none.
+            KeptForLog: the log would have too little left.
         """
         data: dict[str, NDArray[Any]] = {"tokens": np.ascontiguousarray(segment.tokens, "<i4")}
         for pool, arrays in payload.items():
@@ -120,7 +124,7 @@ class SegmentFiles:
         self._claim()
         room = self.room()
         if room is not None and room < num_bytes:
-            raise OSError(errno.ENOSPC, "what the disk has left is kept for the log")
+            raise KeptForLog(errno.ENOSPC, "what the disk has left is kept for the log")
         temporary, name = NEW + secrets.token_hex(8), file_name(segment.file.file_id)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         descriptor = os.open(temporary, flags, 0o600, dir_fd=self._directory)
@@ -342,8 +346,12 @@ class SegmentFiles:
 
     def _keep_refused(self, num_kept: int) -> None:
         """Remove all files that were put aside but the last ones. Raises OSError."""
+        ages = []
         with os.scandir(self._refused) as entries:
-            ages = [(e.stat(follow_symlinks=False).st_ctime_ns, e.name) for e in entries]
+            for entry in entries:
+                is_ours = SEGMENT.fullmatch(entry.name) and not entry.is_dir(follow_symlinks=False)
+                if is_ours:
+                    ages.append((entry.stat(follow_symlinks=False).st_ctime_ns, entry.name))
         for _, old in sorted(ages)[: max(0, len(ages) - num_kept)]:
             os.unlink(old, dir_fd=self._refused)
 

@@ -64,6 +64,7 @@ class EngineCopies:
             )
         )
         copy.set_known_len(base_len, self._link.generation)
+        copy.held_len = base_len
 
     def note_kept(self, session: Session, same_len: int) -> None:
         """Note that the history and what the engine holds of it are equal up to here at most."""
@@ -80,15 +81,12 @@ class EngineCopies:
             Whether the KV that one that is deleted may have left is erased (`forget`) before its
             log.
         """
-        copy, log = session.copy, session.life.log
+        log, is_known = session.life.log, session.copy.known_len(self._link.generation) is not None
         comes_back = log is not None and session.closing in (None, "draining")
-        if comes_back and session.closing == "draining":
+        if comes_back and session.closing == "draining" and not self._has_cut_off(session):
             return False
-        is_known = copy.known_len(self._link.generation) is not None
         if is_known:
-            self._link.send_or_queue(
-                CloseSession(session_id=copy.session_id, is_deleted=not comes_back)
-            )
+            self.send_close(session, comes_back=comes_back)
         # One that has run no turn has computed nothing: what it has of another one is that one's.
         if comes_back or not len(session.ended):
             return False
@@ -100,6 +98,21 @@ class EngineCopies:
         if log is None:
             self.drop_end(session, session.transcript.tokens(), 0)
         return log is not None
+
+    def send_close(self, session: Session, *, comes_back: bool) -> None:
+        """Have the engine forget a session that it knows. Of one that `comes_back` it keeps the KV,
+        unless it has more than the history: nobody would know the tokens by which that is found."""
+        is_deleted = not comes_back or self._has_cut_off(session)
+        close = CloseSession(session_id=session.copy.session_id, is_deleted=is_deleted)
+        self._link.send_or_queue(close)
+
+    def _has_cut_off(self, session: Session) -> bool:
+        """Return whether the engine may keep pages of a session that it knows, outside of the
+        pools, which were cut off the history since its last turn."""
+        known_len, ready = session.copy.known_len(self._link.generation), self._link.ready
+        if known_len is None or ready is None or ready.kv_tiers == "none":
+            return False
+        return session.copy.held_len // ready.page_size > known_len // ready.page_size
 
     def may_leave_kv(self, used_s: float) -> bool:
         """Return whether KV may be kept outside of the pools of a session that the engine does not

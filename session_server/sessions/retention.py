@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 
-from session_server.core.commands import CloseSession, CoolSession, WarmSession
+from session_server.core.commands import CoolSession, WarmSession
 from session_server.core.errors import EngineUnavailable
 from session_server.core.owner import Owner
 from session_server.sessions.drafts import SessionDrafts
@@ -94,6 +94,6 @@ class SessionRetention:
         self.drafts.stop(session)
         link, copy = self.parts.link, session.copy
         if copy.known_len(link.generation) is not None:
-            link.send_or_queue(CloseSession(session_id=copy.session_id, is_deleted=False))
+            self.drafts.copies.send_close(session, comes_back=True)
             copy.set_known_len(None, link.generation)
         self.parts.mark_cold(session)

@@ -55,11 +55,13 @@ class EngineCopy:
 
     `session_id` is made by the server and unguessable, so that owners may choose equal ids.
     `state` is the one last reported to readers. `counted_tokens`: what `Quotas` counts of its KV.
+    `held_len`: how many tokens the engine has had last, also behind what the history has now.
     """
 
     session_id: SessionId = field(default_factory=new_session_id)
     state: Literal["new", "resident", "cold"] = "new"
     counted_tokens: int = 0
+    held_len: int = 0
     _len: int | None = None
     _generation: int = 0
 

@@ -15,7 +15,7 @@ from session_server.engine.tiers import pace
 from session_server.engine.tiers import store as store_module
 from session_server.engine.tiers.disk_account import QUOTA_HOLD_S
 from session_server.engine.tiers.room_watch import ROOM_INTERVAL_S
-from session_server.runner import segment_files
+from session_server.runner import segment_files, segment_format
 from session_server.runner.kv_directory import RESERVE_BYTES, RESERVE_DIVISOR, room_left
 from tests.engine.bench import Bench
 from tests.engine.test_tier_store import ALICE, SEGMENT, Stock, path
@@ -157,6 +157,24 @@ def test_a_disk_that_others_fill_again_and_again_has_no_files_in_the_end(tmp_pat
     stock.assert_bounded()
 
 
+def test_what_host_memory_has_is_written_once_there_is_room_again(tmp_path: Path) -> None:
+    stock = stocked(tmp_path)
+    for number in range(FILES + 1):
+        fill(stock)
+        stock.measure(number * ROOM_INTERVAL_S)
+    for seed in range(FILES, FILES + 6):
+        assert stock.put(path(seed)) is not None, "it waits for no disk"
+        stock.assert_bounded()
+    assert not stock.names
+    stock.other_bytes = 0
+    stock.measure((FILES + 1) * ROOM_INTERVAL_S)
+    stock.store.writes.is_draining = True
+    stock.store.write_ahead()
+    stock.carry()
+    assert kept(stock) == [FILES + 4, FILES + 5]
+    stock.assert_bounded()
+
+
 def test_much_that_gives_way_does_so_in_slices_and_nothing_is_written_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,6 +226,24 @@ def test_where_a_disk_refuses_and_shows_no_want_of_room_a_part_gives_way(
     stock.measure(QUOTA_HOLD_S)
     assert stock.store.disk.max_bytes >= 10 * SEGMENT
     stock.assert_bounded()
+
+
+def test_a_file_that_takes_more_than_is_counted_for_it_costs_no_other_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The header of a file names each tensor: that of a model of many layers is long."""
+    monkeypatch.setattr(segment_format, "FORMAT", "x" * 5000)
+    stock = stocked(tmp_path, 8)
+    assert stock.file_bytes // 8 > SEGMENT
+    stock.other_bytes += (stock.files.room() or 0) - SEGMENT
+    for seed in range(FILES, FILES + 4):
+        stock.put(path(seed))
+    assert stock.store.disk.num_refused > 0
+    assert stock.store.counts.written_bytes > 8 * SEGMENT, "one gave way to it"
+    assert len(stock.names) == 8
+    stock.other_bytes = 0
+    stock.measure(ROOM_INTERVAL_S)
+    assert stock.store.disk.max_bytes > 8 * SEGMENT, "nothing is held back for a quota"
 
 
 @pytest.mark.parametrize("says", ["nothing", "error"])

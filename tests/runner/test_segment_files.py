@@ -341,6 +341,19 @@ def test_what_was_put_aside_is_erased_with_what_was_deleted(shelf: Shelf) -> Non
     assert not list(refused.iterdir())
 
 
+def test_what_somebody_has_put_beside_refused_files_keeps_nothing_from_being_erased(
+    shelf: Shelf,
+) -> None:
+    refused = shelf.directory / REFUSED
+    (refused / "to look at").mkdir()
+    (refused / "notes").write_text("mine")
+    os.truncate(shelf.path, shelf.path.stat().st_size - 1)
+    assert shelf.files.find(shelf.segment.found.file, shelf.tokens) == ([], True)
+    assert len(list(refused.iterdir())) == 3
+    assert shelf.files.erase()
+    assert sorted(each.name for each in refused.iterdir()) == ["notes", "to look at"]
+
+
 def test_a_directory_is_synced_once_for_all_that_was_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

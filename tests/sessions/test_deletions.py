@@ -4,6 +4,7 @@ them is counted until it is gone."""
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import threading
 import time
 from collections import Counter
@@ -21,7 +22,9 @@ from session_server.core.session_events import Message
 from session_server.sessions.backlog import SLICE
 from session_server.sessions.store import deleted_rows, deletions, patience, writer
 from session_server.sessions.store.database import Database
+from session_server.sessions.store.deletions import Deletions
 from session_server.sessions.store.session_store import SessionStore
+from session_server.sessions.store.writer import Told, Write
 from session_server.web.revoked_owners import CLOSED_AT_ONCE, RevokedOwners
 from tests.sessions.paper_store import count
 from tests.sessions.test_left_kv import num_rows, stored, tick, told
@@ -189,6 +192,29 @@ def test_a_disk_that_has_much_to_write_is_not_dead(
         await store.close()
 
     asyncio.run(run())
+
+
+def test_one_that_is_asked_for_again_and_again_of_a_silent_disk_counts_once() -> None:
+    asked: list[tuple[Told, Told]] = []
+
+    database: Any = SimpleNamespace(retire=lambda _number: 100)
+
+    def ask(write: Write, written: Told, told: Told, *, is_urgent: bool) -> None:
+        assert is_urgent
+        write(database)
+        asked.append((written, told))
+
+    ends = Deletions(ask)
+    ends.retire(1, "owner", 100)
+    for _ in range(3):
+        _, told = asked[-1]
+        told(sqlite3.OperationalError(patience.NO_ANSWER))
+        assert ends.num_failed == 1
+        ends.retry(is_failing=True)
+    for written, _ in asked:
+        written(None)
+    assert not ends.hidden
+    assert dict(ends._retired_bytes) == {"owner": 100}
 
 
 def test_a_long_session_is_deleted_in_parts_that_are_hidden_and_counted(

@@ -62,6 +62,11 @@ def num_rows(disk: Disk) -> int:
     return count(disk.store._database)[0]
 
 
+def on_disk(disk: Disk) -> int:
+    (holding,) = disk.store.holdings()
+    return holding.num_retired
+
+
 def num_counted(world: World) -> int:
     return world.manager._quotas.owned_sessions.held_by(OWNER)
 
@@ -346,6 +351,31 @@ def test_what_is_cut_off_a_history_is_told_too(disk: Disk, *, is_rewound: bool) 
         assert command.num_kept == num_kept
 
 
+@pytest.mark.parametrize("how", ["unloaded", "drained", "pinned"])
+def test_what_was_cut_off_in_the_engine_stays_there_no_longer_than_its_session(
+    disk: Disk, how: str
+) -> None:
+    """Its tokens are in no log: nobody could name what they have left."""
+    with disk.world(kv_tiers="disk", quotas=QuotaLimits(sessions=2)) as world:
+        for name in ("cut", "whole"):
+            world.create(is_stored=True, session_id=name)
+            world.run(name, turn("1", name, max_tokens=40))
+        first = world.manager.snapshot(OWNER, "cut").items[0]
+        world.manager.edits.rewind(OWNER, "cut", first.id)
+        names = {session_of(world, name).copy.session_id: name for name in ("cut", "whole")}
+        if how == "drained":
+            world.do(world.manager.drain(0.0))
+        for name in ("cut", "whole"):
+            if how == "pinned":
+                world.manager.edits.retention.pin(OWNER, name, pinned=True)
+            elif how == "unloaded":
+                world.create()
+        closed = [each for each in world.engine.seen if isinstance(each, CloseSession)]
+        is_deleted = {names[each.session_id]: each.is_deleted for each in closed}
+        assert is_deleted == {"cut": True} | ({} if how == "drained" else {"whole": False})
+        assert num_rows(disk) == 2
+
+
 def test_one_that_the_engine_knows_is_there_until_its_files_are_gone(disk: Disk) -> None:
     with disk.world(kv_tiers="disk") as world:
         world.create(is_stored=True, session_id="one")
@@ -405,6 +435,25 @@ def test_the_engine_is_asked_of_no_more_than_a_slice_before_it_answers(disk: Dis
         tick(world)
         assert len(told(world)) == len(names)
         assert num_rows(disk) == 0
+
+
+def test_one_that_is_deleted_while_it_is_written_counts_as_what_is_written(disk: Disk) -> None:
+    with disk.world(kv_tiers="disk") as world:
+        world.create(is_stored=True, session_id="one")
+        for number in range(9):
+            world.run("one", turn(f"t{number}", "Again and again"))
+        place = session_of(world, "one").life.log
+        assert place is not None
+        disk.store.is_slow, place.is_behind = True, True  # the next write has all that is left
+        world.manager.edits.rewind(OWNER, "one", None)
+        world.manager.close(OWNER, "one")
+        disk.store.is_slow = False
+        disk.store.tell()
+        assert dict(disk.store.deletions._retired_bytes) == {OWNER.owner_id: on_disk(disk)}
+        tick(world)
+        tick(world)
+        assert num_rows(disk) == 0
+        assert not disk.store.deletions._retired_bytes
 
 
 def test_one_whose_deletion_has_failed_leaves_no_kv_either(disk: Disk) -> None:

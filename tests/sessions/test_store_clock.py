@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from session_server.core.commands import ForgetKV
 from session_server.core.errors import SessionNotFound
+from session_server.core.events import KVForgotten
 from session_server.sessions.store.clock import GRACE_S, JUMP_S, NOTED_S, StoreClock
 from tests.sessions.paper_store import PaperStore, count
 from tests.sessions.world import OWNER, World, completed, turn
@@ -31,12 +36,12 @@ class Machine:
         self.clock_s += seconds
 
     @contextmanager
-    def serves(self) -> Iterator[World]:
+    def serves(self, **options: Any) -> Iterator[World]:
         """A server: it ends without a word, as one that is killed."""
         self.store = PaperStore(
             self.directory, lambda: self.wall_s, clock=lambda: self.clock_s, trusts=False
         )
-        world = World("chatml", store=self.store)
+        world = World("chatml", store=self.store, **options)
         try:
             self.tick(world)
             yield world
@@ -98,6 +103,28 @@ def test_a_start_with_the_clock_ahead_ends_nothing_before_it_is_set_right(
         for name in names:
             completed(world.run(name, turn("as ever")))
         assert warnings(caplog) == []
+
+
+def test_a_disk_that_could_not_be_read_keeps_nobody_from_being_warned(
+    machine: Machine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with machine.serves() as world:
+        fill(world)
+    with machine.serves() as world:
+        with monkeypatch.context() as patch:
+
+            def fail(*_: object, **__: object) -> int:
+                raise sqlite3.OperationalError("disk I/O error")
+
+            patch.setattr(machine.store._database, "num_expiring", fail)
+            machine.wall_s += YEARS_S
+            machine.tick(world, 1.0)
+            assert warnings(caplog) == []
+        machine.tick(world, 1.0)
+        (line,) = warnings(caplog)
+        assert "3 sessions" in line
+        machine.tick(world, 1.0)
+        assert warnings(caplog) == [], "once is enough"
 
 
 def test_what_expired_without_a_server_is_gone_after_the_grace(
@@ -240,3 +267,23 @@ def test_a_further_jump_begins_the_grace_anew() -> None:
     times[:] = times[0] + GRACE_S, times[1] + GRACE_S
     assert clock.watch() == 0.0
     assert clock.now_s() == times[0]
+
+
+def test_a_clock_that_is_set_back_a_little_brings_back_nothing_that_is_being_deleted(
+    machine: Machine,
+) -> None:
+    with machine.serves(kv_tiers="disk") as world:
+        (name,) = fill(world, 1)
+    with machine.serves(kv_tiers="disk") as world:
+        machine.tick(world, TTL_S + 10.0)
+        (told,) = (each for each in world.engine.seen if isinstance(each, ForgetKV))
+        world.engine.commands.remove(told)  # its disk takes a while
+        assert told.number is not None
+        machine.wall_s -= JUMP_S / 2
+        machine.tick(world, 1.0)
+        with contextlib.suppress(SessionNotFound):
+            completed(world.run(name, turn("acknowledged")))
+        world.manager.on_event(KVForgotten(number=told.number, is_gone=True))
+        world.spin(5)
+        is_there = bool(world.manager.list(OWNER).sessions)
+        assert machine.num_rows() == is_there

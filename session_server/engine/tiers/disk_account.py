@@ -36,6 +36,10 @@ class DiskAccount(TierAccount):
         """Let files take nothing from now on."""
         self.given_bytes = self.max_bytes = 0
 
+    def waits_for(self, num_bytes: int) -> bool:
+        """Return whether there is no room for so much at all, and may be once others leave it."""
+        return self.max_bytes < num_bytes <= self.given_bytes
+
     def note_room(
         self, result: TierResult, *, held_bytes: int, now_s: float, asked_bytes: int = 0
     ) -> None:

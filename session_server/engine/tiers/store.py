@@ -202,9 +202,12 @@ class TierStore:
             segment = self.host.next_to_give(self.writes.__contains__, _NUM_AHEAD)
         else:
             return False
-        if segment is not None:
-            self._write(self.writes.beginning_of(segment))
-        return segment is not None
+        segment = segment and self.writes.beginning_of(segment)
+        may_wait = segment is not None and not self.writes.is_draining
+        if segment is None or (may_wait and self.disk.waits_for(segment.content.num_bytes)):
+            return False
+        self._write(segment)
+        return True
 
     # Disk
 
@@ -401,7 +404,8 @@ class TierStore:
     def _may_leave_host(self, segment: Segment) -> bool:
         if not segment.in_host or segment.is_writing:
             return False
-        return segment.on_disk or segment.is_refused or not self.has_disk
+        is_left = segment.on_disk or segment.is_refused or not self.has_disk
+        return is_left or self.disk.waits_for(segment.content.num_bytes)
 
     def _leave_host(self, segment: Segment) -> None:
         if not segment.on_disk:

@@ -65,12 +65,17 @@ class StoreClock:
         is_same = self._doubted_s is not None and abs(offset_s - self._doubted_s) <= JUMP_S
         is_right = is_same and ahead_s > 0.0 and clock_s >= self._doubted_since_s + GRACE_S
         if abs(ahead_s) <= JUMP_S or is_right:
-            self._offset_s, self._doubted_s = offset_s, None
+            # Not back by a little either: what has expired by it may be half deleted.
+            self._offset_s, self._doubted_s = max(self._offset_s, offset_s), None
             return 0.0
         if is_same:
             return 0.0
         self._doubted_s, self._doubted_since_s = offset_s, clock_s
         return ahead_s
+
+    def doubt_anew(self) -> None:
+        """Begin anew with the next `watch` where the wall clock is doubted: nobody was told."""
+        self._doubted_s = None
 
     def must_note(self) -> bool:
         """Return whether the time is to be noted on disk again, and count it as noted."""

@@ -303,10 +303,14 @@ class Database(Reads):
         self.has_deleted = True
         return delete_some(self._writer, number)
 
-    def retire(self, number: int) -> None:
-        """Let a session have expired long ago, and its id be free; its tokens can be read."""
+    def retire(self, number: int) -> int:
+        """Let a session have expired long ago, and its id be free; its tokens can be read. Return
+        the bytes of its entries, 0 if it is not there."""
         query = f"UPDATE sessions SET {RENAMED}, expires = 0 WHERE number = ?"  # noqa: S608
         self._writer.execute(query, (number,))
+        query = "SELECT num_bytes FROM sessions WHERE number = ?"
+        found = self._writer.execute(query, (number,)).fetchone()
+        return 0 if found is None else int(found[0])
 
     def note_time(self, now_s: float) -> None:
         """Write the time, by which a later server knows how long none was there."""

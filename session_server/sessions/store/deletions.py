@@ -47,6 +47,8 @@ class Deletions:
         """Those of them that could not be deleted yet."""
 
         self._retired_bytes: Counter[str] = Counter()
+        self._expected: dict[int, int] = {}
+        """What those have that are to be retired, as it was when that was asked for."""
 
     def is_gone(self, number: int | None) -> bool:
         """Return whether it is on disk that a session was deleted; None is that of none."""
@@ -105,16 +107,25 @@ class Deletions:
         if self._retired_bytes[owner_id] + num_bytes > MAX_RETIRED_BYTES:
             self.delete(number, told, is_urgent=is_urgent)
             return
+        # Once, however often it is asked for: what could not be retired yet is asked for again.
         self._retired_bytes[owner_id] += num_bytes
+        self._expected[number] = num_bytes
+        self._retire(number, owner_id, told, is_urgent=is_urgent)
 
-        def on_written(error: Exception | None) -> None:
-            if error is not None:
-                self._count_retired(owner_id, -num_bytes)
+    def _retire(
+        self, number: int, owner_id: str, told: Told = tell_nobody, *, is_urgent: bool = True
+    ) -> None:
+        found = [0]
 
         def write(database: Database) -> None:
-            database.retire(number)
+            found[:] = [database.retire(number)]
 
-        again = partial(self.retire, number, owner_id, num_bytes)
+        def on_written(error: Exception | None) -> None:
+            expected = self._expected.pop(number, None) if error is None else None
+            if expected is not None:  # what was being written meanwhile may be more or less
+                self._count_retired(owner_id, found[0] - expected)
+
+        again = partial(self._retire, number, owner_id)
         self._end(number, write, (on_written, told), again, is_urgent=is_urgent)
 
     def retry(self, *, is_failing: bool) -> None:

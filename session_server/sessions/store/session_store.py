@@ -150,7 +150,11 @@ class SessionStore:
             )
         elif ahead_s > 0.0:
             since_s = self.clock.now_s()
-            num = self._database.num_expiring(since_s, since_s + ahead_s, limit=MAX_COUNTED)
+            try:
+                num = self._database.num_expiring(since_s, since_s + ahead_s, limit=MAX_COUNTED)
+            except sqlite3.Error:
+                self.clock.doubt_anew()
+                raise
             if num:
                 _logger.warning(
                     "the wall clock says %s, %.0f s more than a server has seen pass: %s%d "
