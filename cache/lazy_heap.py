@@ -1,8 +1,9 @@
 """`LazyHeap`: order items by priority, the smallest first, with removal in O(1).
 
 The entry of an item that was removed or pushed again stays in the heap as a stale one. A sweep
-drops stale entries once they may outnumber the others, a few with each push: from the end of the
-heap's list, so that what is left of it is a heap at any time.
+drops stale entries once they may outnumber the others, or once removals have left some, a few with
+each push and removal: from the end of the heap's list, so that what is left of it is a heap at any
+time.
 """
 
 from __future__ import annotations
@@ -14,11 +15,17 @@ from typing import Final, Generic, TypeVar
 _Item = TypeVar("_Item", bound=Hashable)
 
 SWEPT_PER_PUSH: Final = 16
-"""Entries that a sweep looks at with each push: a few microseconds."""
+"""Entries that a sweep looks at with each push, and stale ones that are dropped in front with each
+push and removal: a few microseconds."""
+
+SWEPT_PER_REMOVAL: Final = 4
+"""Entries that a sweep looks at with each removal. So at most half of the entries are stale ones
+that a removal may bring to the front, where whoever asks for the first item drops them."""
 
 _MIN_BOUND: Final = 16
-"""Entries that a heap may have beyond twice those that a sweep has left. There are heaps for each
-tenant, most of them with few items, so what is stale must be in proportion."""
+"""Entries that a heap may have beyond twice those that a sweep has left, and stale ones that
+removals leave without a sweep. There are heaps for each tenant, most of them with few items, so
+what is stale must be in proportion."""
 
 
 class LazyHeap(Generic[_Item]):
@@ -30,7 +37,7 @@ class LazyHeap(Generic[_Item]):
         self._entries: dict[_Item, tuple[int, int, _Item]] = {}
         self._rest: list[tuple[int, int, _Item]] = []
         self._swept: list[tuple[int, int, _Item]] = []
-        self._is_sweeping = False
+        self._is_sweeping = self._is_crowded = False
         self._bound = _MIN_BOUND
 
     def __len__(self) -> int:
@@ -41,9 +48,10 @@ class LazyHeap(Generic[_Item]):
         """Enter an item, in place of its entry before. `tie` orders those of equal priority."""
         entry = self._entries[item] = (priority, tie, item)
         heapq.heappush(self._swept if self._is_sweeping else self._rest, entry)
-        if self._is_sweeping or len(self) > self._bound:
-            self._sweep()
-        self.first()  # so that stale entries in front are dropped as they arise
+        self._is_crowded |= len(self) > self._bound
+        if self._is_sweeping or self._is_crowded:
+            self._sweep(SWEPT_PER_PUSH)
+        self._drop_front()
 
     def priority(self, item: _Item) -> int | None:
         """Return the priority of an item; None if it has no entry."""
@@ -52,7 +60,11 @@ class LazyHeap(Generic[_Item]):
 
     def remove(self, item: _Item) -> None:
         """Remove an item, if it has an entry."""
-        self._entries.pop(item, None)
+        if self._entries.pop(item, None) is None:
+            return
+        if self._is_sweeping or len(self) - len(self._entries) > _MIN_BOUND:
+            self._sweep(SWEPT_PER_REMOVAL)
+        self._drop_front()
 
     def first(self) -> _Item | None:
         """Return the first item, or None if there is none. Amortized O(log items)."""
@@ -78,9 +90,17 @@ class LazyHeap(Generic[_Item]):
             heapq.heappush(self._swept if self._is_sweeping else self._rest, entry)
         return found
 
-    def _sweep(self) -> None:
+    def _drop_front(self) -> None:
+        """Drop a few stale entries in front, as they arise."""
+        for heap in (self._swept, self._rest):
+            for _ in range(SWEPT_PER_PUSH):
+                if not heap or self._entries.get(heap[0][2]) is heap[0]:
+                    break
+                heapq.heappop(heap)
+
+    def _sweep(self, num_entries: int) -> None:
         """Look at a few entries, and end with a new bound once all were looked at."""
-        for _ in range(min(SWEPT_PER_PUSH, len(self._rest))):
+        for _ in range(min(num_entries, len(self._rest))):
             entry = self._rest.pop()
             item = entry[2]
             if self._entries.get(item) is not entry:
@@ -92,4 +112,7 @@ class LazyHeap(Generic[_Item]):
         self._is_sweeping = bool(self._rest)
         if not self._is_sweeping:
             self._rest, self._swept = self._swept, self._rest
-            self._bound = 2 * len(self._rest) + _MIN_BOUND
+            # What removals have emptied may be filled again: it is not swept for that.
+            least = 0 if self._is_crowded else self._bound
+            self._bound = max(least, 2 * len(self._rest) + _MIN_BOUND)
+            self._is_crowded = False

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -18,6 +18,7 @@ from typing import Final, Generic, Protocol, TypeVar
 
 from session_server.core.errors import InternalInconsistency, QuotaExceeded, ServerBusy
 from session_server.core.owner import Owner
+from session_server.sessions.backlog import Backlog
 from session_server.sessions.budget import OwnerBudget
 from session_server.sessions.quotas import Quotas
 from session_server.sessions.record_log import RecordLog
@@ -83,15 +84,24 @@ class _Slot(Generic[_RecordT]):
 
 
 class KeptRecords(Generic[_RecordT]):
-    """Hold records by owner and id."""
+    """Hold records by owner and id.
 
-    def __init__(self, quotas: Quotas, form: RecordForm[_RecordT], log: RecordLog) -> None:
+    Those that go to make room go in slices: until the last has gone, an owner may hold one more
+    than there is room for.
+    """
+
+    def __init__(
+        self, quotas: Quotas, form: RecordForm[_RecordT], log: RecordLog, backlog: Backlog
+    ) -> None:
         limit = quotas.history_bytes.limit // KEPT_DIVISOR
         self.budget = OwnerBudget(f"bytes of {form.noun}", limit)
-        self._quotas, self._form, self._log = quotas, form, log
+        self._quotas, self._form, self._log, self._backlog = quotas, form, log, backlog
         self._by_owner: dict[Owner, dict[str, _Slot[_RecordT]]] = {}
         self._in_order: dict[_Slot[_RecordT], None] = {}
         self._num_made_in: Counter[tuple[Owner, str]] = Counter()
+        self._crowded: dict[Owner, None] = {}
+        """Owners for whose records room is being made."""
+
         self._turnstile = asyncio.Lock()
         self._find_on_disk(log.rows(form.noun))
 
@@ -146,9 +156,9 @@ class KeptRecords(Generic[_RecordT]):
         self.recount(record)
 
     def check(self, owner: Owner, num_bytes: int) -> None:
-        """Reject bytes for which there will never be room, or is none now. Raises QuotaExceeded,
-        ServerBusy."""
-        if not self.budget.has_room_for(owner, num_bytes):
+        """Reject bytes for which there will never be room, or is none now: also while room is still
+        being made for others of the owner's. Raises QuotaExceeded, ServerBusy."""
+        if owner in self._crowded or not self.budget.has_room_for(owner, num_bytes):
             self.budget.check(owner, num_bytes)
         self._quotas.check_growth(owner, num_bytes)
 
@@ -160,25 +170,16 @@ class KeptRecords(Generic[_RecordT]):
 
     def recount(self, record: _RecordT) -> None:
         """Count a record anew that has changed, if it is kept; older ones go to make room, and at
-        last itself."""
+        last itself: a slice of them now, and the others later."""
         slot = self._slot_of(record)
         if slot is None:
             return
-        num_bytes = record.num_bytes
-        self._count(slot, 0)
-        while True:
-            try:
-                self.budget.check(slot.owner, num_bytes)
-            except QuotaExceeded:
-                oldest = next(iter(self._by_owner[slot.owner].values()))
-            except ServerBusy:
-                oldest = next(iter(self._in_order))
-            else:
-                self._count(slot, num_bytes)
-                return
-            self._remove(oldest)
-            if oldest is slot:
-                return
+        self._count(slot, record.num_bytes)
+        if self._next_to_go(slot.owner) is not None:
+            is_at_work = bool(self._crowded)
+            self._crowded[slot.owner] = None
+            if not is_at_work:
+                self._backlog.run(self._removals())
 
     def remove(self, record: _RecordT) -> None:
         """Forget a record, if it is kept, and delete it from the disk."""
@@ -344,6 +345,30 @@ class KeptRecords(Generic[_RecordT]):
             del self._num_made_in[place]
         if slot.number:
             self._log.delete(slot.number)
+
+    def _removals(self) -> Iterator[Callable[[], None]]:
+        while self._crowded:
+            yield self._remove_next
+
+    def _remove_next(self) -> None:
+        """Remove a record that goes to make room, or find that there is room for an owner."""
+        owner = next(iter(self._crowded))
+        slot = self._next_to_go(owner)
+        if slot is None:
+            del self._crowded[owner]
+        else:
+            self._remove(slot)
+
+    def _next_to_go(self, owner: Owner) -> _Slot[_RecordT] | None:
+        """Return the record that goes first because an owner, or all, hold too much; None if they
+        do not."""
+        try:
+            self.budget.check(owner, 0)
+        except QuotaExceeded:
+            return next(iter(self._by_owner[owner].values()))
+        except ServerBusy:
+            return next(iter(self._in_order))
+        return None
 
     def _touch(self, slot: _Slot[_RecordT]) -> None:
         owned = self._by_owner[slot.owner]

@@ -18,6 +18,7 @@ import msgspec
 from session_server.core.errors import ConversationNotFound, ItemNotFound, QuotaExceeded
 from session_server.core.owner import Owner
 from session_server.core.session_events import Message
+from session_server.sessions.backlog import Backlog
 from session_server.sessions.footprint import message_bytes, metadata_bytes, text_bytes
 from session_server.sessions.kept import KeptRecords
 from session_server.sessions.quotas import Quotas
@@ -185,9 +186,9 @@ class ConversationForm:
 class KeptConversations:
     """Hold the conversations of all owners; the one unused for longest goes first."""
 
-    def __init__(self, quotas: Quotas, log: RecordLog) -> None:
+    def __init__(self, quotas: Quotas, log: RecordLog, backlog: Backlog) -> None:
         self._form = ConversationForm()
-        self.records = KeptRecords[KeptConversation](quotas, self._form, log)
+        self.records = KeptRecords[KeptConversation](quotas, self._form, log, backlog)
 
     async def load(self, owner: Owner, conversation_id: str) -> KeptConversation:
         """Return a conversation, which is read in slices if it is on disk alone. Raises what `find`

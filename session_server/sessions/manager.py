@@ -121,8 +121,10 @@ class SessionManager:
         self._flow.on_idle = self._on_idle
         prompts = self._flow.prompt_builder
         mark_cold = self._flow.residents.mark_cold
-        logs = self._flow.conclusion.logs
-        parts = SessionParts(self._sessions, self._link, self._quotas, prompts, mark_cold, logs)
+        logs, backlog = self._flow.conclusion.logs, self._flow.backlog
+        parts = SessionParts(
+            self._sessions, self._link, self._quotas, prompts, mark_cold, logs, backlog
+        )
         self.drafts = SessionDrafts(parts, self._flow.copies, text, self._limits, clock)
         self.edits = HistoryEdits(parts, text, self._limits, clock, self._open_with, self.drafts)
         self.exits = SessionExits(parts, self._flow, self.drafts)

@@ -8,6 +8,7 @@ from typing import Final
 
 from session_server.core.errors import SessionBusy
 from session_server.core.owner import Owner
+from session_server.sessions.backlog import Backlog
 from session_server.sessions.engine_link import EngineLink
 from session_server.sessions.quotas import Quotas
 from session_server.sessions.registry import SessionRegistry
@@ -29,6 +30,7 @@ class SessionParts:
     prompts: PromptBuilder
     mark_cold: Callable[[Session], None]
     logs: SessionLogs
+    backlog: Backlog
 
     def resting(self, owner: Owner, session_id: str) -> Session:
         """Return a session in which no turn runs or waits. Raises SessionNotFound, SessionClosing,

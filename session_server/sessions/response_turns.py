@@ -140,8 +140,8 @@ class ResponseTurns:
         parts = manager.edits.parts
         self._manager = manager
         self._logs, self._sessions = parts.logs, parts.sessions
-        self.store = ResponseStore(parts.quotas, parts.logs.records)
-        self.conversations = KeptConversations(parts.quotas, parts.logs.records)
+        kept_by = parts.quotas, parts.logs.records, parts.backlog
+        self.store, self.conversations = ResponseStore(*kept_by), KeptConversations(*kept_by)
         self._resting = RestingSessions(manager, count_readers)
 
     def previous(self, owner: Owner, response_id: str, *, scope: object | None) -> StoredResponse:

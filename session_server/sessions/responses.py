@@ -15,6 +15,7 @@ import msgspec
 from session_server.core.errors import ResponseNotFound
 from session_server.core.owner import Owner
 from session_server.core.session_events import Message
+from session_server.sessions.backlog import Backlog
 from session_server.sessions.footprint import message_bytes, text_bytes
 from session_server.sessions.kept import KeptRecords
 from session_server.sessions.quotas import Quotas
@@ -170,8 +171,8 @@ class ResponseForm:
 class ResponseStore:
     """Hold responses by owner and id."""
 
-    def __init__(self, quotas: Quotas, log: RecordLog) -> None:
-        self.records = KeptRecords[StoredResponse](quotas, ResponseForm(), log)
+    def __init__(self, quotas: Quotas, log: RecordLog, backlog: Backlog) -> None:
+        self.records = KeptRecords[StoredResponse](quotas, ResponseForm(), log, backlog)
 
     def find(self, owner: Owner, response_id: str, *, scope: object | None) -> StoredResponse:
         """Return a response that is stored, or that this connection knows, as one in use.

@@ -16,7 +16,7 @@ from session_server.sessions.backlog import SLICE
 from session_server.sessions.bugs import log_bug
 from session_server.sessions.record_log import RecordLog
 from session_server.sessions.session import LogPlace, LogSize, Session
-from session_server.sessions.store.pieces import MAX_ENTRY_BYTES, encode_pieces
+from session_server.sessions.store.pieces import MAX_ENTRY_BYTES, LargeEntry, encode_pieces
 from session_server.sessions.store.records import (
     EndRecord,
     LogEntry,
@@ -227,28 +227,35 @@ class SessionLogs:
         try:
             row = self._row(session, place, self.store, session.ended.num_with(ends))
             if not has_changed:
-                after = size._replace(num_row_bytes=len(row.settings))
-                self.store.touch(row, self._on_written(session, place, told, after))
+                touched = size._replace(num_row_bytes=len(row.settings))
+                self.store.touch(row, self._on_written(session, place, told, lambda: touched))
                 return
             if is_whole:
                 session.transcript.forget_taken()
                 ends = (*session.ended.records(), *ends)
-            pieces = encode_pieces(LogEntry(session.transcript.take_change(), ends))
+            entry = LogEntry(session.transcript.take_change(), ends)
+            num_bytes = session.num_bytes if is_whole else len(entry.change.tokens)
+            is_large = num_bytes > MAX_ENTRY_BYTES
+            large = LargeEntry(entry, session.num_bytes) if is_large else None
+            pieces = encode_pieces(entry) if large is None else large.made
         except Exception as error:  # noqa: BLE001 - told as a disk that fails: nobody waits for ever
             log_bug("a session was not encoded", error)
             if beside is not None:
                 self.store.ask(*beside)
-            self._on_written(session, place, told, LogSize())(error)
+            self._on_written(session, place, told, LogSize)(error)
             return
         before = LogSize() if is_whole else size
-        num_bytes = before.num_bytes + sum(map(len, pieces))
-        after = LogSize(before.num_entries + len(pieces), num_bytes, len(row.settings))
+
+        def after() -> LogSize:
+            num_bytes = before.num_bytes + sum(map(len, pieces))
+            return LogSize(before.num_entries + len(pieces), num_bytes, len(row.settings))
+
         written = self._on_written(session, place, told, after)
         write = self.store.put if is_whole else self.store.append
-        write(row, pieces, written, beside)
+        write(row, large or pieces, written, beside)
 
     def _on_written(
-        self, session: Session, place: LogPlace, told: Sequence[Told], after: LogSize
+        self, session: Session, place: LogPlace, told: Sequence[Told], after: Callable[[], LogSize]
     ) -> Told:
         """Return what is called when a write is on disk, or cannot be. `after`: what is there
         then."""
@@ -257,8 +264,9 @@ class SessionLogs:
             place.is_writing = False
             if error is None:
                 # Of one that was deleted meanwhile too: it counts until it is gone.
-                self._count_bytes(session.owner, after.total_bytes - place.size.total_bytes)
-                place.size = after
+                size = after()
+                self._count_bytes(session.owner, size.total_bytes - place.size.total_bytes)
+                place.size = size
                 place.is_behind = False
                 self._behind.pop(session, None)
             else:

@@ -320,7 +320,7 @@ class Transcript:
         self._taken = _Taken(len(self._tokens), self._tools, is_wanted=True)
         return HistoryChange(
             num_kept,
-            np.asarray(self._tokens[num_kept:], "<i4").tobytes(),
+            np.frombuffer(self._tokens, np.int32)[num_kept:].astype("<i4", copy=False).tobytes(),
             self._items.take_change(),
             self._answers.take_change(),
             None if self._tools == taken_tools else self._tools,

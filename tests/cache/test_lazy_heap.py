@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
+import pytest
+
 from cache.lazy_heap import SWEPT_PER_PUSH, LazyHeap
 from tests.cache.work import count_calls
 
@@ -34,6 +36,38 @@ def test_stale_entries_do_not_pile_up_and_no_push_drops_many() -> None:
 
     for num_items in (10, 3000):
         assert most_calls(num_items) < 6 * SWEPT_PER_PUSH
+
+
+@pytest.mark.parametrize("order", ["first to last", "last to first", "at random", "first kept"])
+def test_neither_a_removal_nor_what_follows_it_drops_many(order: str) -> None:
+    num_items = 8000
+    items = list(range(num_items))
+    if order == "last to first":
+        items.reverse()
+    elif order == "at random":
+        Random(5).shuffle(items)
+    elif order == "first kept":
+        items = [*items[1:], 0]
+    heap = LazyHeap[int]()
+    for number in range(num_items):
+        heap.push(number, number, 0)
+    num_calls = [count_calls(lambda each=item: heap.remove(each)) for item in items]
+    num_calls.append(count_calls(heap.first))
+    heap.push(0, 0, 0)
+    assert max(num_calls) < 8 * SWEPT_PER_PUSH
+    assert len(heap) < 2 * SWEPT_PER_PUSH
+
+
+def test_of_the_stale_entries_no_more_than_a_part_come_to_the_front_at_once() -> None:
+    num_items = 8000
+    heap = LazyHeap[int]()
+    for number in range(num_items):
+        heap.push(number, number, 0)
+    for number in range(1, num_items // 2):
+        heap.remove(number)
+    heap.remove(0)
+    assert count_calls(heap.first) < 2 * num_items // 4
+    assert heap.first() == num_items // 2
 
 
 def test_a_heap_of_few_items_has_few_stale_entries() -> None:

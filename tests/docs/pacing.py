@@ -269,6 +269,12 @@ SLICES = (
         _NEXT,
     ),
     Constant(
+        "cache.lazy_heap:SWEPT_PER_REMOVAL",
+        "such places, and segments in order, for each that is removed",
+        "places",
+        _NEXT,
+    ),
+    Constant(
         "cache.recount:_EDGES_PER_UNIT",
         "edges of a path that count as one such unit",
         "edges",

@@ -35,6 +35,7 @@ from session_server.core.session_events import (
     TurnProgress,
     TurnRequest,
 )
+from session_server.sessions.backlog import Backlog
 from session_server.sessions.ended_turns import RECORD_BYTES, EndedTurns
 from session_server.sessions.footprint import entry_bytes, request_bytes
 from session_server.sessions.journal import Journal, JournalEntry, JournalLimits
@@ -243,7 +244,7 @@ def test_a_record_of_an_ended_turn_takes_no_more_than_is_counted(
 
 def test_a_kept_conversation_counts_about_what_it_keeps() -> None:
     conversation = KeptConversation("conv_1", OWNER, 0, {"a": "b"})
-    kept = KeptConversations(Quotas(QuotaLimits()), RecordLog())
+    kept = KeptConversations(Quotas(QuotaLimits()), RecordLog(), Backlog())
     kept.add(conversation, ())
     for number in (100, 1000, 4096):
         said = ((f"msg_{number}_{i}", Message("user", f"number {i}")) for i in range(number))

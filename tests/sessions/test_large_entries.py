@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from session_server.core.errors import ServerBusy
 from session_server.core.session_events import ConversationItem
+from session_server.sessions import session_logs
 from session_server.sessions.history_change import AnswersChange, HistoryChange, ItemsChange
 from session_server.sessions.opening import history_modes
-from session_server.sessions.session import Session
+from session_server.sessions.session import LogPlace, Session
 from session_server.sessions.store import pieces, session_store
 from session_server.sessions.store.pieces import MAX_ENTRY_BYTES, encode_pieces
 from session_server.sessions.store.records import EndRecord, LogEntry, decode_entry, encode_entry
@@ -194,3 +195,42 @@ def is_single(data: bytes) -> bool:
     """Whether an entry has one item and nothing else that could be cut."""
     change = decode_entry(data).change
     return len(change.items.added) == 1 and not change.tokens
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("change", ["fork", "written anew"])
+def test_a_large_session_is_encoded_by_whoever_writes_it(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    num_encoded = 0
+
+    def encode(entry: LogEntry) -> bytes:
+        nonlocal num_encoded
+        num_encoded += 1
+        return encode_entry(entry)
+
+    with disk.world() as world:
+        name = world.create(is_stored=True)
+        for number in range(4):
+            world.run(name, turn(f"t{number}", "word " * 150))
+        monkeypatch.setattr(session_logs, "MAX_ENTRY_BYTES", SMALL)
+        monkeypatch.setattr(pieces, "encode_entry", encode)
+        disk.store.is_slow = True
+        if change == "fork":
+            name = world.manager.edits.fork(OWNER, name).session_id
+        else:
+            place = place_of(world, name)
+            place.is_behind = True
+            world.manager._flow.conclusion.logs.touch(session_of(world, name))
+        assert num_encoded == 0, "nobody waits for it"
+        disk.store.tell()
+        size, found = place_of(world, name).size, entries_of(disk.store, name)
+        assert len(found) == num_encoded > 1
+        assert (size.num_entries, size.num_bytes) == (len(found), sum(map(len, found)))
+        assert not place_of(world, name).is_behind
+
+
+def place_of(world: World, name: str) -> LogPlace:
+    place = session_of(world, name).life.log
+    assert place is not None
+    return place

@@ -7,6 +7,7 @@ what the next prompt depends on with the last one.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
@@ -37,6 +38,27 @@ def encode_pieces(entry: LogEntry) -> list[bytes]:
         if len(whole) <= MAX_ENTRY_BYTES:
             return [whole]
     return [encode_entry(piece) for piece in _pieces_of(entry)]
+
+
+class LargeEntry:
+    """Hold an entry that the thread encodes which writes it, so that nobody waits for that. `made`:
+    its pieces, from then on. `num_bytes`: of all of them at most."""
+
+    def __init__(self, entry: LogEntry, num_bytes: int) -> None:
+        self._entry: LogEntry | None = entry
+        self.num_bytes = num_bytes
+        self.made: list[bytes] = []
+
+    def pieces(self) -> list[bytes]:
+        """Return its pieces, which are made once; other threads go on between any two."""
+        if self._entry is not None:
+            made = []
+            for piece in _pieces_of(self._entry):
+                made.append(encode_entry(piece))
+                time.sleep(0)
+            self.made += made
+            self._entry = None
+        return self.made
 
 
 def first_rows(rows: Iterable[Any], column: int, max_bytes: int | None) -> list[Any]:

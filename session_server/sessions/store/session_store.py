@@ -21,7 +21,7 @@ from session_server.sessions.store.deletions import Deletions
 from session_server.sessions.store.disk_health import DiskHealth, is_of_disk
 from session_server.sessions.store.lock import StoreIsBusy
 from session_server.sessions.store.patience import NO_ANSWER, Patience
-from session_server.sessions.store.pieces import MAX_ENTRY_BYTES
+from session_server.sessions.store.pieces import MAX_ENTRY_BYTES, LargeEntry
 from session_server.sessions.store.records import (
     LAST_S,
     Damaged,
@@ -66,6 +66,8 @@ PARTS_AT_ONCE: Final = 256
 
 BYTES_AT_ONCE: Final = MAX_ENTRY_BYTES
 """Of entries or parts: none is read behind one with which they have as many."""
+
+_Entries = Sequence[bytes] | LargeEntry
 
 
 class SessionStore:
@@ -292,18 +294,25 @@ class SessionStore:
     # -- writing
 
     def put(
-        self, row: SessionRow, entries: Sequence[bytes], told: Told, beside: Beside | None = None
+        self, row: SessionRow, entries: _Entries, told: Told, beside: Beside | None = None
     ) -> None:
         """Write a session in these entries, in place of what is there of it; `told` is called when
         it is on disk, or cannot be. `beside`: in the same commit."""
-        self.ask(lambda database: database.put(row, *entries), told, sum(map(len, entries)), beside)
+
+        def write(database: Database) -> None:
+            database.put(row, *_pieces_of(entries))
+
+        self.ask(write, told, _num_bytes_of(entries), beside)
 
     def append(
-        self, row: SessionRow, entries: Sequence[bytes], told: Told, beside: Beside | None = None
+        self, row: SessionRow, entries: _Entries, told: Told, beside: Beside | None = None
     ) -> None:
         """Write entries behind the `row.num_entries` that are there; the others as in `put`."""
-        num_bytes = sum(map(len, entries))
-        self.ask(lambda database: database.append(row, *entries), told, num_bytes, beside)
+
+        def write(database: Database) -> None:
+            database.append(row, *_pieces_of(entries))
+
+        self.ask(write, told, _num_bytes_of(entries), beside)
 
     def touch(self, row: SessionRow, told: Told) -> None:
         """Write what the row says, but no entry; `told` as in `put`."""
@@ -364,6 +373,14 @@ class SessionStore:
         assert self._loop is not None, "a store that was not started"
         with contextlib.suppress(RuntimeError):  # nobody is left to tell: a disk has hung
             self._loop.call_soon_threadsafe(run)
+
+
+def _pieces_of(entries: _Entries) -> Sequence[bytes]:
+    return entries.pieces() if isinstance(entries, LargeEntry) else entries
+
+
+def _num_bytes_of(entries: _Entries) -> int:
+    return entries.num_bytes if isinstance(entries, LargeEntry) else sum(map(len, entries))
 
 
 def _noting(write: Write, now_s: float) -> Write:
