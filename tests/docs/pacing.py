@@ -232,6 +232,12 @@ SLICES = (
         _NEXT,
     ),
     _constant(
+        "engine.tiers.forgetting:_LEAST_TOKENS",
+        "such a history that is short counts",
+        "tokens",
+        "one that is longer counts what it has",
+    ),
+    _constant(
         "engine.tiers.store:_NUM_AHEAD",
         "copies of KV that are looked at for one to write ahead of need",
         "copies",

@@ -258,6 +258,7 @@ def test_deleted_histories_are_looked_for_some_tokens_in_each_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forgetting_module, "_TOKENS_PER_STEP", 100)
+    monkeypatch.setattr(forgetting_module, "_LEAST_TOKENS", 1)
     stock = Stock(tmp_path, host=10 * SEGMENT, disk=1 << 40)
     forgetting = Forgetting(stock.store)
     for seed in range(7):

@@ -14,6 +14,7 @@ from cache.tiers.segment_tree import Path as TreePath
 from cache.tiers.segment_tree import PathPart
 from session_server.core.tier_orders import TierResult
 from session_server.engine.tiers import pace as pace_module
+from session_server.engine.tiers.forgetting import Forgetting, Forgotten
 from session_server.engine.tiers.store import TierStore
 from tests.cache.kv_world import POOL
 from tests.cache.work import count_calls
@@ -82,6 +83,22 @@ def test_a_segment_is_dropped_with_all_that_follow_a_slice_at_a_time(tmp_path: P
             most = max(most, count_calls(store.advance))
         assert (len(store.tree), store.host.num_bytes, len(store.writes)) == (0, 0, 0)
         assert store.counts.dropped_segments == number + 1
+        return most
+
+    assert_equal(work)
+
+
+def test_many_short_histories_are_forgotten_a_slice_at_a_time(tmp_path: Path) -> None:
+    def work(number: int) -> int:
+        store = known(Stock(tmp_path, host=WIDE, disk=WIDE).store)
+        added(store, beginning(), 0)
+        forgetting = Forgetting(store)
+        for seed in range(1, number + 1):
+            tokens = np.arange(seed, seed + PAGE_SIZE, dtype=np.int32)
+            forgetting.add(Forgotten(ALICE, tokens))
+        most = 0
+        while forgetting.has_more:
+            most = max(most, count_calls(forgetting.advance))
         return most
 
     assert_equal(work)

@@ -16,6 +16,10 @@ from session_server.engine.tiers.store import TierStore
 _TOKENS_PER_STEP: Final = 1 << 16
 """Tokens of histories that one step looks for: some of them are hashed."""
 
+_LEAST_TOKENS: Final = 128
+"""What a history counts at least: to look for a short one takes as long, and it takes some memory
+while it waits."""
+
 MAX_FORGOTTEN_TOKENS: Final = 1 << 24
 """Tokens of histories that wait. It takes as many only while the disk is not known yet."""
 
@@ -35,6 +39,11 @@ class Forgotten:
     num_kept: int = 0
     last: Segment | None = None
     then: ThenGone | None = None
+
+    @property
+    def size(self) -> int:
+        """Return the tokens that it counts."""
+        return max(_LEAST_TOKENS, len(self.tokens))
 
 
 class Forgetting:
@@ -56,7 +65,7 @@ class Forgetting:
         """Drop something, now or soon."""
         if forgotten.then is not None or not self._store.is_empty:
             self._waiting.append(forgotten)
-            self._num_tokens += len(forgotten.tokens)
+            self._num_tokens += forgotten.size
 
     def clear(self) -> None:
         """Wait for nothing: everything was dropped."""
@@ -79,8 +88,8 @@ class Forgetting:
             if not is_crowded and (num_done >= _TOKENS_PER_STEP or not self._store.is_listed):
                 return
             forgotten = self._waiting.popleft()
-            self._num_tokens -= len(forgotten.tokens)
-            num_done += len(forgotten.tokens)
+            self._num_tokens -= forgotten.size
+            num_done += forgotten.size
             self._drop(forgotten)
 
     @property
