@@ -63,8 +63,7 @@ class EngineCopies:
                 pinned=session.settings.is_pinned,
             )
         )
-        copy.set_known_len(base_len, self._link.generation)
-        copy.held_len = base_len
+        copy.set_held_len(base_len, self._link.generation)
 
     def note_kept(self, session: Session, same_len: int) -> None:
         """Note that the history and what the engine holds of it are equal up to here at most."""

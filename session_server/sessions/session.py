@@ -76,6 +76,11 @@ class EngineCopy:
         self._len = length
         self._generation = generation
 
+    def set_held_len(self, length: int, generation: int) -> None:
+        """Set how many tokens the engine of this generation holds, all of them the history's."""
+        self.set_known_len(length, generation)
+        self.held_len = length
+
 
 class LogSize(NamedTuple):
     """Count what the store has of a session: entries, their bytes, and those of its row that are

@@ -475,8 +475,7 @@ class TurnFlow:
         submitted.cached_tokens = event.cached_tokens
         turn.course.num_retractions = event.num_retractions
         end: TurnEnd
-        session.copy.set_known_len(event.history_len, self._link.generation)
-        session.copy.held_len = event.history_len
+        session.copy.set_held_len(event.history_len, self._link.generation)
         if submitted.verdict is not None:
             self._settle(session, turn, event.timings, failure=None)
         elif event.reason is FinishReason.CANCELLED:
