@@ -3,8 +3,8 @@
 Ctrl-C while an answer streams cancels that turn and keeps the partial answer;
 at the prompt it exits. A line after each answer shows its cost: `cached` grows
 with the session. Pasted lines are sent as one turn. A conversation stays on a
-server that keeps sessions on disk; the last line says how to go on with it. Without
---url it ends with the server that was started for it.
+server that keeps sessions on disk; the last line says how to go on with it.
+Without --url it ends with the server that was started for it.
 
 examples:
   session-server chat                start a server with the embedded model

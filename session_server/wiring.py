@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import gc
 import logging
 import os
 import secrets
@@ -21,8 +20,9 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from errno import EADDRINUSE
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -33,7 +33,6 @@ from session_server.core.errors import EngineUnavailable
 from session_server.core.events import EngineReady
 from session_server.core.owner import KEY_VARIABLE
 from session_server.core.turn_report import TurnReport
-from session_server.engine_host.inline import InlineEngine
 from session_server.engine_host.process import EngineProcess, ProcessSettings
 from session_server.engine_host.restarts import RestartPolicy
 from session_server.metrics.logging import LOGGER_NAME, EventLog, TurnLog, configure_logging
@@ -55,19 +54,20 @@ from session_server.sessions.store.lock import StoreIsBusy, StoreUnusable, once_
 from session_server.sessions.store.places import default_directory
 from session_server.sessions.store.session_store import SessionStore
 from session_server.text.model_text import ModelText
-from session_server.web import app as web_app
-from session_server.web import server as web_server
 from session_server.web.certificate import Certificate, UnusableCertificate
 from session_server.web.key_file import is_readable_by_all, limits_of
 from session_server.web.keys import KeyRing, key_sources
 from session_server.web.listener import (
     bind,
     connection_limits_for,
+    is_loopback,
     max_readers_for,
     raise_descriptor_limit,
 )
-from session_server.web.request_guard import is_loopback
 from session_server.web.services import AppServices, ModelCard, WebSettings
+
+if TYPE_CHECKING:
+    from session_server.engine_host.inline import InlineEngine
 
 _logger: Final = logging.getLogger(LOGGER_NAME)
 
@@ -86,10 +86,6 @@ _HIDDEN: Final = _SECRET | {"sessions": {"store"}}
 
 _TOKEN_TEXTS_KEPT: Final = 1 << 16
 """Size of the cache of single tokens' texts, for logprobs."""
-
-_GC_THRESHOLDS: Final = (5_000, 2, 400)
-"""A young collection walks 20,000 objects at most, which takes milliseconds. A full one follows
-eight million allocations that were not freed; a request leaves a handful of objects in a cycle."""
 
 STORE_FACTOR: Final = 16
 """Bytes of sessions in the store for each byte of `--session-memory-bytes`."""
@@ -295,13 +291,18 @@ async def _serve_on(
     tracing = make_tracing(settings, model=_name_of(settings, directory))
     watchers = (metrics, TurnLog(logger), *([tracing] if tracing else ()))
     manager.on_turn_ended(partial(_tell, watchers))
-    ready = await manager.start(_observers(settings, metrics, logger))
+    starting = asyncio.create_task(manager.start(_observers(settings, metrics, logger)))
+    # What serves is imported while the engine's process imports torch: each takes half a second.
+    await asyncio.to_thread(import_module, "session_server.web.server")
+    from session_server.web import app as web_app
+    from session_server.web import server as web_server
+
+    ready = await starting
     try:
         services = make_services(
             settings, manager, metrics, entrance=entrance, directory=directory, ready=ready
         )
         app = web_app.create_app(services)
-        _settle_collector()
         _listen(listeners, settings.http)
         serving = asyncio.create_task(web_server.serve(app, services, listeners=listeners))
         assert engine.failed is not None, "a started engine can fail"
@@ -344,14 +345,6 @@ def _tell(watchers: Sequence[ServerMetrics | TurnLog | TurnTracing], record: Tur
         watcher.on_turn(record)
 
 
-def _settle_collector() -> None:
-    """Exclude what exists now from collections of the cyclic garbage collector, and make full ones
-    rare: a full one walks every object of every session and stops the event loop meanwhile."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*_GC_THRESHOLDS)
-
-
 def _observers(
     settings: Settings, metrics: ServerMetrics, logger: logging.Logger
 ) -> tuple[EventListener, ...]:
@@ -377,6 +370,7 @@ def make_engine(settings: Settings) -> EngineProcess | InlineEngine:
     stop_timeout_s = STOP_TIMEOUT_S + (settings.http.drain_s if settings.cache.disk_kv_bytes else 0)
     if settings.engine.mode is EngineMode.INLINE:
         # Only with an inline engine does the server process load torch.
+        from session_server.engine_host.inline import InlineEngine
         from session_server.engine_wiring import build_engine
 
         return InlineEngine(lambda: build_engine(settings), stop_timeout_s=stop_timeout_s)

@@ -76,6 +76,13 @@ def test_the_server_side_starts_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_the_engines_process_begins_to_start_before_the_web_framework_is_imported() -> None:
+    late = "{'fastapi', 'uvicorn', 'session_server.engine.engine', 'torch'}"
+    code = f"import sys, session_server.serve; print({late} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "set()\n"
+
+
 @pytest.mark.parametrize(
     ("words", "explain_unknown_flags"),
     [

@@ -10,6 +10,7 @@ from pydantic import SecretStr
 
 from session_server import wiring
 from session_server.config import HttpOptions, Settings
+from session_server.web import server
 
 
 def test_no_client_is_shown_a_secret_or_a_file_of_the_server() -> None:
@@ -23,7 +24,7 @@ def test_no_client_is_shown_a_secret_or_a_file_of_the_server() -> None:
 def test_full_collections_are_rare_in_the_server_and_skip_what_exists_at_its_start() -> None:
     before = gc.get_threshold()
     try:
-        wiring._settle_collector()
+        server._settle_collector()
         young, middle, full = gc.get_threshold()
         assert young * (middle + 2) <= 20_000, "a young collection takes milliseconds"
         assert young * (middle + 2) * full >= 8_000_000

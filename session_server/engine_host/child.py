@@ -21,6 +21,12 @@ from typing import Final
 
 from session_server.core.commands import Shutdown
 from session_server.core.events import EngineDied, EngineEvent
+from session_server.engine_host.exit_codes import (
+    EXIT_BUG,
+    EXIT_OK,
+    EXIT_ORPHANED,
+    EXIT_UNUSABLE,
+)
 from session_server.engine_host.loop import EngineAssembly, EngineLoop
 from session_server.engine_host.transport import Codec, FrameBuffer
 from session_server.engine_host.watchdog import PULSE_INTERVAL_S
@@ -29,11 +35,6 @@ READ_BYTES: Final = 1 << 18
 
 ORPHAN_GRACE_S: Final = 5.0
 """Seconds that the forwards in flight may take to finish once the server is gone."""
-
-EXIT_OK: Final = 0
-EXIT_UNUSABLE: Final = 2
-EXIT_BUG: Final = 70
-EXIT_ORPHANED: Final = 71
 
 
 class CannotStart(Exception):

@@ -21,8 +21,8 @@ from session_server.core.commands import EngineCommand, Shutdown
 from session_server.core.engine_client import STOP_TIMEOUT_S, EventListener
 from session_server.core.errors import EngineUnavailable
 from session_server.core.events import EngineDied, EngineEvent, EnginePulse, EngineReady
-from session_server.engine_host.child import EXIT_UNUSABLE
 from session_server.engine_host.event_slices import EVENTS_AT_ONCE, EventSlices
+from session_server.engine_host.exit_codes import EXIT_UNUSABLE
 from session_server.engine_host.restarts import RestartPolicy, Restarts
 from session_server.engine_host.transport import Codec, FrameBuffer, TransportError, frame
 from session_server.engine_host.watchdog import HANG_LIMIT_S, Watchdog

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import resource
 import socket
 import time
@@ -32,6 +33,14 @@ EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 _QUIET_S: Final = 0.5
 """Seconds without calling `accept` after a failure; asyncio itself tries again after one second."""
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host or address to bind is reachable from this machine only."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 class Listener(socket.socket):

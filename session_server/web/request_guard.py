@@ -20,6 +20,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from session_server.web.headers import READ_BY_ROUTES, SENT_BY_SDKS, SHOWN_TO_PAGES
+from session_server.web.listener import is_loopback
 from session_server.web.refusals import HttpRefusal, error_response
 from session_server.web.services import WebSettings
 
@@ -37,14 +38,6 @@ _FOREIGN_SITES: Final = ("cross-site", "same-site")
 def is_browser(headers: Headers) -> bool:
     """Return whether a web page may have sent this request; a page cannot hide that."""
     return "sec-fetch-site" in headers or headers.get("user-agent", "").startswith("Mozilla/")
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether a host or address to bind is reachable from this machine only."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
 
 
 def guards(settings: WebSettings) -> list[Middleware]:

@@ -21,6 +21,7 @@ from session_server.core.events import EngineReady
 from session_server.core.session_events import TurnCancelled
 from session_server.sessions.views import OpenRequest
 from session_server.web import http_guard
+from session_server.web import server as web_server
 from tests.mutants.guards import (
     DEAD_ENGINE_IS_UP,
     DISCONNECT_STOPS_NOBODY,
@@ -183,7 +184,7 @@ def test_e7_a_server_whose_engine_is_given_up_leaves_with_status_one() -> None:
     signals = SimpleNamespace(raise_signal=raised.append, SIGTERM=signal.SIGTERM)
     with (
         patch.object(wiring, "make_engine", lambda _: engine),
-        patch.object(wiring.web_server, "serve", serve),
+        patch.object(web_server, "serve", serve),
         patch.object(wiring, "signal", signals),
     ):
         settings = Settings(http=HttpOptions(port=0))

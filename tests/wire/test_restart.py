@@ -13,7 +13,7 @@ import httpx
 import psutil
 import pytest
 
-from session_server.client import connect
+from session_server.client import ClientOptions, connect
 from session_server.local_server import LocalServer
 from tests.web.wire_client import Wire, greeted, http_client
 
@@ -93,7 +93,8 @@ def test_a_client_of_the_package_goes_on_by_itself(tmp_path: Path) -> None:
     async def scenario() -> None:
         server = served(tmp_path, port)
         await asyncio.to_thread(server.__enter__)
-        async with await connect(server.url) as session:
+        patience = ClientOptions(max_attempts=60)  # a start takes long beside other tests
+        async with await connect(server.url, options=patience) as session:
             first = await session.ask(QUESTIONS[0], sampling=GREEDY)
             assert first.is_durable
             for number in (signal.SIGTERM, signal.SIGKILL):
