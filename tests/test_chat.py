@@ -405,12 +405,7 @@ def test_an_answer_that_the_server_has_lost_is_told_to_begin_anew() -> None:
     asked: list[str] = []
 
     async def first(peer: Peer) -> None:
-        await peer.hello()
-        asked.append((await peer.receive())["turn_id"])
-        await peer.send("turn.created", seq=1, turn_id=asked[0], position=0)
-        await peer.send("turn.delta", seq=2, turn_id=asked[0], text="Once upon", n=2)
-        await (await peer.socket.ping())
-        peer.cut()
+        asked.append(await peer.begin_and_cut("Once upon"))
 
     async def second(peer: Peer) -> None:
         await peer.hello(epoch="e2")
@@ -528,34 +523,27 @@ def test_a_server_that_is_not_there_is_an_error_and_not_a_traceback() -> None:
     asyncio.run(test())
 
 
-def test_what_is_no_http_may_be_behind_tls() -> None:
-    async def alert(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"\x15\x03\x03\x00\x02\x02\x32")
-        writer.close()
-
-    async def test() -> None:
-        async with await asyncio.start_server(alert, "127.0.0.1", 0) as server:
-            port = server.sockets[0].getsockname()[1]
-            process = await chat(f"http://127.0.0.1:{port}")
-            out, _ = await process.communicate(b"")
-        assert process.returncode == 1
-        assert b"is a server running there? behind TLS it is at an https:// address" in out
-
-    asyncio.run(test())
-
-
-def test_what_does_not_speak_tls_may_be_at_an_http_address() -> None:
+@pytest.mark.parametrize(
+    ("scheme", "said", "advice"),
+    [
+        ("http", b"\x15\x03\x03\x00\x02\x02\x32", b"behind TLS it is at an https:// address"),
+        ("https", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"without TLS it is at an http:// address"),
+    ],
+)
+def test_a_server_that_speaks_something_else_may_be_at_the_other_scheme(
+    scheme: str, said: bytes, advice: bytes
+) -> None:
     async def refuse(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
+        writer.write(said)
         writer.close()
 
     async def test() -> None:
         async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
-            process = await chat(f"https://127.0.0.1:{port}")
+            process = await chat(f"{scheme}://127.0.0.1:{port}")
             out, _ = await process.communicate(b"")
         assert process.returncode == 1
-        assert b"is a server running there? without TLS it is at an http:// address" in out
+        assert b"is a server running there? " + advice in out
 
     asyncio.run(test())
 

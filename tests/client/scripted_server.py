@@ -74,6 +74,17 @@ class Peer:
         assert (await self.receive())["type"] == "session.close"
         await self.send("session.closed", seq=seq, reason="client")
 
+    async def begin_and_cut(self, text: str) -> str:
+        """Begin the first turn and say some text, which arrives before the line is dropped. Return
+        the turn's id."""
+        await self.hello()
+        turn_id: str = (await self.receive())["turn_id"]
+        await self.send("turn.created", seq=1, turn_id=turn_id, position=0)
+        await self.send("turn.delta", seq=2, turn_id=turn_id, text=text, n=1)
+        await (await self.socket.ping())
+        self.cut()
+        return turn_id
+
     def cut(self) -> None:
         """Drop the line without a word."""
         self.socket.transport.abort()
@@ -89,7 +100,9 @@ def denial(status: int, error: dict[str, Any] | None = None, **headers: str) -> 
 def document(body: dict[str, Any]) -> Response:
     """What a server answers to GET."""
     data = json.dumps(body).encode()
-    return Response(200, "", Headers({"Content-Length": str(len(data))}), data)
+    # Said, so that no client sends its next request on a connection that is being closed.
+    headers = {"Content-Length": str(len(data)), "Connection": "close"}
+    return Response(200, "", Headers(headers), data)
 
 
 Script = Callable[[Peer], Awaitable[None]] | Response

@@ -77,12 +77,7 @@ def test_a_lost_socket_is_replaced_and_nothing_is_missed_or_doubled() -> None:
     turns: list[str] = []
 
     async def first(peer: Peer) -> None:
-        await peer.hello()
-        turns.append((await peer.receive())["turn_id"])
-        await peer.send("turn.created", seq=1, turn_id=turns[0], position=0)
-        await peer.send("turn.delta", seq=2, turn_id=turns[0], text="one ", n=1)
-        await (await peer.socket.ping())
-        peer.cut()
+        turns.append(await peer.begin_and_cut("one "))
 
     async def second(peer: Peer) -> None:
         assert peer.path == "/v1/sessions/s_1/ws?after=2&epoch=e1"
@@ -202,12 +197,7 @@ def test_a_lost_journal_replaces_the_text_of_the_running_turn() -> None:
     turns: list[str] = []
 
     async def first(peer: Peer) -> None:
-        await peer.hello()
-        turns.append((await peer.receive())["turn_id"])
-        await peer.send("turn.created", seq=1, turn_id=turns[0], position=0)
-        await peer.send("turn.delta", seq=2, turn_id=turns[0], text="stale", n=1)
-        await (await peer.socket.ping())
-        peer.cut()
+        turns.append(await peer.begin_and_cut("stale"))
 
     async def second(peer: Peer) -> None:
         await peer.hello(90, epoch="e2")
@@ -235,12 +225,7 @@ def test_an_answer_that_the_server_has_lost_begins_anew() -> None:
     turns: list[str] = []
 
     async def first(peer: Peer) -> None:
-        await peer.hello()
-        turns.append((await peer.receive())["turn_id"])
-        await peer.send("turn.created", seq=1, turn_id=turns[0], position=0)
-        await peer.send("turn.delta", seq=2, turn_id=turns[0], text="one ", n=1)
-        await (await peer.socket.ping())
-        peer.cut()
+        turns.append(await peer.begin_and_cut("one "))
 
     async def second(peer: Peer) -> None:
         """The server was killed: of the turn it knows nothing."""
