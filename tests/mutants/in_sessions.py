@@ -125,8 +125,8 @@ CLOSED_SESSION_STAYS_IN_ENGINE = Mutant(
     "sglang#21875 (L9)",
     Edit(
         "session_server.sessions.engine_copies:EngineCopies.close",
-        "if is_known:\n            self._link.send_or_queue(",
-        "if not is_known:\n            self._link.send_or_queue(",
+        "if is_known:\n            self.send_close(",
+        "if not is_known:\n            self.send_close(",
     ),
 )
 
