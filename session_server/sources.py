@@ -113,8 +113,9 @@ def read_sources(
     given = dict(_from_file(file)) if file is not None else {}
     given |= dict(_from_environment(environment))
     given |= flags
+    default = Settings()
     for (part, name), value in given.items():
-        means_nothing = (part, name) != KEY_PLACE and getattr(getattr(Settings(), part), name) != ""
+        means_nothing = (part, name) != KEY_PLACE and getattr(getattr(default, part), name) != ""
         if value.value == "" and means_nothing:  # a variable of a shell that was not set
             raise ValueError(f"{value.name} is empty: leave it out, or give it a value")
     settings = validated(given)
