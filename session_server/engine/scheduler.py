@@ -219,6 +219,7 @@ class Scheduler:
             applied.num_restoring += 1
             return False
         request = turn.request
+        cut = self._tiers.cut_by(request.session_id, request.base_len)
         try:
             loan = self._cache.begin_turn(
                 request.session_id,
@@ -235,6 +236,8 @@ class Scheduler:
             return False
         self._outbox.write(loan.table_writes)
         self._tiers.note_turn(request.session_id)
+        if cut is not None:
+            self._tiers.note_cut(request.session_id, cut)
         self.waiting.charge(turn)
         self.waiting.remove(turn)
         turn.admit(loan)

@@ -11,6 +11,7 @@ from session_server.core.commands import CloseSession, CoolSession, ForgetKV, Sh
 from session_server.core.events import KVForgotten
 from session_server.core.tier_orders import Refusal, TierResult, WriteFile
 from session_server.engine.tiers import pace
+from session_server.engine.tiers.costs import Route
 from tests.engine.bench import Bench
 from tests.scenarios.lines import distinct
 from tests.sim.carrier import EchoCarrier, EchoDisk
@@ -77,6 +78,52 @@ def test_its_history_was_cut_and_went_on_otherwise() -> None:
     say(bench, "session", 2, 20, base_len=20)
     bench.run(CloseSession(session_id=SessionId("session")))
     assert len(tree_of(bench)) == 0
+
+
+@pytest.mark.parametrize("num_tokens", [1, 20])
+def test_its_history_was_cut_and_what_follows_was_not_copied(num_tokens: int) -> None:
+    """It comes back, with a history that is less than a page or not worth a copy."""
+    bench = Bench(Sizes(num_pages=40, host_kv_bytes=MIB, segment_pages=2))
+    session_id = bench.open("session")
+    say(bench, "session", 1, 40)
+    costs = bench.hand.engine.inspect().tiers.store.costs
+    costs.prefill_per_s, costs.bytes_per_s = 1e9, dict.fromkeys(Route, 1.0)
+    new = distinct(2, num_tokens)
+    bench.run(bench.submit_command(session_id, "t", new, max_tokens=2))
+    bench.run(CloseSession(session_id=session_id, is_deleted=False))
+    assert len(tree_of(bench)) == 0
+
+
+@pytest.mark.parametrize("base_len", [0, 20, 21])
+@pytest.mark.parametrize("is_deleted", [True, False])
+def test_its_history_was_cut_while_the_pools_had_all_of_it(
+    base_len: int, *, is_deleted: bool
+) -> None:
+    """It was closed and came back: nothing of it was copied since, neither in nor out."""
+    bench = Bench(Sizes(num_pages=200, host_kv_bytes=MIB, segment_pages=2))
+    session_id = bench.open("session")
+    say(bench, "session", 1, 40)
+    history = distinct(1, 40) + tuple(bench.tokens("session 1"))
+    bench.run(CloseSession(session_id=session_id, is_deleted=False))
+    bench.open("session", tokens=history[:-1])
+    last_len = len(history) - 1
+    bench.run(bench.submit_command(session_id, "t", history[-1:], base_len=last_len))
+    bench.run(bench.submit_command(session_id, "u", distinct(2, 20), base_len=base_len))
+    bench.run(CloseSession(session_id=session_id, is_deleted=is_deleted))
+    if not is_deleted:
+        bench.run(forget(history[:base_len] + distinct(2, 20) + tuple(bench.tokens("u"))))
+    assert len(tree_of(bench)) == 0
+
+
+def test_what_others_have_of_what_was_cut_off_stays() -> None:
+    bench = Bench(Sizes(num_pages=40, host_kv_bytes=MIB, segment_pages=2))
+    for name in ("one", "two"):
+        bench.open(name)
+        bench.run(bench.submit_command(SessionId(name), name, distinct(1, 40)))
+        bench.run(CoolSession(session_id=SessionId(name)))
+    num_segments = len(tree_of(bench))
+    bench.run(bench.submit_command(SessionId("one"), "t", distinct(2, 1), base_len=20))
+    assert len(tree_of(bench)) == num_segments
 
 
 def test_it_was_not_used_since_the_server_started() -> None:

@@ -131,6 +131,23 @@ class Spilling:
         """Note that a turn has borrowed a session."""
         self._forget_dirty(session_id)
 
+    def cut_by(self, session_id: SessionId, base_len: int) -> Forgotten | None:
+        """Return what a turn cuts off a history that keeps `base_len` tokens of it, as far as some
+        of that may be kept here. O(1) if it cuts off less than a page."""
+        slot, page_size = self._cache.slot(session_id), self._page_size
+        is_cut = base_len // page_size < slot.num_tokens // page_size
+        if not is_cut or self._store.is_empty:
+            return None
+        return Forgotten(slot.namespace, self._cache.tokens(session_id), base_len)
+
+    def note_cut(self, session_id: SessionId, cut: Forgotten) -> None:
+        """Drop what a turn has cut off a history. Nobody knows these tokens any more."""
+        last = self._store.tree.living(self._last.get(session_id))
+        if last is not None and last.content.end > cut.num_kept:
+            path = self._store.find(cut.namespace, cut.tokens[: cut.num_kept])
+            self._set_last(session_id, path.parts[-1].segment if path.parts else None)
+        self._forgetting.add(cut)
+
     def note_restored(self, session_id: SessionId, segment: Segment) -> None:
         """Note that the history of a session was found in segments that end with this one, or with
         what is known to follow it."""
@@ -289,11 +306,13 @@ class Spilling:
         self._num_dirty -= dirty.num_tokens
         return dirty
 
-    def _set_last(self, session_id: SessionId, segment: Segment) -> None:
-        """Replace the segment in which a session ends; drop what was cut off its history."""
+    def _set_last(self, session_id: SessionId, segment: Segment | None) -> None:
+        """Replace the segment in which a session ends; drop what was cut off its history. None: all
+        of it was."""
         before = self._last.pop(session_id, None)
-        self._last[session_id] = segment
-        segment.num_sessions += 1
+        if segment is not None:
+            self._last[session_id] = segment
+            segment.num_sessions += 1
         if before is not None:
             before.num_sessions -= 1
             self._store.drop_unshared(before)
