@@ -160,11 +160,13 @@ class InputDrafts:
     def _begin(self, draft: _Draft) -> TailView | None:
         command = draft.command
         self._tiers.note_draft(command.session_id)
+        cut = self._tiers.cut_by(command.session_id, command.base_len)
         try:
             view = self._cache.tails.begin(command.session_id, command.base_len, command.tokens)
         except OutOfRows:
             self._end(draft, 0)
             return None
+        self._tiers.note_cut(command.session_id, cut)
         self._outbox.write(view.table_writes)
         self._watch.touch(command.session_id)
         draft.view, draft.kept_len = view, view.computed_len

@@ -236,8 +236,7 @@ class Scheduler:
             return False
         self._outbox.write(loan.table_writes)
         self._tiers.note_turn(request.session_id)
-        if cut is not None:
-            self._tiers.note_cut(request.session_id, cut)
+        self._tiers.note_cut(request.session_id, cut)
         self.waiting.charge(turn)
         self.waiting.remove(turn)
         turn.admit(loan)

@@ -16,6 +16,7 @@ from session_server.sessions.prompt import Prompt
 from session_server.sessions.salts import TenantSalts
 from session_server.sessions.session import Session
 from session_server.sessions.store.records import SessionRow
+from session_server.sessions.turn import SubmittedTurn
 from session_server.sessions.turn_names import TurnNames
 
 
@@ -64,6 +65,13 @@ class EngineCopies:
             )
         )
         copy.set_held_len(base_len, self._link.generation)
+
+    def note_turn(self, session: Session, turn: SubmittedTurn, known_len: int | None) -> None:
+        """Note what the engine knows of a session behind a turn. One that never began there has cut
+        off nothing: the engine holds what it held."""
+        session.copy.set_known_len(known_len, self._link.generation)
+        if turn.is_started:
+            session.copy.held_len = known_len or 0
 
     def note_kept(self, session: Session, same_len: int) -> None:
         """Note that the history and what the engine holds of it are equal up to here at most."""

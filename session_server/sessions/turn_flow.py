@@ -475,7 +475,7 @@ class TurnFlow:
         submitted.cached_tokens = event.cached_tokens
         turn.course.num_retractions = event.num_retractions
         end: TurnEnd
-        session.copy.set_held_len(event.history_len, self._link.generation)
+        self.copies.note_turn(session, submitted, event.history_len)
         if submitted.verdict is not None:
             self._settle(session, turn, event.timings, failure=None)
         elif event.reason is FinishReason.CANCELLED:
@@ -493,8 +493,7 @@ class TurnFlow:
         submitted = submitted_of(turn)
         is_known = event.code != _UNKNOWN_SESSION
         known_len = min(event.history_len, submitted.base_len) if is_known else None
-        session.copy.set_known_len(known_len, self._link.generation)
-        session.copy.held_len = event.history_len
+        self.copies.note_turn(session, submitted, known_len)
         if submitted.verdict is not None:
             self._settle(session, turn, None, failure=None)
             return

@@ -6,8 +6,14 @@ import numpy as np
 import pytest
 
 from cache.tiers.segment_tree import SegmentTree
-from cache.types import SessionId
-from session_server.core.commands import CloseSession, CoolSession, ForgetKV, Shutdown
+from cache.types import SessionId, TurnId
+from session_server.core.commands import (
+    CloseSession,
+    CoolSession,
+    DraftInput,
+    ForgetKV,
+    Shutdown,
+)
 from session_server.core.events import KVForgotten
 from session_server.core.tier_orders import Refusal, TierResult, WriteFile
 from session_server.engine.tiers import pace
@@ -96,8 +102,9 @@ def test_its_history_was_cut_and_what_follows_was_not_copied(num_tokens: int) ->
 
 @pytest.mark.parametrize("base_len", [0, 20, 21])
 @pytest.mark.parametrize("is_deleted", [True, False])
+@pytest.mark.parametrize("is_drafted", [True, False])
 def test_its_history_was_cut_while_the_pools_had_all_of_it(
-    base_len: int, *, is_deleted: bool
+    base_len: int, *, is_deleted: bool, is_drafted: bool
 ) -> None:
     """It was closed and came back: nothing of it was copied since, neither in nor out."""
     bench = Bench(Sizes(num_pages=200, host_kv_bytes=MIB, segment_pages=2))
@@ -108,10 +115,16 @@ def test_its_history_was_cut_while_the_pools_had_all_of_it(
     bench.open("session", tokens=history[:-1])
     last_len = len(history) - 1
     bench.run(bench.submit_command(session_id, "t", history[-1:], base_len=last_len))
-    bench.run(bench.submit_command(session_id, "u", distinct(2, 20), base_len=base_len))
+    new = distinct(2, 20)
+    if is_drafted:
+        draft_id = TurnId("draft")
+        bench.run(
+            DraftInput(session_id=session_id, draft_id=draft_id, base_len=base_len, tokens=new)
+        )
+    bench.run(bench.submit_command(session_id, "u", new, base_len=base_len))
     bench.run(CloseSession(session_id=session_id, is_deleted=is_deleted))
     if not is_deleted:
-        bench.run(forget(history[:base_len] + distinct(2, 20) + tuple(bench.tokens("u"))))
+        bench.run(forget(history[:base_len] + new + tuple(bench.tokens("u"))))
     assert len(tree_of(bench)) == 0
 
 

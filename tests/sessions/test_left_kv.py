@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from session_server.core.commands import CloseSession, ForgetKV, OpenSession
+from session_server.core.commands import CloseSession, ForgetKV, OpenSession, SubmitTurn
 from session_server.core.errors import SessionNotFound
 from session_server.core.owner import Owner
 from session_server.core.session_events import ChatInput, Message
@@ -374,6 +374,27 @@ def test_what_was_cut_off_in_the_engine_stays_there_no_longer_than_its_session(
         is_deleted = {names[each.session_id]: each.is_deleted for each in closed}
         assert is_deleted == {"cut": True} | ({} if how == "drained" else {"whole": False})
         assert num_rows(disk) == 2
+
+
+@pytest.mark.parametrize("how", ["canceled", "failed"])
+def test_what_was_cut_off_stays_in_the_engine_until_a_turn_has_begun(disk: Disk, how: str) -> None:
+    """A turn that ends while it waits there has changed nothing."""
+    with disk.world(kv_tiers="disk", quotas=QuotaLimits(sessions=1)) as world:
+        world.create(is_stored=True, session_id="cut")
+        world.run("cut", turn("1", max_tokens=40))
+        first = world.manager.snapshot(OWNER, "cut").items[0]
+        world.manager.edits.rewind(OWNER, "cut", first.id)
+        world.submit("cut", turn("2"))
+        if how == "canceled":
+            world.manager.cancel(OWNER, "cut", "2")
+        else:
+            command = world.engine.commands.pop()
+            assert isinstance(command, SubmitTurn)
+            world.engine._fail(command.session_id, command.turn_id, "busy", command.base_len)
+        world.engine.run()
+        world.create()
+        (closed,) = (each for each in world.engine.seen if isinstance(each, CloseSession))
+        assert closed.is_deleted
 
 
 def test_one_that_the_engine_knows_is_there_until_its_files_are_gone(disk: Disk) -> None:

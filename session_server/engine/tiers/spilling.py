@@ -132,16 +132,17 @@ class Spilling:
         self._forget_dirty(session_id)
 
     def cut_by(self, session_id: SessionId, base_len: int) -> Forgotten | None:
-        """Return what a turn cuts off a history that keeps `base_len` tokens of it, as far as some
-        of that may be kept here. O(1) if it cuts off less than a page."""
+        """Return what is cut off a history that keeps its first tokens; None if nothing of that can
+        be kept. O(1) if it is less than a page."""
         slot, page_size = self._cache.slot(session_id), self._page_size
         is_cut = base_len // page_size < slot.num_tokens // page_size
         if not is_cut or self._store.is_empty:
             return None
-        return Forgotten(slot.namespace, self._cache.tokens(session_id), base_len)
+        tokens = self._cache.tokens(session_id, 0, slot.num_tokens)
+        return Forgotten(slot.namespace, tokens, base_len)
 
     def note_cut(self, session_id: SessionId, cut: Forgotten) -> None:
-        """Drop what a turn has cut off a history. Nobody knows these tokens any more."""
+        """Drop what was cut off a history: nobody knows these tokens any more."""
         last = self._store.tree.living(self._last.get(session_id))
         if last is not None and last.content.end > cut.num_kept:
             path = self._store.find(cut.namespace, cut.tokens[: cut.num_kept])

@@ -54,13 +54,14 @@ class Tiers:
             self._restoring.note_used(session_id)
 
     def cut_by(self, session_id: SessionId, base_len: int) -> Forgotten | None:
-        """Return what is to be dropped once a turn has cut a history to its first tokens, if any of
-        that may be kept: `note_cut` takes it."""
+        """Return what a turn or draft is about to cut off the history of a session, for `note_cut`;
+        None if nothing of that can be kept."""
         return self._spilling.cut_by(session_id, base_len) if self._is_on else None
 
-    def note_cut(self, session_id: SessionId, cut: Forgotten) -> None:
-        """Drop what a turn has cut off the history of a session, as far as nobody else has it."""
-        self._spilling.note_cut(session_id, cut)
+    def note_cut(self, session_id: SessionId, cut: Forgotten | None) -> None:
+        """Drop what a turn or draft has cut off a history, as far as nobody else has it."""
+        if cut is not None:
+            self._spilling.note_cut(session_id, cut)
 
     def note_draft(self, session_id: SessionId) -> None:
         """Note that a draft of a session has begun, or that none is wanted any more."""
