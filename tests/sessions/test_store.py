@@ -569,6 +569,28 @@ def test_where_many_write_a_commit_waits_for_more_and_one_alone_never_does(
     assert (sum(commits.counts.num_commits), waits) == (4, [writer.GATHER_S] * 2)
 
 
+def test_one_alone_does_not_wait_beside_what_nobody_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    is_over = threading.Event()
+    database = Database(tmp_path)
+    commits = writer.GroupCommits(database, lambda tell: tell())
+    monkeypatch.setattr(writer.time, "sleep", waits.append)
+    commits.ask(lambda into: into.put(row(1), DATA), lambda _error: None)
+    for number in range(5, 10):
+        commits.ask_later(lambda into, number=number: into.delete(number), writer.tell_nobody)
+    commits.start()
+    commits.ask(None, lambda _error: is_over.set())
+    assert is_over.wait(10.0)
+    is_over.clear()
+    commits.ask(lambda into: into.put(row(2), DATA), lambda _error: is_over.set())
+    assert is_over.wait(10.0)
+    assert commits.stop(10.0)
+    database.close()
+    assert not waits
+
+
 def test_closing_writes_what_is_left_and_tells_of_it(tmp_path: Path) -> None:
     told: list[Exception | None] = []
 

@@ -155,13 +155,13 @@ class GroupCommits:
         while not is_over:
             group, is_over = self._take(gathers=gathers)
             num_taken += len(group)
+            gathers = sum(asked.write is not None for asked in group) > 1
             group += self._take_later(num_taken)
             errors = self._commit(group)
             for start in range(0, len(group), SLICE):
                 part = slice(start, start + SLICE)
                 self._deliver(partial(_tell, group[part], errors[part]))
             self._shorten_log()
-            gathers = sum(asked.write is not None for asked in group) > 1
 
     def _take(self, *, gathers: bool) -> tuple[list[_Asked], bool]:
         """Return what was asked for, once there is something to do, and whether that is the end.
