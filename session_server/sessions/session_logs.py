@@ -14,6 +14,9 @@ from typing import Final
 from session_server.core.owner import Owner
 from session_server.sessions.backlog import SLICE
 from session_server.sessions.bugs import log_bug
+from session_server.sessions.ended_turns import RECORD_BYTES
+from session_server.sessions.footprint import item_bytes, text_bytes
+from session_server.sessions.items import message_of
 from session_server.sessions.record_log import RecordLog
 from session_server.sessions.session import LogPlace, LogSize, Session
 from session_server.sessions.store.pieces import MAX_ENTRY_BYTES, LargeEntry, encode_pieces
@@ -235,8 +238,8 @@ class SessionLogs:
                 ends = (*session.ended.records(), *ends)
             entry = LogEntry(session.transcript.take_change(), ends)
             num_bytes = session.num_bytes if is_whole else len(entry.change.tokens)
-            is_large = num_bytes > MAX_ENTRY_BYTES
-            large = LargeEntry(entry, session.num_bytes) if is_large else None
+            most_bytes = session.num_bytes if is_whole else _added_bytes(entry)
+            large = LargeEntry(entry, most_bytes) if num_bytes > MAX_ENTRY_BYTES else None
             pieces = encode_pieces(entry) if large is None else large.made
         except Exception as error:  # noqa: BLE001 - told as a disk that fails: nobody waits for ever
             log_bug("a session was not encoded", error)
@@ -302,6 +305,14 @@ class SessionLogs:
             num_uses=session.life.num_uses,
             num_entries=place.size.num_entries,
         )
+
+
+def _added_bytes(entry: LogEntry) -> int:
+    """Return the bytes of what an entry adds to others, at most."""
+    change = entry.change
+    items = sum(item_bytes(item.turn_id, message_of(item)) for item in change.items.added)
+    tools = sum(map(text_bytes, change.tools or ()))
+    return len(change.tokens) + items + tools + RECORD_BYTES * len(entry.turns)
 
 
 def _stored(session: Session) -> StoredSettings:

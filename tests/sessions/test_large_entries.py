@@ -19,6 +19,7 @@ from session_server.sessions.store import pieces, session_store
 from session_server.sessions.store.pieces import MAX_ENTRY_BYTES, encode_pieces
 from session_server.sessions.store.records import EndRecord, LogEntry, decode_entry, encode_entry
 from session_server.sessions.store.session_store import SessionStore
+from session_server.sessions.store.writer import Told, Write
 from session_server.sessions.transcript import Transcript
 from tests.sessions.slices import Slices
 from tests.sessions.test_stored_sessions import Disk, state_of
@@ -228,6 +229,30 @@ def test_a_large_session_is_encoded_by_whoever_writes_it(
         assert len(found) == num_encoded > 1
         assert (size.num_entries, size.num_bytes) == (len(found), sum(map(len, found)))
         assert not place_of(world, name).is_behind
+
+
+@pytest.mark.usefixtures("small")
+def test_what_is_added_to_a_large_session_waits_as_much_as_it_is(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the disk would have too much to write where a few large sessions go on together."""
+    monkeypatch.setattr(session_logs, "MAX_ENTRY_BYTES", SMALL // 4)
+    with disk.world() as world:
+        name = world.create(is_stored=True)
+        for number in range(4):
+            world.run(name, turn(f"t{number}", "word " * 150))
+        before, ask = place_of(world, name).size.num_bytes, disk.store._ask
+
+        def counted(write: Write, told: Told, *, num_bytes: int) -> None:
+            asked.append(num_bytes)
+            ask(write, told, num_bytes=num_bytes)
+
+        asked = list[int]()
+        monkeypatch.setattr(disk.store, "_ask", counted)
+        world.run(name, turn("more", "word " * 100))
+        world.do(world.manager.stored())
+        num_bytes = place_of(world, name).size.num_bytes - before
+        assert num_bytes <= asked[0] < 2 * num_bytes < session_of(world, name).num_bytes
 
 
 def place_of(world: World, name: str) -> LogPlace:
