@@ -204,7 +204,9 @@ class KeptRecords(Generic[_RecordT]):
     def is_gone(self, number: int) -> bool | None:
         """Return whether it is on disk that a record of this number was removed; None for one that
         was never there. Ask once all was written that was asked for."""
-        return not self._log.is_behind(number) if number else None
+        if not number:
+            return None
+        return self._log.store.is_synced and not self._log.is_behind(number)
 
     def remove_some(self, owner: Owner, most: int) -> int:
         """Forget up to so many records of an owner; return their number."""

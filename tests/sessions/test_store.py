@@ -273,6 +273,22 @@ def test_files_that_others_could_open_are_their_owners_alone_when_a_server_begin
     assert f"other users could open {store / 'sessions.sqlite3'}" in caplog.text
 
 
+@pytest.mark.parametrize("is_read_only", [False, True])
+def test_a_file_that_may_not_be_read_is_told_of_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_read_only: bool
+) -> None:
+    """As of a backup that another user has put there, which SQLite takes for a disk that fails."""
+    Database(tmp_path).close()
+    path = tmp_path / "sessions.sqlite3"
+
+    def may(asked: Path, mode: int, *, effective_ids: bool) -> bool:
+        return not (asked == path and mode == os.R_OK and effective_ids)
+
+    monkeypatch.setattr(os, "access", may)
+    with pytest.raises(StoreUnusable, match=f"{path}: permission denied for user"):
+        Database(tmp_path, is_read_only=is_read_only)
+
+
 def test_a_store_of_a_later_version_is_refused_and_left_alone(tmp_path: Path) -> None:
     Database(tmp_path).close()
     with sqlite3.connect(tmp_path / "sessions.sqlite3") as other:
@@ -286,12 +302,19 @@ def test_a_store_of_a_later_version_is_refused_and_left_alone(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("statement", ["CREATE TABLE mine (x)", "PRAGMA user_version = 1"])
-def test_a_database_of_something_else_is_refused(tmp_path: Path, statement: str) -> None:
+def test_a_database_of_something_else_is_refused_and_left_alone(
+    tmp_path: Path, statement: str
+) -> None:
     with sqlite3.connect(tmp_path / "sessions.sqlite3") as other:
         other.execute(statement)
     other.close()
+    path = tmp_path / "sessions.sqlite3"
+    path.chmod(0o644)
+    before = path.read_bytes()
     with pytest.raises(StoreUnusable, match="no store of this server"):
         Database(tmp_path)
+    assert path.read_bytes() == before, "it is somebody's"
+    assert path.stat().st_mode & 0o777 == 0o644
 
 
 def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:

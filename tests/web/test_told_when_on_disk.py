@@ -193,6 +193,21 @@ def test_every_dialect_says_whether_what_it_answers_is_on_disk(
     run(check)
 
 
+def test_nothing_is_told_to_be_gone_from_a_disk_that_nobody_waits_for(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with served_from(tmp_path, durability="relaxed") as this:
+            asked = {"model": "paper", "input": "Hello", "max_output_tokens": 2}
+            response = (await this.http.post("/v1/responses", json=asked)).json()["id"]
+            kept = (await this.http.post("/v1/conversations", json={"items": [ITEM]})).json()["id"]
+            ended = await this.http.post("/v1/chat/completions", json=CHAT)
+            assert ended.status_code == 200
+            for path in ("sessions/named", f"responses/{response}", f"conversations/{kept}"):
+                told = (await this.http.delete(f"/v1/{path}")).json()
+                assert told["durable"] is False, path
+
+    run(check)
+
+
 def test_a_store_that_cannot_be_read_is_told_to_fail(tmp_path: Path) -> None:
     async def check() -> None:
         async with served_from(tmp_path) as this:

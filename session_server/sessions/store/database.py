@@ -32,6 +32,7 @@ from session_server.sessions.store.open_files import (
     LOCK_NAME,
     LogGone,
     OpenFiles,
+    check_readable,
     tighten,
 )
 from session_server.sessions.store.reads import Reads
@@ -85,16 +86,17 @@ class Database(Reads):
 
         self.lock = (StoreLock.shared if is_read_only else StoreLock.alone)(directory)
         try:
+            check_readable(directory)
             self._check_content()
             if is_read_only:
                 self._open_beside()
                 return
-            tighten(directory)
             # From now on it is told of as what is on disk. What a checkpoint has copied of it is
             # copied once more, because nothing says how far that came.
             log = log_of(self.path)
             write_again(log, committed_bytes(log))
             self._probe()
+            tighten(directory)
             # SQLite would make its files with the permissions that the umask leaves.
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
             self._writer = self._open_to_write(durability)
@@ -149,7 +151,7 @@ class Database(Reads):
         self._has_index = index_of(self.path).exists()
         self._writer = self._reader = self._connect(f"{self.path.absolute().as_uri()}?{mode}")
         check_pages(self._reader, self.path)
-        version = self._check_version()
+        version = self._check_version(self._reader)
         if version == 0:
             raise StoreUnusable(self._say("has no content"))
         self._columns = columns_of(version)
@@ -157,12 +159,14 @@ class Database(Reads):
 
     def _probe(self) -> None:
         """Read the database before anything can be written to it: to close one that is damaged
-        would put there what its log has. One with a journal is still being made, and can only be
-        read once that is undone. Raises sqlite3.Error."""
+        would put there what its log has, and one of something else is left as it is. One with a
+        journal is still being made, and can only be read once that is undone. Raises StoreUnusable,
+        sqlite3.Error."""
         journal = self.path.with_name(f"{self.FILE}-journal")
         if size_of(self.path) and not size_of(journal):
             with contextlib.closing(connect(f"{self.path.absolute().as_uri()}?mode=ro")) as probe:
                 check_pages(probe, self.path)
+                self._check_version(probe)
 
     def _check_content(self) -> None:
         """Raise StoreUnusable if the database has no content, and had some: SQLite would begin a
@@ -374,11 +378,11 @@ class Database(Reads):
         (version,) = self._writer.execute("PRAGMA user_version").fetchone()
         return int(version)
 
-    def _check_version(self) -> int:
+    def _check_version(self, connection: sqlite3.Connection) -> int:
         """Return the version of the schema, 0 for a new file. Raises StoreUnusable."""
-        version = self.version
-        (application,) = self._writer.execute("PRAGMA application_id").fetchone()
-        (num_tables,) = self._writer.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        (application,) = connection.execute("PRAGMA application_id").fetchone()
+        (num_tables,) = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
         if version > SCHEMA_VERSION and application == APPLICATION_ID:
             raise StoreUnusable(
                 f"{self.path} is of version {version}, and this server knows {SCHEMA_VERSION}: "
@@ -386,11 +390,11 @@ class Database(Reads):
             )
         if (version or num_tables) and application != APPLICATION_ID:
             raise StoreUnusable(f"{self.path} is no store of this server: pass another --store")
-        return version
+        return int(version)
 
     def _migrate(self) -> None:
         """Bring the tables to this version, those of a new store too. Raises StoreUnusable."""
-        version = self._check_version()
+        version = self._check_version(self._writer)
         if version == 0 and self.lock.says_made:
             raise StoreUnusable(self._say("has no content"))
         if version < SCHEMA_VERSION:

@@ -6,6 +6,7 @@ SQLite goes on writing to a file that nobody can find any more, and says nothing
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sqlite3
@@ -60,6 +61,15 @@ def check_kinds(directory: Path) -> None:
         wanted = "a directory" if name in directories else "a file"
         if kind != wanted:
             raise OSError(f"{path} is {kind}, and must be {wanted}: put one there, or remove it")
+
+
+def check_readable(directory: Path) -> None:
+    """Raise PermissionError if a file of a store may not be read, as who puts a backup there for
+    another user may leave it: SQLite only says that it cannot open it."""
+    for name in STORE_NAMES:
+        path = directory / name
+        if path.exists() and not os.access(path, os.R_OK, effective_ids=True):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
 
 
 def tighten(directory: Path) -> None:

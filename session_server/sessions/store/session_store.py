@@ -320,7 +320,7 @@ class SessionStore:
 
     def is_gone(self, number: int | None) -> bool:
         """Return whether it is on disk that a session was deleted; None is that of none."""
-        return self.deletions.is_gone(number)
+        return self.is_synced and self.deletions.is_gone(number)
 
     def ask(
         self, write: Write, told: Told, num_bytes: int = 0, beside: Beside | None = None
