@@ -80,13 +80,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _run(list(sys.argv[1:] if argv is None else argv))
         finally:
-            print(end="", flush=True)
+            _flush()
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader of the output has left. The interpreter flushes once more when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # its reader has left
         return 1
+
+
+def _flush() -> None:
+    """Write what was printed, or end with a line that says why that cannot be done. Raises
+    BrokenPipeError, SystemExit."""
+    try:
+        print(end="", flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _drop_output()
+        sys.exit(f"session-server: what it prints cannot be written: {error.strerror}")
+
+
+def _drop_output() -> None:
+    """Have the rest of the output go nowhere: the interpreter flushes once more when it exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(arguments: list[str]) -> int:

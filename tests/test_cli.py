@@ -71,6 +71,17 @@ def test_a_reader_that_leaves_is_no_traceback() -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a file that is always full")
+def test_a_disk_that_has_no_room_for_the_output_is_no_traceback() -> None:
+    command = [sys.executable, "-m", "session_server", "--version"]
+    with open("/dev/full", "w") as output:
+        done = subprocess.run(
+            command, stdout=output, stderr=subprocess.PIPE, text=True, check=False
+        )
+    told = "session-server: what it prints cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, told)
+
+
 def test_the_server_side_starts_without_torch() -> None:
     code = "import sys, session_server.wiring; raise SystemExit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -162,7 +162,7 @@ class TurnReader:
                 if self.has_ended:
                     self._call.resources.close()  # the client may send its next turn now
                 yield HEARTBEAT if item is None else await _event(*item, self._journal.epoch)
-        except SessionClosing as error:
+        except (SessionClosing, TurnNotFound) as error:
             body = error_body(error, turn_id=self.view.turn_id)
             yield event_chunk(ErrorFrame(error=body), seq=None)
 

@@ -135,6 +135,31 @@ def test_a_turn_that_was_written_late_is_durable_over_rest(
     run(check)
 
 
+def test_a_turn_sent_again_whose_answer_was_rewound_is_refused_in_words(tmp_path: Path) -> None:
+    """Another process has no journal that holds its end, and the history has it no more."""
+    path, body = "/v1/sessions/mine/turns", {"turn_id": "t1", **turn()}
+
+    async def begin() -> None:
+        async with served_from(tmp_path) as this:
+            await this.open(id="mine")
+            assert (await this.http.post(path, json=body)).json()["durable"]
+            await this.http.post("/v1/sessions/mine/rewind", json={"to_item": None})
+
+    async def check() -> None:
+        async with served_from(tmp_path) as this:
+            refused = await this.http.post(path, json=body)
+            assert refused.status_code == 404
+            assert refused.json()["error"]["code"] == "turn_not_found"
+            streamed = await this.http.post(path, json=body, headers={"accept": EVENTS})
+            event, data = streamed.text.strip().split("\n")
+            assert event == "event: error"
+            error = json.loads(data.removeprefix("data: "))["error"]
+            assert (error["code"], error["turn_id"]) == ("turn_not_found", "t1")
+
+    run(begin)
+    run(check)
+
+
 async def by_chat(this: Served) -> Any:
     return (await this.http.post("/v1/chat/completions", json=CHAT)).json()["durable"]
 
@@ -172,6 +197,7 @@ async def by_session(this: Served) -> Any:
     return opened["durable"]
 
 
+EVENTS = "text/event-stream"
 ITEM = {"role": "user", "content": "Hello"}
 CHAT = {"model": "paper", "messages": [ITEM], "session_id": "named", "max_tokens": 2}
 
