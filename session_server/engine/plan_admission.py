@@ -151,6 +151,8 @@ class AdmissionPass:
             needed = add_pages(needed, [turn.reserved_pages])
         if not self._reclaim(candidate, needed):
             return BlockReason.PAGES
+        if quote.own_pages is not None:
+            budget.idle.keep(turn.session_id, quote.own_pages)
         budget.take(quote.context_pages)
         budget.num_rows -= quote.needs_row
         budget.num_tokens -= num_tokens

@@ -35,14 +35,15 @@ class ReclaimableSessions:
     def __init__(self, view: SchedulerView, num_pools: int) -> None:
         self._view = view
         self._rest: Iterator[ReclaimableSession] = view.idle
-        self._cooled_pages: PoolPages = (0,) * num_pools
+        self._gone_pages: PoolPages = (0,) * num_pools
+        self._kept: set[SessionId] = set()
         self.cooled: list[SessionId] = []
 
     def remaining(self) -> ReclaimableTotal:
         """Return how many sessions are left to cool, and the pages they free."""
         return ReclaimableTotal(
-            self._total.num_sessions - len(self.cooled),
-            subtract_pages(self._total.freed_pages, self._cooled_pages),
+            self._total.num_sessions - len(self.cooled) - len(self._kept),
+            subtract_pages(self._total.freed_pages, self._gone_pages),
         )
 
     @cached_property
@@ -71,7 +72,7 @@ class ReclaimableSessions:
                 break
             if session.session_id == own:
                 own_session = session
-            else:
+            elif session.session_id not in self._kept:
                 shortage.ask(session)
         return own_session
 
@@ -79,9 +80,15 @@ class ReclaimableSessions:
         """Let later turns of this plan ask these sessions again, before all others."""
         self._rest = itertools.chain(sessions, self._rest)
 
+    def keep(self, session_id: SessionId, freed_pages: PoolPages) -> None:
+        """Ask a session no more that would free so many pages: a turn of it is admitted, at the
+        price of one that goes on from what the session holds."""
+        self._kept.add(session_id)
+        self._gone_pages = add_pages(self._gone_pages, [freed_pages])
+
     def add_cooled(self, sessions: Sequence[ReclaimableSession]) -> None:
         """Record sessions that the plan cools."""
-        self._cooled_pages = add_pages(self._cooled_pages, (s.freed_pages for s in sessions))
+        self._gone_pages = add_pages(self._gone_pages, (s.freed_pages for s in sessions))
         self.cooled += [session.session_id for session in sessions]
 
 

@@ -11,7 +11,7 @@ from cache.types import SessionId, TurnId
 from session_server.engine import plan as plan_module
 from session_server.engine.plan import plan_step
 from session_server.engine.plan_admission import MAX_BYPASSES
-from session_server.engine.scheduler_view import BlockReason
+from session_server.engine.scheduler_view import AdmissionQuote, BlockReason
 from session_server.engine.shortage import PoolPages
 from tests.engine import plan_views
 from tests.engine.plan_views import (
@@ -19,6 +19,7 @@ from tests.engine.plan_views import (
     FakeIdle,
     FakeRunning,
     FakeView,
+    FakeWaiting,
     in_line,
     running,
     waiting,
@@ -114,6 +115,23 @@ def test_a_waiting_turn_does_not_cool_its_own_session_for_itself() -> None:
     plan = plan_step(FakeView(waiting=(turn,), idle_sessions=idle), LIMITS)
     assert plan.cool == ("other",)
     assert plan.admit == ("w",)
+
+
+def test_the_session_of_an_admitted_turn_is_not_cooled_for_the_next_one() -> None:
+    quote = AdmissionQuote(2, (1,), needs_row=False, own_pages=(3,))
+    resident = FakeWaiting(TurnId("resident"), SessionId("own"), quote)
+    own, other = FakeIdle(SessionId("own"), (3,)), FakeIdle(SessionId("other"), (3,))
+    view = FakeView(
+        waiting=(resident, waiting("w", 4)),
+        idle_sessions=(own, other),
+        headroom_pages=(9,),
+        num_free_rows=0,
+    )
+    plan = plan_step(view, LIMITS)
+    assert (plan.cool, plan.admit) == (("other",), ("resident", "w"))
+
+    plan = plan_step(replace(view, idle_sessions=(own,)), LIMITS)
+    assert (plan.cool, plan.admit) == ((), ("resident",))
 
 
 def test_a_turn_that_needs_a_row_cools_an_idle_session_for_it() -> None:
