@@ -58,8 +58,8 @@ class JournalLimits:
 
 
 class JournalEntry(msgspec.Struct, frozen=True, gc=False):
-    """Hold one entry as readers get it. `seq` counts from 1 without gaps; `at_s` is monotonic
-    time."""
+    """Hold one entry as readers get it. `seq` counts without gaps, of a new session from 1;
+    `at_s` is monotonic time."""
 
     seq: int
     at_s: float
@@ -81,9 +81,10 @@ class Journal:
         *,
         replay: Replay | None = None,
         clock: Callable[[], float] = time.monotonic,
+        last_seq: int = 0,
     ) -> None:
         """Create an empty journal. `replay` bounds it together with others; None leaves it to
-        `limits` alone."""
+        `limits` alone. `last_seq`: the number behind which its entries are counted."""
         self.epoch = secrets.token_hex(8)
         self._limits = limits or JournalLimits()
         self._replay = replay or Replay(max_bytes=sys.maxsize, max_age_s=math.inf)
@@ -92,14 +93,14 @@ class Journal:
         self._num_bytes = 0
         self._oversize_seq = self._oversize_bytes = 0
         self._oversize_due_s = 0.0
-        self._last_seq = 0
+        self._last_seq = last_seq
         self._is_closed = False
         self._listeners: dict[Callable[[], None], None] = {}
         """In the order in which they came; a set would wake them in another one in every run."""
 
     @property
     def last_seq(self) -> int:
-        """Sequence number of the newest entry, 0 for none."""
+        """Sequence number of the newest entry; where there was none yet, that before the first."""
         return self._last_seq
 
     @property

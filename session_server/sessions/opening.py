@@ -57,12 +57,15 @@ class SessionMaker:
         return session
 
     def again(self, owner: Owner, settings: SessionConfig, life: SessionLife) -> Session:
-        """Build a session that was open before, without its conversation. Its journal is new.
+        """Build a session that was open before, without its conversation. Its journal is new, and
+        has no number of an earlier one: a reader of that which names no epoch is not told what
+        comes next as if it had missed nothing.
 
         Raises:
             UnsupportedOperation: it asked for a `history` that this model's template cannot write.
         """
-        return self._with(owner, settings, life)
+        microseconds = int(time.time() * 1e6)  # nobody has written as many entries
+        return self._with(owner, settings, life, last_seq=microseconds)
 
     def _with(
         self,
@@ -71,6 +74,7 @@ class SessionMaker:
         life: SessionLife,
         *,
         said: tuple[Message, ...] = (),
+        last_seq: int = 0,
     ) -> Session:
         modes = history_modes(settings.asked_history, self.text)
         opened = datetime.fromtimestamp(settings.created_s).astimezone()
@@ -78,7 +82,9 @@ class SessionMaker:
             owner=owner,
             session_id="",
             settings=settings,
-            journal=Journal(self.limits.journal, replay=self.replay, clock=self.clock),
+            journal=Journal(
+                self.limits.journal, replay=self.replay, clock=self.clock, last_seq=last_seq
+            ),
             transcript=Transcript(modes, said, now=opened),
             life=life,
         )

@@ -89,9 +89,8 @@ def error_event(body: ErrorBody) -> bytes:
     return data_event(ErrorResponse(error=body))
 
 
-def event_chunk(frame: msgspec.Struct, *, seq: int | str | None) -> bytes:
-    """Encode one event: its frame as data, its type as name, its sequence number as id, with the
-    epoch of a journal (`14-581e`) if it is of one."""
+def event_chunk(frame: msgspec.Struct, *, seq: int | None) -> bytes:
+    """Encode one event: its frame as data, its type as name, its sequence number as id."""
     payload = msgspec.json.encode(frame)
     name = str(type(frame).__struct_config__.tag)
     head = f"event: {name}\n" if seq is None else f"id: {seq}\nevent: {name}\n"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import re
-from typing import Annotated, Final
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query
 from starlette.requests import ClientDisconnect, Request
@@ -64,7 +63,6 @@ MAX_PAGE_BYTES = 1 << 20
 
 MAX_KEY_CHARS = 128
 AfterSeq = Annotated[int | None, Query(ge=0, le=MAX_SEQ)]
-_EVENT_ID: Final = re.compile(r"([0-9]{1,16})(?:-([0-9a-f]{1,64}))?", re.ASCII)
 
 
 @router.post(
@@ -311,7 +309,7 @@ async def cancel_turn(session_id: str, turn_id: str, request: Request, caller: C
 
 @router.get(
     "/{session_id}/events",
-    openapi_extra=reads_headers({LAST_EVENT_ID: "the `id` of the last event that was seen"}),
+    openapi_extra=reads_headers({LAST_EVENT_ID: "the `seq` of the last event that was seen"}),
     responses=answers(
         None,
         "Frames of `kvsession.v1` as events: replay after `after`, then live.",
@@ -329,23 +327,20 @@ async def read_events(
     caller.sessions.edits.retention.attach(caller.owner, session_id)
     journal = caller.sessions.journal(caller.owner, session_id)
     caller.resources.enter_context(caller.readers.reading(caller.owner, session_id))
-    start, epoch = _last_event_id(request)
+    start = _last_event_id(request)
     if start is None:
         start = after
     if start is None:
         start = journal.last_seq
-    elif epoch in (None, journal.epoch) and journal.first_seq - 1 <= start <= journal.last_seq:
+    elif journal.first_seq - 1 <= start <= journal.last_seq:
         caller.services.metrics.count_resume("resumed")
-    return EventStream(session_events(caller, session_id, after=start, epoch=epoch))
+    return EventStream(session_events(caller, session_id, after=start))
 
 
-def _last_event_id(request: Request) -> tuple[int | None, str | None]:
-    """Return the sequence number that a reader has seen, and the epoch that it is of; None for what
-    it does not say."""
+def _last_event_id(request: Request) -> int | None:
     text = request.headers.get(LAST_EVENT_ID)
     if text is None:
-        return None, None
-    found = _EVENT_ID.fullmatch(text)
-    if found is None:
-        raise HttpRefusal(400, "Last-Event-ID is not the id of an event.", param="last-event-id")
-    return int(found[1]), found[2]
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= 16):
+        raise HttpRefusal(400, "Last-Event-ID is not a sequence number.", param="last-event-id")
+    return int(text)

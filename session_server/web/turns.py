@@ -161,7 +161,7 @@ class TurnReader:
             async for item in self.entries():
                 if self.has_ended:
                     self._call.resources.close()  # the client may send its next turn now
-                yield HEARTBEAT if item is None else await _event(*item, self._journal.epoch)
+                yield HEARTBEAT if item is None else await _event(*item)
         except (SessionClosing, TurnNotFound) as error:
             body = error_body(error, turn_id=self.view.turn_id)
             yield event_chunk(ErrorFrame(error=body), seq=None)
@@ -201,15 +201,11 @@ async def submitted(
         raise
 
 
-async def session_events(
-    call: Call, session_id: str, *, after: int, epoch: str | None = None
-) -> AsyncGenerator[bytes, None]:
-    """Yield a whole session as server-sent events; a snapshot replaces lost ones. `epoch`: that of
-    the journal which `after` is of; None for the present one."""
+async def session_events(call: Call, session_id: str, *, after: int) -> AsyncGenerator[bytes, None]:
+    """Yield a whole session as server-sent events; a snapshot replaces lost ones."""
+    position = after
     heartbeat_s = call.services.settings.heartbeat_s
     journal = call.sessions.journal(call.owner, session_id)
-    is_of_another = epoch not in (None, journal.epoch)
-    position = -1 if is_of_another else after
     while True:
         try:
             async for batch in read_batches(journal, position, heartbeat_s=heartbeat_s):
@@ -217,26 +213,23 @@ async def session_events(
                     yield HEARTBEAT
                 for seq, entry in batch:
                     position = seq
-                    yield await _event(seq, entry, journal.epoch)
+                    yield await _event(seq, entry)
             return
         except OffsetLost as lost:
-            failed = ResumeFailedFrame(reason="epoch_changed" if is_of_another else "offset_lost")
-            is_of_another = False
-            call.services.metrics.count_resume(failed.reason)
-            yield event_chunk(failed, seq=None)
+            call.services.metrics.count_resume("offset_lost")
+            yield event_chunk(ResumeFailedFrame(reason="offset_lost"), seq=None)
             try:
                 settled = await call.sessions.settled_snapshot(call.owner, session_id)
                 snapshot = await snapshot_frame(settled)
             except SessionNotFound:
                 position = lost.last_seq - 1  # only the end is left to send
                 continue
-            yield event_chunk(snapshot, seq=f"{snapshot.seq}-{journal.epoch}")
+            yield event_chunk(snapshot, seq=snapshot.seq)
             position = snapshot.seq
 
 
-async def _event(seq: int, entry: SessionEntry, epoch: str) -> bytes:
-    frame = frame_of(seq, entry, scores=await encode_scores(entry))
-    return event_chunk(frame, seq=f"{seq}-{epoch}")
+async def _event(seq: int, entry: SessionEntry) -> bytes:
+    return event_chunk(frame_of(seq, entry, scores=await encode_scores(entry)), seq=seq)
 
 
 def belongs_to(entry: SessionEntry, turn_id: str) -> bool:

@@ -27,6 +27,7 @@ MAY_SHOW_THE_TIME = {
     ("session_server/wiring.py", "make_services"): "when the model was loaded, for /v1/models",
     ("session_server/metrics/tracing.py", "__init__"): "when the spans of a trace began",
     ("session_server/sessions/opening.py", "new"): "created_at, and the template's date",
+    ("session_server/sessions/opening.py", "again"): "where a journal begins to count",
     ("session_server/sessions/store/session_store.py", "__init__"): (
         "how long no server ran: `StoreClock` believes it, and some time later if that is much"
     ),
