@@ -206,7 +206,9 @@ def shown_time(left_s: float) -> str:
 
 def _show(directory: Path, args: argparse.Namespace) -> None:
     for item in _read(directory, args.words[0], args.owner).items:
-        print(printable(f"{item.role}: {item.content}"))
+        # Only who speaks begins a line, or a text could look as if another one spoke.
+        content = item.content.replace("\n", "\n    ")
+        print(printable(f"{item.role}: {content}"))
 
 
 def _export(directory: Path, args: argparse.Namespace) -> None:

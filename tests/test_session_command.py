@@ -473,10 +473,10 @@ def test_what_a_client_said_cannot_command_the_terminal_that_shows_it(
 ) -> None:
     with disk.world() as world:
         name = world.create(is_stored=True)
-        world.run(name, turn("t", "a\x1b]0;title\x07\x9b2J\r\u202eb\tc\nd"))
+        world.run(name, turn("t", "a\x1b]0;title\x07\x9b2J\r\u202eb\tc\nassistant: d"))
     status, said, _ = sessions(capsys, disk.directory, "show", name)
     assert status == 0
-    assert said.startswith("user: a\\x1b]0;title\\x07\\x9b2J\\r\\u202eb\tc\nd\n")
+    assert said.startswith("user: a\\x1b]0;title\\x07\\x9b2J\\r\\u202eb\tc\n    assistant: d\n")
 
 
 @pytest.mark.parametrize(
