@@ -20,8 +20,10 @@ from typing import Final
 from session_server.core.errors import EngineUnavailable
 from session_server.core.owner import Owner
 from session_server.sessions.backlog import SLICE
+from session_server.sessions.cut_off import CutOff
 from session_server.sessions.history_change import apply_tokens
 from session_server.sessions.parts import SessionParts
+from session_server.sessions.session import Session
 from session_server.sessions.store.records import Damaged, SessionRow, decode_settings
 from session_server.sessions.store.session_store import SessionStore
 from session_server.sessions.turn_flow import TurnFlow
@@ -173,21 +175,30 @@ class StoredEnds:
         sqlite3.Error."""
         if self._num_told >= MAX_TOLD_TOKENS:
             return False
-        tokens = array("i")
+        tokens, cut = array("i"), CutOff()
         try:
             self._parts.link.check_up()
             for entries, _ in self._store.slices(row):
                 for entry in entries:
+                    cut.follow(entry, len(tokens), partial(array, "i", tokens))
                     apply_tokens(tokens, entry.change)
                 yield
+            if cut.tokens:
+                owner = Owner(row.owner_id)
+                self._copies.forget(owner, row.name, cut.tokens, num_kept=cut.num_kept)
             self._copies.erase(row, tokens, partial(self._end, row))
         except EngineUnavailable:
             return False  # the session is still there when there is an engine
         except (Damaged, ValueError) as error:
             _logger.error("session %s cannot be read, so its KV ages out: %s", row.name, error)
             self._end(row)
-        self._num_told += len(tokens)
+        self._num_told += len(tokens) + len(cut.tokens)
         return True
+
+    def drop_cut(self, session: Session, cut: CutOff) -> None:
+        """Have the engine drop the KV of what was cut off a session that was just read."""
+        if cut.tokens and self._copies.may_leave_kv(session.life.last_active_s):
+            self._copies.drop_end(session, cut.tokens, cut.num_kept)
 
     def _uncount_bytes(self, owner_id: str, num_bytes: int) -> None:
         """Count bytes on disk no longer."""

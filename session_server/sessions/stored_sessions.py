@@ -21,6 +21,7 @@ from session_server.core.errors import (
 from session_server.core.owner import Owner
 from session_server.core.session_events import SessionState
 from session_server.sessions.backlog import SLICE
+from session_server.sessions.cut_off import CutOff
 from session_server.sessions.engine_link import EngineLink
 from session_server.sessions.opening import SessionMaker, history_modes
 from session_server.sessions.quotas import Quotas
@@ -202,23 +203,25 @@ class StoredSessions:
     def _fill(self, session: Session, row: SessionRow) -> Iterator[None]:
         """Give a new session the conversation that is in the store, some of it with each step.
         Raises InternalInconsistency, UnknownModel, sqlite3.Error."""
-        num_bytes = 0
+        num_bytes, cut, transcript = 0, CutOff(), session.transcript
         with _refusing(row):
             for entries, size in self.store.slices(row):
                 for entry in entries:
-                    session.transcript.apply(entry.change)
+                    cut.follow(entry, len(transcript), transcript.tokens)
+                    transcript.apply(entry.change)
                     for turn in entry.turns:
                         session.ended.restore(turn, is_durable=self.store.is_synced)
                 num_bytes += size
                 yield
-            session.transcript.check_places()
+            transcript.check_places()
         ready = self.link.ready
-        if ready is not None and not session.transcript.has_only(ready.vocab_size):
+        if ready is not None and not transcript.has_only(ready.vocab_size):
             raise UnknownModel("this session has token ids that the model does not have")
         held = LogSize(row.num_entries, num_bytes, len(row.settings))
         session.life.log = LogPlace(held, expires_s=row.expires_s)
         session.life.log.num_uses = row.num_uses
         session.life.log.is_synced = self.store.is_synced
+        self.ends.drop_cut(session, cut)
 
     def _register(self, session: Session) -> None:
         """Count and register a session. Raises QuotaExceeded, ServerBusy, ServerDraining."""

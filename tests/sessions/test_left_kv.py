@@ -355,7 +355,7 @@ def test_what_is_cut_off_a_history_is_told_too(disk: Disk, *, is_rewound: bool) 
 def test_what_was_cut_off_in_the_engine_stays_there_no_longer_than_its_session(
     disk: Disk, how: str
 ) -> None:
-    """Its tokens are in no log: nobody could name what they have left."""
+    """Its tokens may be in no log: then nobody could name what they have left."""
     with disk.world(kv_tiers="disk", quotas=QuotaLimits(sessions=2)) as world:
         for name in ("cut", "whole"):
             world.create(is_stored=True, session_id=name)
@@ -395,6 +395,29 @@ def test_what_was_cut_off_stays_in_the_engine_until_a_turn_has_begun(disk: Disk,
         world.create()
         (closed,) = (each for each in world.engine.seen if isinstance(each, CloseSession))
         assert closed.is_deleted
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_what_was_cut_off_since_the_last_turn_is_told_by_the_next_server(
+    disk: Disk, *, is_read: bool
+) -> None:
+    before, num_kept = (), 0
+    with disk.world(kv_tiers="disk") as world:
+        world.create(is_stored=True, session_id="cut")
+        for number in range(9):
+            world.run("cut", turn(f"t{number}", "Again and again"))
+        before = world.history("cut")
+        first = world.manager.snapshot(OWNER, "cut").items[1]
+        world.manager.edits.rewind(OWNER, "cut", first.id)
+        num_kept = len(world.history("cut"))
+    with disk.world(kv_tiers="disk") as world:
+        if is_read:
+            world.history("cut")
+        else:
+            world.manager.close(OWNER, "cut")
+            tick(world)
+        found = [each for each in world.engine.seen if isinstance(each, ForgetKV)]
+        assert (told(world)[0], found[0].num_kept) == (before, num_kept)
 
 
 def test_one_that_the_engine_knows_is_there_until_its_files_are_gone(disk: Disk) -> None:

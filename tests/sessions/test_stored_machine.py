@@ -22,6 +22,7 @@ from session_server.core.session_events import (
     TurnFailedEntry,
     TurnRequest,
 )
+from session_server.sessions.journal import Journal
 from session_server.sessions.overview import SessionOverview, SortKey
 from session_server.sessions.quotas import SessionLimits
 from tests.depth import at_depth
@@ -161,7 +162,7 @@ class StoredMachine(SessionMachine):
         shadow.may_run_again &= shadow.ended
         self.world.do(self.world.manager.load(OWNER, shadow.name))
         try:
-            shadow.journal = self.world.manager.journal(OWNER, shadow.name)
+            journal = self.world.manager.journal(OWNER, shadow.name)
         except SessionNotFound:
             is_on_disk = self.store._database.find(OWNER.owner_id, shadow.name) is not None
             assert is_on_disk or not shadow.order, "a session that was told of is gone"
@@ -169,9 +170,13 @@ class StoredMachine(SessionMachine):
             self.reached[why] += 1
             del self.shadows[shadow.name]
             return
-        shadow.seq = 0
+        self._read_from_the_beginning(shadow, journal)
         if shadow.order:
             self.earlier[shadow.name] = shadow.order[0]
+
+    def _read_from_the_beginning(self, shadow: Shadow, journal: Journal) -> None:
+        assert journal.first_seq > shadow.seq + 1, "a number was used before"
+        shadow.journal, shadow.seq = journal, journal.first_seq - 1
 
     @precondition(lambda self: len(self.names) < 3)
     @rule(chance=st.integers(0, 5))
@@ -421,7 +426,7 @@ class StoredMachine(SessionMachine):
             if session is not None:
                 del self.unloaded[name]
                 assert session.journal.epoch != shadow.journal.epoch
-                shadow.journal, shadow.seq = session.journal, 0
+                self._read_from_the_beginning(shadow, session.journal)
             elif self.store.find(OWNER.owner_id, name) is None:
                 assert self.world.now_s > expires_s - 1.0, "a session has left for ever"
                 self.reached["expired while unloaded"] += 1
