@@ -128,12 +128,18 @@ def test_its_history_was_cut_while_the_pools_had_all_of_it(
     assert len(tree_of(bench)) == 0
 
 
-def test_what_others_have_of_what_was_cut_off_stays() -> None:
+def held_by_two() -> Bench:
+    """Sessions "one" and "two" have said the same, and are cold."""
     bench = Bench(Sizes(num_pages=40, host_kv_bytes=MIB, segment_pages=2))
     for name in ("one", "two"):
         bench.open(name)
         bench.run(bench.submit_command(SessionId(name), name, distinct(1, 40)))
         bench.run(CoolSession(session_id=SessionId(name)))
+    return bench
+
+
+def test_what_others_have_of_what_was_cut_off_stays() -> None:
+    bench = held_by_two()
     num_segments = len(tree_of(bench))
     bench.run(bench.submit_command(SessionId("one"), "t", distinct(2, 1), base_len=20))
     assert len(tree_of(bench)) == num_segments
@@ -236,11 +242,7 @@ def test_files_that_another_one_follows_stay_for_it() -> None:
 
 
 def test_what_others_have_stays() -> None:
-    bench = Bench(Sizes(num_pages=40, host_kv_bytes=MIB, segment_pages=2))
-    for name in ("one", "two"):
-        bench.open(name)
-        bench.run(bench.submit_command(SessionId(name), name, distinct(1, 40)))
-        bench.run(CoolSession(session_id=SessionId(name)))
+    bench = held_by_two()
     num_segments = len(tree_of(bench))
     bench.run(CloseSession(session_id=SessionId("one")))
     assert len(tree_of(bench)) == num_segments
