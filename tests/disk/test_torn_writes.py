@@ -16,6 +16,7 @@ from session_server.sessions.store.database import Database
 from session_server.sessions.store.lock import StoreUnusable
 from session_server.sessions.store.records import Damaged
 from session_server.sessions.store.session_store import SessionStore
+from tests.depth import at_depth
 from tests.disk.recording import Kind, environment
 from tests.disk.seeded import FAILING, KILLED, READING, WRITING
 from tests.disk.simulated_disk import SimulatedDisk, write_image
@@ -56,7 +57,7 @@ def test_what_a_process_that_was_killed_had_not_synced_is_not_believed(killed_at
     assert not report.problems, report.problems[0]
 
 
-@pytest.mark.parametrize("killed_at", range(90, 250, 9))
+@pytest.mark.parametrize("killed_at", range(90, 250, at_depth(27, proof=9)))
 def test_what_the_system_could_not_write_is_not_built_on(killed_at: int) -> None:
     """The next process sees it, a sync says that all is well, and a crash takes it away."""
     record = recorded(seed=SEED, killed_at=killed_at)
@@ -166,7 +167,10 @@ def test_a_byte_that_has_changed_on_disk_is_noticed_and_one_that_is_believed_is_
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_store_lives_through_calls_that_fail_and_loses_nothing(name: str) -> None:
     chance = Decisions(SEED, name)
-    sites = [*range(1, 60, 7), *(chance.between(60, 700) for _ in range(12))]
+    sites = [
+        *range(1, 60, at_depth(14, proof=7)),
+        *(chance.between(60, 700) for _ in range(at_depth(6, proof=12))),
+    ]
     report = failed(name, sites, chance, share=0.003)
     assert not report.problems, report.problems[0]
     assert report.saw["a call failed"]
