@@ -8,6 +8,7 @@ Of the runs behind kills and failures a share of the points is crashed.
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +24,11 @@ from tests.rig.decisions import Decisions
 
 SHARE: Final = 0.002
 """Of the points of a run behind a kill or a failure: there are thousands of runs."""
+
+
+def _log_errors_alone() -> None:
+    # Each of the thousands of images is warned of: others may read it.
+    logging.getLogger("session_server").setLevel(logging.ERROR)
 
 
 def crash(seed: int) -> Report:
@@ -63,7 +69,7 @@ def main() -> int:
     for name in FAULTS:
         work[name] = [partial(fail, args.seed, name, part) for part in sites]
     problems = []
-    with ProcessPoolExecutor(args.workers) as pool:
+    with ProcessPoolExecutor(args.workers, initializer=_log_errors_alone) as pool:
         for name, parts in work.items():
             begun_s, report = time.monotonic(), Report()
             for found in [pool.submit(part) for part in parts]:

@@ -139,7 +139,7 @@ class SessionStore:
         return self._commits.counts
 
     def watch_clock(self) -> None:
-        """See whether the wall clock is believed, and log it where that is over; call it now and
+        """Find out whether the wall clock is believed, and log where that is over; call it now and
         then. Raises sqlite3.Error."""
         ahead_s = self.clock.watch()
         if ahead_s < 0.0:
