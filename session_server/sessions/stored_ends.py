@@ -176,29 +176,34 @@ class StoredEnds:
         if self._num_told >= MAX_TOLD_TOKENS:
             return False
         tokens, cut = array("i"), CutOff()
+
+        def between(start: int, end: int) -> array[int]:
+            return tokens[start:end]
+
         try:
             self._parts.link.check_up()
             for entries, _ in self._store.slices(row):
                 for entry in entries:
-                    cut.follow(entry, len(tokens), partial(array, "i", tokens))
+                    cut.follow(entry, len(tokens), between)
                     apply_tokens(tokens, entry.change)
                 yield
-            if cut.tokens:
-                owner = Owner(row.owner_id)
-                self._copies.forget(owner, row.name, cut.tokens, num_kept=cut.num_kept)
+            if cut:
+                owner, whole = Owner(row.owner_id), cut.whole(between)
+                self._copies.forget(owner, row.name, whole, num_kept=cut.num_kept)
+                self._num_told += len(whole)
             self._copies.erase(row, tokens, partial(self._end, row))
         except EngineUnavailable:
             return False  # the session is still there when there is an engine
         except (Damaged, ValueError) as error:
             _logger.error("session %s cannot be read, so its KV ages out: %s", row.name, error)
             self._end(row)
-        self._num_told += len(tokens) + len(cut.tokens)
+        self._num_told += len(tokens)
         return True
 
     def drop_cut(self, session: Session, cut: CutOff) -> None:
         """Have the engine drop the KV of what was cut off a session that was just read."""
-        if cut.tokens and self._copies.may_leave_kv(session.life.last_active_s):
-            self._copies.drop_end(session, cut.tokens, cut.num_kept)
+        if cut and self._copies.may_leave_kv(session.life.last_active_s):
+            self._copies.drop_end(session, cut.whole(session.transcript.tokens), cut.num_kept)
 
     def _uncount_bytes(self, owner_id: str, num_bytes: int) -> None:
         """Count bytes on disk no longer."""
