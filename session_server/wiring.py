@@ -356,7 +356,8 @@ def _observers(
 def with_store(settings: Settings, store: SessionStore | None) -> Settings:
     """Return the settings of the engine of a server that keeps sessions there: its files of KV lie
     beside them, and without a store there are none."""
-    place = "none" if store is None else store.directory.absolute()
+    directory = None if store is None else store.directory
+    place = "none" if directory is None else directory.absolute()
     sessions = settings.sessions.model_copy(update={"store": place})
     return settings.model_copy(update={"sessions": sessions})
 
@@ -422,7 +423,7 @@ async def _open_store(
     model, durability = text.fingerprint, settings.sessions.durability
     try:
         store = await once_free(
-            partial(SessionStore, directory, model=model, durability=durability)
+            partial(SessionStore.in_directory, directory, model=model, durability=durability)
         )
     except StoreUnusable as error:
         # One that a command has open holds what was told to be durable: none of it may seem lost.

@@ -22,9 +22,9 @@ from session_server.sessions.backlog import Backlog
 from session_server.sessions.budget import OwnerBudget
 from session_server.sessions.quotas import Quotas
 from session_server.sessions.record_log import RecordLog
+from session_server.sessions.restoring import reading
 from session_server.sessions.store.records import Damaged, Parts, RecordRow
 from session_server.sessions.store.writer import Beside
-from session_server.sessions.stored_sessions import reading
 
 _logger: Final = logging.getLogger("session_server.store")
 

@@ -52,6 +52,7 @@ from session_server.sessions.prompt import check_num_ids
 from session_server.sessions.quotas import QuotaLimits, Quotas, SessionLimits
 from session_server.sessions.registry import SessionRegistry
 from session_server.sessions.replay import Replay
+from session_server.sessions.restoring import Restorer
 from session_server.sessions.salts import TenantSalts
 from session_server.sessions.session import Session
 from session_server.sessions.stats import manager_stats
@@ -155,7 +156,8 @@ class SessionManager:
         self._sessions.number_from(store.last_number)
         ends = StoredEnds(store, self.edits.parts, self._flow, self._clock)
         ends.count()
-        stored = StoredSessions(store, ends, self._sessions, self._quotas, self._maker, self._link)
+        restorer = Restorer(store, ends, self._sessions, self._quotas, self._maker, self._link)
+        stored = StoredSessions(restorer)
         self._sessions.on_disk = stored
         self._quotas.room_makers.delete = stored.make_room
 

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import count, islice
 from typing import Final
 
-from session_server.sessions.store.database import Database
+from session_server.sessions.store.backend import StoreVerbs
 from session_server.sessions.store.records import Parts, RecordRow
 from session_server.sessions.store.session_store import SessionStore
 from session_server.sessions.store.writer import Beside, Write
@@ -81,7 +81,7 @@ class RecordLog:
     def change(self, row: RecordRow, parts: Parts, removed: Sequence[int], again: Again) -> Beside:
         """Return the write of some parts of a record, and the removal of others."""
 
-        def write(database: Database) -> None:
+        def write(database: StoreVerbs) -> None:
             database.change_record(row, parts, removed)
 
         return self._written(row, parts, write, again)
@@ -93,7 +93,7 @@ class RecordLog:
     def delete(self, number: int) -> None:
         """Delete a record; where that fails it is tried again."""
 
-        def write(database: Database) -> None:
+        def write(database: StoreVerbs) -> None:
             database.delete_record(number)
 
         told = partial(self._note, number, partial(self.delete, number))

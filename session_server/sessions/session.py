@@ -104,7 +104,9 @@ class LogPlace:
     `has_changed` if it needs an entry, `is_touched` if not, with the `ends` of turns and those that
     are `told`. `is_behind`: a write has failed, so the next one has all of the session.
     `expires_s`, `num_uses`: when the session expires as the last write has it, by the clock of the
-    store, and how often it was used. `is_synced`: a write that is told of is on disk.
+    store, and how often it was used. `is_synced`: a write that is told of is on disk. `epoch`: of
+    the lease with which this replica holds the session in a shared store; `has_moved`: another one
+    holds it, and nothing is written any more.
     """
 
     size: LogSize = field(default_factory=LogSize)
@@ -117,6 +119,8 @@ class LogPlace:
     expires_s: float = 0.0
     num_uses: int = 0
     is_synced: bool = True
+    epoch: int = 0
+    has_moved: bool = False
 
     @property
     def is_written(self) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sqlite3
 from array import array
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
@@ -86,7 +85,7 @@ class StoredEnds:
             self._now_s, self._num_told = now_s, 0
             try:
                 self._store.watch_clock()
-            except sqlite3.Error as error:
+            except self._store.read_errors as error:
                 self._store.health.note_unread(error)
             times = -math.inf, _LEAST_S, self._store.clock.now_s()
             for kind, work in enumerate(self._passes):
@@ -105,7 +104,7 @@ class StoredEnds:
         try:
             for _ in work or ():
                 return True
-        except sqlite3.Error as error:
+        except self._store.read_errors as error:
             self._store.health.note_unread(error)
         self._passes[kind] = None
         return False

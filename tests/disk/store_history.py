@@ -151,7 +151,9 @@ class StoreHistory:
 
     async def _check(self, directory: Path) -> str | None:
         try:
-            store = SessionStore(directory, model=b"model", wall=lambda: NOW_S, clock=lambda: NOW_S)
+            store = SessionStore.in_directory(
+                directory, model=b"model", wall=lambda: NOW_S, clock=lambda: NOW_S
+            )
         except StoreUnusable as error:
             return f"cannot be opened: {error}"
         try:

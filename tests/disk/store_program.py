@@ -126,7 +126,7 @@ class User:
         self._store.start(asyncio.get_running_loop())
 
     def _make(self) -> SessionStore:
-        return SessionStore(
+        return SessionStore.in_directory(
             self._directory, model=b"model", wall=lambda: NOW_S, clock=lambda: NOW_S
         )
 

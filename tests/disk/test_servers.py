@@ -65,7 +65,7 @@ class ServerHistory:
         return asyncio.run(self._check(image / "store"))
 
     async def _check(self, directory: Path) -> str | None:
-        store = SessionStore(directory, model=b"any")
+        store = SessionStore.in_directory(directory, model=b"any")
         store.start(asyncio.get_running_loop())
         try:
             found: list[Said] = []

@@ -114,7 +114,7 @@ def wrong_entries(image: dict[str, bytes | None], place: Path) -> bool:
     """Return whether a store gives an entry that was never written."""
     write_image(image, place)
     try:
-        store = SessionStore(place / STORE, model=b"model")
+        store = SessionStore.in_directory(place / STORE, model=b"model")
     except StoreUnusable:
         return False
     try:

@@ -36,7 +36,9 @@ class PaperStore(SessionStore):
         trusts: bool = True,
     ) -> None:
         clock = clock or wall
-        super().__init__(directory, model=model, durability="relaxed", wall=wall, clock=clock)
+        database = Database(directory, durability="relaxed")
+        database.lock.serve()
+        super().__init__(database, model=model, durability="relaxed", wall=wall, clock=clock)
         if trusts:
             self.clock = StoreClock(wall(), wall=wall, clock=clock)
         self.durability = "turn"

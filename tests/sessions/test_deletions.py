@@ -44,7 +44,9 @@ def disk(tmp_path: Path) -> Disk:
 @contextmanager
 def served(directory: Path, **options: Any) -> Iterator[tuple[World, SessionStore]]:
     """A world whose store writes on a thread."""
-    store = SessionStore(directory, model=b"model", wall=lambda: NOW_S, clock=lambda: NOW_S)
+    store = SessionStore.in_directory(
+        directory, model=b"model", wall=lambda: NOW_S, clock=lambda: NOW_S
+    )
     with World(store=store, **options) as world:
         store.start(world.loop)
         yield world, store
@@ -181,7 +183,9 @@ def test_a_disk_that_has_much_to_write_is_not_dead(
     monkeypatch.setattr(writer, "MAX_GROUP", 1)
 
     async def run() -> None:
-        store = SessionStore(tmp_path, model=b"model", wall=lambda: NOW_S, clock=lambda: NOW_S)
+        store = SessionStore.in_directory(
+            tmp_path, model=b"model", wall=lambda: NOW_S, clock=lambda: NOW_S
+        )
         store.start(asyncio.get_running_loop())
         told: list[Exception | None] = []
         for _ in range(15):

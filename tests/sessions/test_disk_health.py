@@ -7,6 +7,7 @@ import os
 import shutil
 import sqlite3
 from collections import namedtuple
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,7 @@ def test_the_log_tells_of_a_full_disk_once_a_minute_whatever_finds_room_meanwhil
     tmp_path: Path, caplog: Logged
 ) -> None:
     clock = Clock()
-    health = DiskHealth(tmp_path, clock)
+    health = DiskHealth(str(tmp_path), partial(explain, directory=tmp_path), clock)
     for _ in range(100):
         health.note_write(FULL)
         assert health.failure is not None
@@ -89,7 +90,7 @@ def test_a_disk_that_could_not_be_read_counts_as_failing_for_a_while(
     tmp_path: Path, caplog: Logged
 ) -> None:
     clock = Clock()
-    health = DiskHealth(tmp_path, clock)
+    health = DiskHealth(str(tmp_path), partial(explain, directory=tmp_path), clock)
     for _ in range(3):
         health.note_unread(NO_INDEX)
         health.note_write(None)

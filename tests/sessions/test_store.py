@@ -206,9 +206,9 @@ def test_a_server_waits_for_no_program_that_has_locked_the_directory(tmp_path: P
     fd = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_SH)
     with pytest.raises(StoreIsBusy, match="another program has locked this directory"):
-        SessionStore(tmp_path, model=b"model")
+        SessionStore.in_directory(tmp_path, model=b"model")
     os.close(fd)
-    SessionStore(tmp_path, model=b"model")._database.close()
+    SessionStore.in_directory(tmp_path, model=b"model")._database.close()
 
 
 @pytest.mark.parametrize("name", ["lock", "sessions.sqlite3"])
@@ -490,7 +490,9 @@ def hang_until(goes_on: threading.Event, store: SessionStore) -> None:
 
 
 async def opened(directory: Path) -> SessionStore:
-    store = SessionStore(directory, model=b"model", wall=lambda: 10.0, clock=lambda: 10.0)
+    store = SessionStore.in_directory(
+        directory, model=b"model", wall=lambda: 10.0, clock=lambda: 10.0
+    )
     store.start(asyncio.get_running_loop())
     return store
 
@@ -499,7 +501,9 @@ def test_writes_that_are_asked_for_together_share_a_commit_and_are_told_in_order
     tmp_path: Path,
 ) -> None:
     async def run() -> None:
-        store = SessionStore(tmp_path, model=b"model", wall=lambda: 10.0, clock=lambda: 10.0)
+        store = SessionStore.in_directory(
+            tmp_path, model=b"model", wall=lambda: 10.0, clock=lambda: 10.0
+        )
         store._loop = asyncio.get_running_loop()  # the thread starts when all has been asked for
         told: list[tuple[int, Exception | None]] = []
         for number in range(1, 41):
@@ -516,7 +520,9 @@ def test_writes_that_are_asked_for_together_share_a_commit_and_are_told_in_order
 
 def test_a_write_that_fails_takes_no_other_with_it(tmp_path: Path) -> None:
     async def run() -> None:
-        store = SessionStore(tmp_path, model=b"model", wall=lambda: 10.0, clock=lambda: 10.0)
+        store = SessionStore.in_directory(
+            tmp_path, model=b"model", wall=lambda: 10.0, clock=lambda: 10.0
+        )
         store._loop = asyncio.get_running_loop()  # the thread starts when all has been asked for
         told: dict[int, Exception | None] = {}
 
@@ -549,7 +555,9 @@ def test_a_commit_takes_no_more_writes_than_its_bound(
     monkeypatch.setattr(writer, "MAX_GROUP", 4)
 
     async def run() -> None:
-        store = SessionStore(tmp_path, model=b"model", wall=lambda: 10.0, clock=lambda: 10.0)
+        store = SessionStore.in_directory(
+            tmp_path, model=b"model", wall=lambda: 10.0, clock=lambda: 10.0
+        )
         store._loop = asyncio.get_running_loop()  # the thread starts when all has been asked for
         for number in range(1, 11):
             store.put(row(number), [DATA], lambda _error: None)
@@ -653,7 +661,9 @@ def test_one_that_cannot_be_told_keeps_no_other_from_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def run() -> None:
-        store = SessionStore(tmp_path, model=b"model", wall=lambda: 10.0, clock=lambda: 10.0)
+        store = SessionStore.in_directory(
+            tmp_path, model=b"model", wall=lambda: 10.0, clock=lambda: 10.0
+        )
         store._loop = asyncio.get_running_loop()  # the thread starts when all has been asked for
         told: list[int] = []
 
@@ -677,7 +687,9 @@ def test_a_bug_in_a_write_is_told_as_one_and_the_disk_is_well(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
     async def run() -> None:
-        store = SessionStore(tmp_path, model=b"model", wall=lambda: 10.0, clock=lambda: 10.0)
+        store = SessionStore.in_directory(
+            tmp_path, model=b"model", wall=lambda: 10.0, clock=lambda: 10.0
+        )
         store.start(asyncio.get_running_loop())
         told: list[Exception | None] = []
 
@@ -707,7 +719,9 @@ def test_what_the_disk_or_the_memory_has_refused_counts_as_failing(
     tmp_path: Path, error: Exception
 ) -> None:
     async def run() -> None:
-        store = SessionStore(tmp_path, model=b"model", wall=lambda: 10.0, clock=lambda: 10.0)
+        store = SessionStore.in_directory(
+            tmp_path, model=b"model", wall=lambda: 10.0, clock=lambda: 10.0
+        )
         store.start(asyncio.get_running_loop())
 
         def write(_database: Database) -> None:
@@ -725,7 +739,9 @@ def test_a_locked_database_fails_a_group_at_once_and_not_one_write_after_the_oth
     tmp_path: Path,
 ) -> None:
     async def run() -> None:
-        store = SessionStore(tmp_path, model=b"model", wall=lambda: 10.0, clock=lambda: 10.0)
+        store = SessionStore.in_directory(
+            tmp_path, model=b"model", wall=lambda: 10.0, clock=lambda: 10.0
+        )
         store._loop = asyncio.get_running_loop()  # the thread starts when all has been asked for
         other = sqlite3.connect(tmp_path / "sessions.sqlite3", isolation_level=None)
         other.execute("BEGIN IMMEDIATE")

@@ -28,7 +28,9 @@ def test_the_log_is_emptied_behind_a_commit_and_nobody_who_reads_is_waited_for(
     log = log_of(tmp_path / Database.FILE)
 
     async def run() -> None:
-        store = SessionStore(tmp_path, model=b"model", wall=lambda: 10.0, clock=lambda: 10.0)
+        store = SessionStore.in_directory(
+            tmp_path, model=b"model", wall=lambda: 10.0, clock=lambda: 10.0
+        )
         store.start(asyncio.get_running_loop())
         numbers = iter(range(1, 1000))
 

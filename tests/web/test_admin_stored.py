@@ -46,7 +46,7 @@ async def served_from(
         salts=TenantSalts(bytes(32)),
         quotas=QuotaLimits(sessions=max_sessions),
     )
-    store = SessionStore(directory, model=b"model", durability=durability)
+    store = SessionStore.in_directory(directory, model=b"model", durability=durability)
     store.start(asyncio.get_running_loop())
     manager.store_in(store)
     try:

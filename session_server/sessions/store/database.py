@@ -17,6 +17,7 @@ from typing import ClassVar, Final, Literal
 from session_server.sessions.store.connections import connect
 from session_server.sessions.store.deleted_rows import RENAMED, Freed, delete_some
 from session_server.sessions.store.directories import sync_directory, write_again
+from session_server.sessions.store.disk_health import explain, is_of_disk
 from session_server.sessions.store.lock import StoreLock, StoreUnusable, refusal
 from session_server.sessions.store.log_frames import (
     MAX_LOG_BYTES,
@@ -45,6 +46,7 @@ from session_server.sessions.store.schema import (
     migrate,
     move_into_rows,
 )
+from session_server.sessions.store.survey import SurveyAnswer, SurveyQuestion, survey
 
 Durability = Literal["turn", "relaxed"]
 
@@ -65,6 +67,7 @@ class Database(Reads):
     """
 
     FILE: ClassVar = DATABASE_NAME
+    read_errors: tuple[type[Exception], ...] = (sqlite3.Error,)
 
     def __init__(
         self, directory: Path, *, durability: Durability = "turn", is_read_only: bool = False
@@ -217,6 +220,32 @@ class Database(Reads):
         if self._is_read_only and not self.lock.is_anothers and not self._has_index:
             index_of(self.path).unlink(missing_ok=True)  # made to read a log that a crash left
         self._release()
+
+    @property
+    def place(self) -> str:
+        """Return the store's directory, as `--store` has it."""
+        return str(self.path.parent)
+
+    @property
+    def directory(self) -> Path:
+        """Return the store's directory."""
+        return self.path.parent
+
+    def is_unavailable(self, error: Exception) -> bool:
+        """Return whether the disk is at fault; see `is_of_disk`."""
+        return is_of_disk(error)
+
+    def fails_all(self, error: Exception) -> bool:
+        """Return whether each write would fail as this one did, and not for what it was."""
+        return isinstance(error, sqlite3.OperationalError)
+
+    def explain(self, error: Exception) -> str:
+        """Return what an error says, and of the disk how much room there is."""
+        return explain(error, self.path.parent)
+
+    def survey(self, question: SurveyQuestion) -> SurveyAnswer:
+        """Look through all sessions, on a connection of its own. Raises sqlite3.Error."""
+        return survey(self.path, question)
 
     def back_up(self, path: Path) -> None:
         """Copy all of it, as of one commit, into a database at a path. Raises sqlite3.Error."""

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import islice
 from typing import Final, Protocol
 
-from session_server.sessions.store.database import Database
+from session_server.sessions.store.backend import StoreVerbs
 from session_server.sessions.store.deleted_rows import Freed
 from session_server.sessions.store.records import Holding
 from session_server.sessions.store.writer import Told, Write, tell_nobody
@@ -70,7 +70,7 @@ class Deletions:
         it is not urgent once all of it is."""
         found: list[Freed | None] = []
 
-        def write(database: Database) -> None:
+        def write(database: StoreVerbs) -> None:
             found[:] = [database.delete_some(number)]
 
         def on_written(error: Exception | None) -> None:
@@ -117,7 +117,7 @@ class Deletions:
     ) -> None:
         found = [0]
 
-        def write(database: Database) -> None:
+        def write(database: StoreVerbs) -> None:
             found[:] = [database.retire(number)]
 
         def on_written(error: Exception | None) -> None:

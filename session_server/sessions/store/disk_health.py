@@ -58,11 +58,16 @@ def explain(error: Exception, directory: Path) -> str:
 
 
 class DiskHealth:
-    """Know whether the disk of a store can be read and written. `clock` returns monotonic
-    seconds."""
+    """Know whether the disk of a store, or its database, can be read and written. `place`: where
+    that is; `explain` says what an error means; `clock` returns monotonic seconds."""
 
-    def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._directory = directory
+    def __init__(
+        self,
+        place: str,
+        explain: Callable[[Exception], str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._place, self._explain = place, explain
         self._clock = clock
         self.unwritten: str | None = None
         """Why the last write failed; None if it did not."""
@@ -81,19 +86,19 @@ class DiskHealth:
     def note_write(self, error: Exception | None) -> None:
         """Note how a write has ended, and log where that has changed: while a disk is full, small
         writes still find room now and then."""
-        self.unwritten = None if error is None else explain(error, self._directory)
+        self.unwritten = None if error is None else self._explain(error)
         if self.unwritten is None:
             if self._is_told:
-                _logger.warning("the store in %s can be written to again", self._directory)
+                _logger.warning("the store in %s can be written to again", self._place)
             self._is_told = False
         elif not self._is_told and self._clock() >= self._write_logged_s + QUIET_S:
             self._is_told, self._write_logged_s = True, self._clock()
             told = "the store in %s cannot be written to, and turns are not durable: %s"
-            _logger.error(told, self._directory, self.unwritten)
+            _logger.error(told, self._place, self.unwritten)
 
     def note_unread(self, error: Exception) -> None:
         """Note that something could not be read, and log it."""
-        self._unread, self._unread_s = explain(error, self._directory), self._clock()
+        self._unread, self._unread_s = self._explain(error), self._clock()
         if self._unread_s >= self._read_logged_s + QUIET_S:
             self._read_logged_s = self._unread_s
-            _logger.error("the store in %s cannot be read: %s", self._directory, self._unread)
+            _logger.error("the store in %s cannot be read: %s", self._place, self._unread)

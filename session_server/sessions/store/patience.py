@@ -6,7 +6,6 @@ A disk that has much to write answers again and again, however long the last of 
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 from itertools import count
 from typing import Final
 
@@ -54,4 +53,4 @@ class Patience:
             self._timer = loop.call_later(left_s, self._look, loop)
             return
         waiting, self._waiting = self._waiting, {}
-        tell_each(waiting.values(), sqlite3.OperationalError(NO_ANSWER))
+        tell_each(waiting.values(), TimeoutError(NO_ANSWER))

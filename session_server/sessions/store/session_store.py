@@ -12,14 +12,16 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 from session_server.sessions.bugs import log_bug
+from session_server.sessions.store.backend import StoreDatabase, StoreVerbs
 from session_server.sessions.store.clock import EARLIEST_S, GRACE_S, StoreClock
 from session_server.sessions.store.database import Behind, Database, Durability
 from session_server.sessions.store.deletions import Deletions
-from session_server.sessions.store.disk_health import DiskHealth, is_of_disk
+from session_server.sessions.store.disk_health import DiskHealth
 from session_server.sessions.store.lock import StoreIsBusy
+from session_server.sessions.store.ownership import NotOurs
 from session_server.sessions.store.patience import NO_ANSWER, Patience
 from session_server.sessions.store.pieces import MAX_ENTRY_BYTES, LargeEntry
 from session_server.sessions.store.records import (
@@ -32,7 +34,7 @@ from session_server.sessions.store.records import (
     SessionRow,
     decode_entry,
 )
-from session_server.sessions.store.survey import SurveyAnswer, SurveyQuestion, survey
+from session_server.sessions.store.survey import SurveyAnswer, SurveyQuestion
 from session_server.sessions.store.writer import (
     Beside,
     CommitCounts,
@@ -71,7 +73,7 @@ _Entries = Sequence[bytes] | LargeEntry
 
 
 class SessionStore:
-    """Keep sessions in a directory. Call every method on the event loop's thread.
+    """Keep sessions in a database. Call every method on the event loop's thread.
 
     `model`: the `ModelText.fingerprint` that token ids are of. `durability`: with "turn" the
     end of a turn waits for its commit, with "relaxed" it does not. `wall` returns seconds that go
@@ -80,21 +82,16 @@ class SessionStore:
 
     def __init__(
         self,
-        directory: Path,
+        database: StoreDatabase,
         *,
         model: bytes,
         durability: Durability = "turn",
         wall: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Open the store. Raises StoreUnusable, StoreIsBusy."""
-        self._database = Database(directory, durability=durability)
-        try:
-            self._database.lock.serve()
-        except StoreIsBusy:
-            self._database.close()
-            raise
-        self.directory = directory
+        self._database = database
+        self.directory, self.place = database.directory, database.place
+        self.read_errors = database.read_errors
         self.model, self.durability = model, durability
         since_s = self._database.noted_s()
         if since_s is None:
@@ -105,7 +102,26 @@ class SessionStore:
         self._num_waiting = 0
         self._patience = Patience()
         self.deletions = Deletions(self._ask_to_delete)
-        self.health = DiskHealth(directory)
+        self.health = DiskHealth(database.place, database.explain)
+
+    @classmethod
+    def in_directory(
+        cls,
+        directory: Path,
+        *,
+        model: bytes,
+        durability: Durability = "turn",
+        wall: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> Self:
+        """Open the store of one server. Raises StoreUnusable, StoreIsBusy."""
+        database = Database(directory, durability=durability)
+        try:
+            database.lock.serve()
+        except StoreIsBusy:
+            database.close()
+            raise
+        return cls(database, model=model, durability=durability, wall=wall, clock=clock)
 
     @property
     def failure(self) -> str | None:
@@ -179,14 +195,14 @@ class SessionStore:
         disk that does not answer."""
         assert self._loop is not None, "a store that was not started"
         if self.clock.must_note():
-            self._commits.ask(partial(Database.note_time, now_s=self.clock.noted_s), tell_nobody)
+            self._commits.ask(_noting(None, self.clock.noted_s), tell_nobody)
         is_over = await self._loop.run_in_executor(None, self._commits.stop, CLOSE_WAIT_S)
         await asyncio.sleep(0)  # what was delivered last runs before this goes on
         if is_over:
             self._database.close()
         else:
             _logger.error("the store was not closed: the disk does not answer")
-            self.health.note_write(sqlite3.OperationalError(NO_ANSWER))
+            self.health.note_write(TimeoutError(NO_ANSWER))
 
     def has_lost(self, num_behind: int) -> bool:
         """Return whether a server ends with what its store does not have, and log that, once the
@@ -197,7 +213,7 @@ class SessionStore:
         _logger.error(
             "lost with this process: what is not on disk in %s of %s sessions, responses and "
             "conversations: %s",
-            self.directory,
+            self.place,
             num_behind or "some",
             why or "some of it could not be written",
         )
@@ -236,7 +252,7 @@ class SessionStore:
         """Look through all sessions on disk, on another thread. Raises sqlite3.Error."""
         without = question.without | self.deletions.hidden
         asked = replace(question, now_s=self.clock.now_s(), without=without)
-        return await asyncio.to_thread(survey, self._database.path, asked)
+        return await asyncio.to_thread(self._database.survey, asked)
 
     def page(self, owner_id: str, *, after: int, limit: int) -> list[SessionRow]:
         """Return up to `limit` sessions of an owner with higher numbers, in order; fewer only if
@@ -299,7 +315,7 @@ class SessionStore:
         """Write a session in these entries, in place of what is there of it; `told` is called when
         it is on disk, or cannot be. `beside`: in the same commit."""
 
-        def write(database: Database) -> None:
+        def write(database: StoreVerbs) -> None:
             database.put(row, *_pieces_of(entries))
 
         self.ask(write, told, _num_bytes_of(entries), beside)
@@ -309,7 +325,7 @@ class SessionStore:
     ) -> None:
         """Write entries behind the `row.num_entries` that are there; the others as in `put`."""
 
-        def write(database: Database) -> None:
+        def write(database: StoreVerbs) -> None:
             database.append(row, *_pieces_of(entries))
 
         self.ask(write, told, _num_bytes_of(entries), beside)
@@ -338,7 +354,7 @@ class SessionStore:
         assert self._loop is not None, "a store that was not started"
         if self._num_waiting and self._num_waiting + num_bytes > MAX_WAITING_BYTES:
             # Not noted: whether the disk fails is seen by what waits for it.
-            self._loop.call_soon(told, sqlite3.OperationalError(_TOO_MUCH))
+            self._loop.call_soon(told, TimeoutError(_TOO_MUCH))
             return
         self._num_waiting += num_bytes
 
@@ -361,10 +377,10 @@ class SessionStore:
             self._commits.ask_later(write, partial(tell_each, (written, told)))
 
     def _note(self, told: Told, error: Exception | None) -> None:
-        if error is None or is_of_disk(error):
+        if error is None or self._database.is_unavailable(error):
             self.health.note_write(error)
-        elif isinstance(error, Behind):
-            self.health.note_write(None)  # its session is written again
+        elif isinstance(error, (Behind, NotOurs)):
+            self.health.note_write(None)  # its session is written again, or goes on elsewhere
         else:
             log_bug("a write of the store", error)
         told(error)
@@ -383,9 +399,10 @@ def _num_bytes_of(entries: _Entries) -> int:
     return entries.num_bytes if isinstance(entries, LargeEntry) else sum(map(len, entries))
 
 
-def _noting(write: Write, now_s: float) -> Write:
-    def noting(database: Database) -> None:
-        write(database)
+def _noting(write: Write | None, now_s: float) -> Write:
+    def noting(database: StoreVerbs) -> None:
+        if write is not None:
+            write(database)
         database.note_time(now_s)
 
     return noting

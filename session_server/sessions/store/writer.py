@@ -23,7 +23,8 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from session_server.sessions.backlog import SLICE
-from session_server.sessions.store.database import Database
+from session_server.sessions.store.backend import StoreDatabase, StoreVerbs
+from session_server.sessions.store.ownership import LeaseLost
 
 _logger: Final = logging.getLogger("session_server.store")
 
@@ -39,7 +40,7 @@ GATHER_S: Final = 0.004
 ERASED_EVERY_S: Final = 10.0
 """How often a log is emptied that has what was deleted, which is gone from it by then."""
 
-Write = Callable[[Database], None]
+Write = Callable[[StoreVerbs], None]
 """Calls verbs of the database, and raises what they raise."""
 
 Told = Callable[[Exception | None], None]
@@ -61,7 +62,7 @@ class Beside(NamedTuple):
 def together(writes: Sequence[Beside]) -> Beside:
     """Return all of these as one: on disk together, or not at all."""
 
-    def write(database: Database) -> None:
+    def write(database: StoreVerbs) -> None:
         for each in writes:
             each.write(database)
 
@@ -117,7 +118,9 @@ class GroupCommits:
     tells of a commit, a slice at a time.
     """
 
-    def __init__(self, database: Database, deliver: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(
+        self, database: StoreDatabase, deliver: Callable[[Callable[[], None]], None]
+    ) -> None:
         self._database = database
         self._deliver = deliver
         self._asked: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
@@ -208,16 +211,16 @@ class GroupCommits:
         begun_s = time.perf_counter()
         error = self._try(writes)
         errors: list[Exception | None] = [error] * len(writes)
-        if (
-            error is not None
-            and len(writes) > 1
-            and not isinstance(error, sqlite3.OperationalError)
-        ):
+        if error is not None and len(writes) > 1 and not self._is_of_all(error):
             # One of them is at fault, and not the disk: none of the others shall fail with it.
             errors = [self._try([asked]) for asked in writes]
         self.counts.add(errors, time.perf_counter() - begun_s)
         of_writes = iter(errors)
         return [None if asked.write is None else next(of_writes) for asked in group]
+
+    def _is_of_all(self, error: Exception) -> bool:
+        """Return whether each write of a group would fail with an error by itself."""
+        return isinstance(error, LeaseLost) or self._database.fails_all(error)
 
     def _try(self, group: Sequence[_Asked]) -> Exception | None:
         try:
