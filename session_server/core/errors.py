@@ -55,6 +55,10 @@ class SessionClosing(SessionServerError):
     """Close was requested for the session."""
 
 
+class SessionMoved(SessionServerError):
+    """The session goes on in another replica."""
+
+
 class UnknownModel(SessionServerError):
     """This server serves another model."""
 
@@ -168,6 +172,7 @@ WIRE_ERRORS: Final[Mapping[type[SessionServerError], WireError]] = {
     SessionNotFound: WireError("session_not_found", 404, retryable=False),
     SessionExists: WireError("session_exists", 409, retryable=False),
     SessionClosing: WireError("session_closing", 409, retryable=False),
+    SessionMoved: WireError("session_moved", 409, retryable=True),
     UnknownModel: WireError("model_not_found", 404, retryable=False),
     ItemNotFound: WireError("item_not_found", 404, retryable=False),
     ConversationNotFound: WireError("conversation_not_found", 404, retryable=False),

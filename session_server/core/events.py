@@ -419,6 +419,15 @@ class EngineStats(Event, frozen=True, tag=True, kw_only=True):
     tiers: TierReport = TierReport()
 
 
+TurnEvent = (
+    TurnStarted
+    | PrefillProgressed
+    | PromptLogprobsComputed
+    | TokensProduced
+    | TurnFinished
+    | TurnFailed
+)
+
 EngineEvent = (
     EngineReady
     | EngineDied

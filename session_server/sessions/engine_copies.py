@@ -89,7 +89,7 @@ class EngineCopies:
             log.
         """
         log, is_known = session.life.log, session.copy.known_len(self._link.generation) is not None
-        comes_back = log is not None and session.closing in (None, "draining")
+        comes_back = log is not None and session.closing in (None, "draining", "moved")
         if comes_back and session.closing == "draining" and not self._has_cut_off(session):
             return False
         if is_known:

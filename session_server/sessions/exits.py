@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Final
 
+from session_server.core.errors import SessionMoved
 from session_server.core.owner import Owner
 from session_server.core.session_events import CancelReason, CloseReason, SessionClosed
 from session_server.sessions.backlog import SLICE
@@ -16,19 +19,25 @@ from session_server.sessions.session import Session
 from session_server.sessions.turn_flow import TurnFlow
 from session_server.sessions.views import SessionView
 
+GIVE_UP_WAIT_S: Final = 5.0
+"""How long a turn may run on in a session that another replica asks for. Then it is cut, and what
+it has said stays."""
+
 
 class SessionExits:
     """Close and unload the sessions of a manager.
 
-    `count_readers`: how many connections read a session of an owner.
+    `count_readers`: how many connections read a session of an owner. `on_left`: told of a session
+    that has left for another replica.
     """
 
     def __init__(self, parts: SessionParts, flow: TurnFlow, drafts: SessionDrafts) -> None:
-        self._parts = parts
-        self._flow = flow
+        self.parts = parts
+        self.flow = flow
         self._drafts = drafts
         self.count_readers: Callable[[Owner, str], int] = lambda _owner, _session_id: 0
         close = partial(self.close, reason="draining")
+        self.on_left: Callable[[Session], None] = lambda _session: None
         self.drain = Drain(parts.sessions, flow, parts.link, close)
         parts.quotas.room_makers.unload = self._unload_one
 
@@ -39,7 +48,8 @@ class SessionExits:
             The session as it closes; `is_durable` says whether it is gone from the disk, which it
             is not while the turn goes on that was canceled. None for one that was never there.
         """
-        sessions, logs = self._parts.sessions, self._parts.logs
+        sessions, logs = self.parts.sessions, self.parts.logs
+        await sessions.prepare_close(owner, session_id)
         session, number = sessions.find(owner, session_id), sessions.order_of(owner, session_id)
         is_stored = session is None or session.life.log is not None
         view = self.close_named(owner, session_id, "client")
@@ -49,11 +59,16 @@ class SessionExits:
         is_gone = not is_open and logs.is_gone(number)
         return replace(view, is_durable=is_gone if is_stored else None)
 
+    async def prepare_close(self, owner: Owner, session_id: str) -> None:
+        """Do what has to be awaited before a session is closed by its id. Raises SessionMoved,
+        ServerBusy."""
+        await self.parts.sessions.prepare_close(owner, session_id)
+
     def close_named(self, owner: Owner, session_id: str, reason: CloseReason) -> SessionView:
         """Close a session, in memory or on disk alone, by its id. Raises SessionNotFound."""
-        if (view := self._parts.sessions.close_on_disk(owner, session_id)) is not None:
+        if (view := self.parts.sessions.close_on_disk(owner, session_id)) is not None:
             return view
-        session = self._parts.sessions.get(owner, session_id)
+        session = self.parts.sessions.get(owner, session_id)
         self.close(session, reason)
         return session.view()
 
@@ -65,31 +80,75 @@ class SessionExits:
         session.closing = reason
         cancel_reason: CancelReason = "draining" if reason == "draining" else "session_closed"
         waiting_first = (*session.queue, *([session.live] if session.live else []))
-        self._flow.cancel(session, *waiting_first, keep_partial=True, reason=cancel_reason)
+        self.flow.cancel(session, *waiting_first, keep_partial=True, reason=cancel_reason)
+
+    def give_up(self, session: Session, *, is_lost: bool) -> None:
+        """Let a session go on in another replica: waiting turns fail, a running one has
+        `GIVE_UP_WAIT_S` to end. One that `is_lost` is another's already: nothing of it is written,
+        and its turn fails too."""
+        log = session.life.log
+        if log is None or (session.closing is not None and not is_lost):
+            return
+        log.has_moved |= is_lost
+        session.closing = "moved"
+        self.flow.cancel(
+            session,
+            *session.queue,
+            keep_partial=False,
+            reason="draining",
+            moved=SessionMoved("the session goes on in another replica: send the turn again"),
+        )
+        if session.live is None:
+            return
+        if is_lost:
+            self._cut(session, keep_partial=False)
+        else:
+            asyncio.get_running_loop().call_later(
+                GIVE_UP_WAIT_S, partial(self._cut, session, keep_partial=True)
+            )
+
+    def _cut(self, session: Session, *, keep_partial: bool) -> None:
+        if session.live is not None and session.closing == "moved":
+            self.flow.cancel(session, session.live, keep_partial=keep_partial, reason="draining")
+
+    def lose_all(self) -> None:
+        """Give up all sessions of a shared store: the lease of this replica is over."""
+
+        def calls() -> Iterator[Callable[[], None]]:
+            for session in self.parts.sessions:
+                if session.life.log is not None:
+                    yield partial(self.give_up, session, is_lost=True)
+
+        self.flow.backlog.run(calls())
 
     def expire(self, now_s: float) -> None:
         """Close sessions whose time has come, a slice at a time."""
-        for session in self._parts.sessions.deadlines.pop_expired(now_s):
+        for session in self.parts.sessions.deadlines.pop_expired(now_s):
             self.close(session, "expired")
-        if self._parts.sessions.deadlines.is_due(now_s):
-            self._flow.backlog.defer(partial(self.expire, now_s))
+        if self.parts.sessions.deadlines.is_due(now_s):
+            self.flow.backlog.defer(partial(self.expire, now_s))
 
     def finish(self, session: Session) -> None:
         """End a session that is closing, and in which no turn is left."""
         assert session.closing is not None, "a session that nobody has closed"
+        if session.closing == "moved":
+            self.parts.logs.leave(session)
+            self._unload(session)
+            self.on_left(session)
+            return
         leaves_kv = self._let_go(session)
-        self._parts.sessions.remove(session, session.closing)
-        if self._parts.logs.outlives(session):
-            self._parts.quotas.unload_session(session)
+        self.parts.sessions.remove(session, session.closing)
+        if self.parts.logs.outlives(session):
+            self.parts.quotas.unload_session(session)
         else:
-            self._parts.quotas.release_session(session)
+            self.parts.quotas.release_session(session)
         tell = partial(session.journal.append, SessionClosed(session.closing))
-        self._parts.logs.close(session, tell, leaves_kv=leaves_kv)
+        self.parts.logs.close(session, tell, leaves_kv=leaves_kv)
 
     def _unload_one(self, owner: Owner, *, of_others: bool) -> bool:
         """Unload a session at rest, the one unused for longest of this owner, or of all where
         memory is scarce; return whether there was one. Looks at no more than `SLICE`."""
-        logs, quotas, order = self._parts.logs, self._parts.quotas, self._parts.sessions.by_use
+        logs, quotas, order = self.parts.logs, self.parts.quotas, self.parts.sessions.by_use
         if logs.store is None or logs.store.failure is not None:
             return False
         is_scarce = quotas.sessions.is_in_reserve or quotas.history_bytes.is_in_reserve
@@ -116,11 +175,11 @@ class SessionExits:
             return False
         is_own, num_uses = session.life.num_own_uses is None, session.life.num_uses
         is_same = is_own or place.num_uses == num_uses  # else somebody may have it spared
-        if not is_same or not self._parts.logs.is_dated(session):
-            self._parts.logs.touch(session)  # it may go once that is on disk
+        if not is_same or not self.parts.logs.is_dated(session):
+            self.parts.logs.touch(session)  # it may go once that is on disk
             return False
         return not (
-            session is self._parts.sessions.by_use.in_hand
+            session is self.parts.sessions.by_use.in_hand
             or session.transcript.attached_bytes
             or session.journal.has_listeners
             or self._drafts.is_drafting(session)
@@ -129,17 +188,17 @@ class SessionExits:
 
     def _unload(self, session: Session) -> None:
         self._let_go(session)
-        self._parts.sessions.unload(session)
-        self._parts.quotas.unload_session(session)
+        self.parts.sessions.unload(session)
+        self.parts.quotas.unload_session(session)
         session.journal.suspend()
 
     def _let_go(self, session: Session) -> bool:
         """Give back what a session at rest has beside its place in memory; see `EngineCopies.close`
         for what is returned."""
         self._drafts.stop(session)
-        self._parts.sessions.deadlines.remove(session)
-        self._flow.residents.drop(session)
-        return self._flow.copies.close(session)
+        self.parts.sessions.deadlines.remove(session)
+        self.flow.residents.drop(session)
+        return self.flow.copies.close(session)
 
 
 def _keeps_pinned_kv(session: Session) -> bool:

@@ -28,6 +28,7 @@ from session_server.core.events import (
     MemoryReported,
     SessionCooled,
     SessionRefused,
+    TurnEvent,
 )
 from session_server.core.origin import ORIGIN
 from session_server.core.owner import Owner
@@ -46,19 +47,18 @@ from session_server.sessions.engine_link import EngineLink
 from session_server.sessions.exits import SessionExits
 from session_server.sessions.footprint import input_bytes, message_bytes, metadata_bytes
 from session_server.sessions.journal import Journal
+from session_server.sessions.keeping import keep_sessions
 from session_server.sessions.opening import SessionMaker, check_repeated
+from session_server.sessions.ownership import Ownership
 from session_server.sessions.parts import NOT_ENDED, SessionParts
 from session_server.sessions.prompt import check_num_ids
 from session_server.sessions.quotas import QuotaLimits, Quotas, SessionLimits
 from session_server.sessions.registry import SessionRegistry
 from session_server.sessions.replay import Replay
-from session_server.sessions.restoring import Restorer
 from session_server.sessions.salts import TenantSalts
 from session_server.sessions.session import Session
 from session_server.sessions.stats import manager_stats
 from session_server.sessions.store.session_store import SessionStore
-from session_server.sessions.stored_ends import StoredEnds
-from session_server.sessions.stored_sessions import StoredSessions
 from session_server.sessions.transcript import Transcript
 from session_server.sessions.turn import (
     SessionTurn,
@@ -68,7 +68,7 @@ from session_server.sessions.turn import (
     fingerprint,
     with_allowed_priority,
 )
-from session_server.sessions.turn_flow import TurnEvent, TurnFlow
+from session_server.sessions.turn_flow import TurnFlow
 from session_server.sessions.validation import (
     check_metadata,
     check_open,
@@ -149,17 +149,10 @@ class SessionManager:
         """Have a listener told of every accepted turn that ends, in place of the one before."""
         self._flow.counts.on_ended = listener
 
-    def store_in(self, store: SessionStore) -> None:
-        """Keep sessions in a store that the caller opens, starts and closes."""
-        logs = self._flow.conclusion.logs
-        logs.keep_in(store)
-        self._sessions.number_from(store.last_number)
-        ends = StoredEnds(store, self.edits.parts, self._flow, self._clock)
-        ends.count()
-        restorer = Restorer(store, ends, self._sessions, self._quotas, self._maker, self._link)
-        stored = StoredSessions(restorer)
-        self._sessions.on_disk = stored
-        self._quotas.room_makers.delete = stored.make_room
+    def store_in(self, store: SessionStore, ownership: Ownership | None = None) -> None:
+        """Keep sessions in a store that the caller opens, starts and closes. `ownership`: of what
+        this replica holds in one that others share."""
+        keep_sessions(store, ownership, exits=self.exits, maker=self._maker, clock=self._clock)
 
     async def start(self, observers: Sequence[EventListener] = ()) -> EngineReady:
         """Start the engine; `observers` get each of its events before the sessions do. Raises
@@ -186,8 +179,11 @@ class SessionManager:
             TokenizeFailed: the tokenizer refused them. And whatever `open` raises.
         """
         if request.idempotency_key is None:
+            if request.session_id is not None:
+                await self._sessions.look_up(owner, request.session_id)
             return await self._create(owner, request)
         session_id = self._salts.id_for_key(owner, request.idempotency_key)
+        await self._sessions.look_up(owner, session_id)
         try:
             return await self._create(owner, replace(request, session_id=session_id))
         except SessionExists:
@@ -233,7 +229,9 @@ class SessionManager:
         """Return one session. Raises SessionNotFound."""
         return self._sessions.get(owner, session_id).view()
 
-    def list(self, owner: Owner, *, limit: int = 100, after: str | None = None) -> SessionPage:
+    async def list(
+        self, owner: Owner, *, limit: int = 100, after: str | None = None
+    ) -> SessionPage:
         """Return the owner's sessions, oldest first, after a cursor or an open session.
 
         Raises:
@@ -241,7 +239,7 @@ class SessionManager:
         """
         if not 1 <= limit <= MAX_LIST:
             raise InvalidRequest(f"limit must lie in [1, {MAX_LIST}]", param="limit")
-        return self._sessions.page(owner, limit=limit, after=after)
+        return await self._sessions.page(owner, limit=limit, after=after)
 
     def update(
         self,

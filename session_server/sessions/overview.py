@@ -85,14 +85,16 @@ class SessionOverview:
         self._owner_of = owner_of
         self._walk = asyncio.Lock()
 
-    def show(self, session_id: str) -> SessionSummary:
+    async def show(self, session_id: str) -> SessionSummary:
         """Return one session, which is not read for that. Raises SessionNotFound, ServerBusy."""
         session = self._sessions.find_by_engine_id(SessionId(session_id))
         if session is not None:
             return self._summary(session)
         stored = _STORED_ID.fullmatch(session_id)
         on_disk = self._sessions.on_disk
-        found = None if stored is None or on_disk is None else on_disk.numbered(int(stored[1]))
+        found = None
+        if stored is not None and on_disk is not None:
+            found = await on_disk.numbered(int(stored[1]))
         if found is None:
             raise SessionNotFound("No such session: closed or expired, or never opened.")
         owner = self._owner_of(found.owner_id)

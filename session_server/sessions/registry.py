@@ -9,7 +9,7 @@ import re
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Final, Protocol
 
 from session_server.core.errors import InvalidRequest, SessionExists, SessionNotFound
@@ -27,6 +27,10 @@ _logger: Final = logging.getLogger("session_server.sessions")
 _order: Final = attrgetter("life.order")
 _NOT_FOUND: Final = "No such session: closed, expired, or opened with another key."
 _LAST_ORDER: Final = (1 << 63) - 1
+
+SLOTS: Final = 1024
+"""Replicas of one store, each of which numbers sessions that no other one does."""
+
 _CURSOR: Final = re.compile(r"~([0-9]{1,20})")
 """The order of a session, marked by a character that no session id has."""
 
@@ -34,16 +38,25 @@ _CURSOR: Final = re.compile(r"~([0-9]{1,20})")
 class OnDisk(Protocol):
     """Name what a registry asks of the sessions that are on disk and not in memory."""
 
+    def check(self) -> None:
+        """Raise SessionMoved if this process may not answer for those that are in memory."""
+
     def restore(self, owner: Owner, session_id: str) -> Session | None:
         """Return a session, registered, or None if there is none."""
 
     async def load(self, owner: Owner, session_id: str) -> None:
-        """Restore a long session in slices."""
+        """Restore a long session in slices; one of a shared store, long or short."""
+
+    async def look_up(self, owner: Owner, session_id: str) -> None:
+        """Find out whether there is a session, before `order_of` is asked for it."""
+
+    async def prepare_close(self, owner: Owner, session_id: str) -> None:
+        """Do what has to be awaited before a session is closed by its id."""
 
     def order_of(self, owner: Owner, session_id: str) -> int | None:
         """Return the place of a session in the order, or None if there is none."""
 
-    def page(self, owner: Owner, *, limit: int, after: int) -> list[tuple[int, SessionView]]:
+    async def page(self, owner: Owner, *, limit: int, after: int) -> list[tuple[int, SessionView]]:
         """Return up to `limit` sessions behind a place in the order, with their places."""
 
     def close(self, owner: Owner, session_id: str) -> SessionView | None:
@@ -52,7 +65,7 @@ class OnDisk(Protocol):
     async def survey(self, question: SurveyQuestion) -> tuple[list[StoredSummary], int]:
         """Return sessions of all owners, and how many there are of such."""
 
-    def numbered(self, number: int) -> StoredSummary | None:
+    async def numbered(self, number: int) -> StoredSummary | None:
         """Return the session of a number, or None if there is none."""
 
     def spare(self, owner: Owner, session_id: str) -> None:
@@ -78,7 +91,9 @@ class SessionRegistry:
         self._in_order: dict[Owner, list[Session]] = {}
         """The sessions of each owner, oldest first, so that a place is found by bisection."""
 
+        self._by_order: dict[int, Session] = {}
         self._last_order = 0
+        self._slot: int | None = None
         self.by_use = UseOrder()
         self.num_opened = 0
         self.num_loaded = 0
@@ -100,16 +115,21 @@ class SessionRegistry:
             if number % SLICE == 0:
                 await asyncio.sleep(0)
 
-    def number_from(self, last_order: int) -> None:
-        """Give sessions that are opened places behind this one."""
-        self._last_order = last_order
+    def number_from(self, last_order: int, slot: int | None = None) -> None:
+        """Give sessions that are opened places behind this one. `slot`: of a replica, in whose
+        places no other one opens any."""
+        self._last_order, self._slot = last_order, slot
 
     def add(self, session: Session) -> None:
         """Add a session whose id `check_free` allowed, last in order."""
         self.num_opened += 1
         _logger.debug("session opened session=%s", session.session_id)
         # Microseconds of the wall clock: a plain count would show clients how many others open.
-        self._last_order = max(self._last_order + 1, int(session.settings.created_s * 1e6))
+        now, last = int(session.settings.created_s * 1e6), self._last_order
+        if self._slot is None:
+            self._last_order = max(last + 1, now)
+        else:
+            self._last_order = max(last // SLOTS + 1, now) * SLOTS + self._slot
         session.life.order = self._last_order
         self._register(session)
 
@@ -123,6 +143,11 @@ class SessionRegistry:
         self._by_owner.setdefault(session.owner, {})[session.session_id] = session
         insort(self._in_order.setdefault(session.owner, []), session, key=_order)
         self._by_engine_id[session.copy.session_id] = session
+        self._by_order[session.life.order] = session
+
+    def numbered(self, number: int) -> Session | None:
+        """Return the session in memory that has this place in the order, or None."""
+        return self._by_order.get(number)
 
     def remove(self, session: Session, reason: CloseReason) -> None:
         """Remove a session that was closed for a reason; its id is free again."""
@@ -143,7 +168,7 @@ class SessionRegistry:
         del in_order[bisect_left(in_order, session.life.order, key=_order)]
         if not owned:
             del self._by_owner[session.owner], self._in_order[session.owner]
-        del self._by_engine_id[session.copy.session_id]
+        del self._by_engine_id[session.copy.session_id], self._by_order[session.life.order]
 
     def check_free(self, owner: Owner, session_id: str) -> None:
         """Raise SessionExists if the owner has an open session with this id."""
@@ -169,6 +194,8 @@ class SessionRegistry:
             session = self.on_disk.restore(owner, session_id)
         if session is None:
             raise SessionNotFound(_NOT_FOUND)
+        if self.on_disk is not None and session.life.log is not None:
+            self.on_disk.check()
         self.by_use.use(session)
         return session
 
@@ -177,6 +204,17 @@ class SessionRegistry:
         nothing for any other; raises whatever `OnDisk.load` raises."""
         if self.on_disk is not None:
             await self.on_disk.load(owner, session_id)
+
+    async def look_up(self, owner: Owner, session_id: str) -> None:
+        """Find out whether a session exists, before `check_free` is asked. Raises ServerBusy."""
+        if self.on_disk is not None:
+            await self.on_disk.look_up(owner, session_id)
+
+    async def prepare_close(self, owner: Owner, session_id: str) -> None:
+        """Do what has to be awaited before a session is closed by its id. Raises whatever
+        `OnDisk.prepare_close` raises."""
+        if self.on_disk is not None:
+            await self.on_disk.prepare_close(owner, session_id)
 
     def use(self, owner: Owner, session_id: str) -> Session:
         """Return an open session that is used by its id: from here on it is nobody's to spare.
@@ -189,21 +227,26 @@ class SessionRegistry:
         """Return the session that the engine knows by this id, or None."""
         return self._by_engine_id.get(session_id)
 
-    def page(self, owner: Owner, *, limit: int, after: str | None) -> SessionPage:
+    async def page(self, owner: Owner, *, limit: int, after: str | None) -> SessionPage:
         """Return up to `limit` sessions of an owner, oldest first.
 
         `after`: a cursor, or the id of an open session. Raises InvalidRequest if it is neither.
         """
-        last, in_order = self._order_of(owner, after), self._in_order.get(owner, [])
+        if after is not None and _CURSOR.fullmatch(after) is None:
+            await self.look_up(owner, after)
+        last = self._order_of(owner, after)
+        on_disk = list[tuple[int, SessionView]]()
+        if self.on_disk is not None:
+            on_disk = await self.on_disk.page(owner, limit=limit + 1, after=last)
+        # As it is now, whatever has come into memory or left it meanwhile.
+        in_order = self._in_order.get(owner, [])
         start = bisect_right(in_order, last, key=_order)
         in_memory = in_order[start : start + limit + 1]
-        found = [(session.life.order, session.view()) for session in in_memory]
-        if self.on_disk is not None:
-            found += self.on_disk.page(owner, limit=limit + 1, after=last)
-            found.sort(key=itemgetter(0))
-        views = tuple(view for _, view in found[:limit])
+        views = dict(on_disk) | {session.life.order: session.view() for session in in_memory}
+        found = sorted(views.items())
+        shown = tuple(view for _, view in found[:limit])
         return SessionPage(
-            views, tuple(_cursor_of(order) for order, _ in found[:limit]), len(found) > limit
+            shown, tuple(_cursor_of(order) for order, _ in found[:limit]), len(found) > limit
         )
 
     def close_on_disk(self, owner: Owner, session_id: str) -> SessionView | None:

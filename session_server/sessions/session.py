@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from session_server.core.errors import SessionClosing, TurnNotActive, TurnNotFound
+from session_server.core.errors import SessionClosing, SessionMoved, TurnNotActive, TurnNotFound
 from session_server.core.ids import SessionId, new_session_id
 from session_server.core.owner import Owner
 from session_server.core.session_events import (
@@ -170,7 +170,7 @@ class Session:
     live: SessionTurn | None = None
     queue: list[SessionTurn] = field(default_factory=list)
     ended: EndedTurns = field(default_factory=EndedTurns)
-    closing: CloseReason | None = None
+    closing: CloseReason | Literal["moved"] | None = None
     counted_bytes: int = 0
 
     @property
@@ -197,7 +197,10 @@ class Session:
         return SESSION_BYTES + metadata_bytes(self.settings.metadata) + kept
 
     def check_not_closing(self) -> None:
-        """Raise SessionClosing if the session takes no new work."""
+        """Raise SessionClosing if the session takes no new work, SessionMoved if that goes
+        elsewhere."""
+        if self.closing == "moved":
+            raise SessionMoved("the session goes on in another replica: ask again")
         if self.closing is not None:
             raise SessionClosing("the session is closing")
 

@@ -19,6 +19,7 @@ from session_server.sessions.footprint import item_bytes, text_bytes
 from session_server.sessions.items import message_of
 from session_server.sessions.record_log import RecordLog
 from session_server.sessions.session import LogPlace, LogSize, Session
+from session_server.sessions.store.ownership import Moved, NotOurs
 from session_server.sessions.store.pieces import MAX_ENTRY_BYTES, LargeEntry, encode_pieces
 from session_server.sessions.store.records import (
     EndRecord,
@@ -59,6 +60,8 @@ class SessionLogs:
         self._clock = clock
         self._count_bytes = count_bytes
         self._behind: dict[Session, None] = {}
+        self.on_moved: Callable[[Session], None] = lambda _session: None
+        """Told of a session whose write was refused because another replica holds it."""
 
     def keep_in(self, store: SessionStore) -> None:
         """Keep sessions, and records of other kinds, in a store from now on."""
@@ -96,14 +99,18 @@ class SessionLogs:
     def open(self, session: Session) -> None:
         """Begin the log of a session that was registered."""
         if self.store is not None:
-            session.life.log = LogPlace(is_synced=self.store.is_synced)
+            session.life.log = self._new_place(self.store)
             self.record(session)
 
     def begin(self, session: Session) -> None:
         """Begin the log of an open session that is not stored yet. Nothing of it is on disk before
         its next turn has ended; then all of it is."""
         if self.store is not None and session.life.log is None:
-            session.life.log = LogPlace(has_changed=True, is_synced=self.store.is_synced)
+            session.life.log = self._new_place(self.store)
+            session.life.log.has_changed = True
+
+    def _new_place(self, store: SessionStore) -> LogPlace:
+        return LogPlace(is_synced=store.is_synced, epoch=int(store.is_shared))
 
     def record_turn(
         self, session: Session, turn: EndRecord, told: Told, beside: Beside | None = None
@@ -155,11 +162,7 @@ class SessionLogs:
             return
         if self.outlives(session):
             session.journal.suspend()
-            if place.is_behind:
-                place.has_changed = True
-                self._write(session, place)  # a last time: there may be room again
-            elif not self.is_dated(session):
-                self.touch(session)
+            self.leave(session)
             return
         session.life.log = None
         self._behind.pop(session, None)
@@ -174,6 +177,15 @@ class SessionLogs:
             deletions.retire(number, owner_id, num_bytes, told, is_urgent=is_urgent)
         else:
             deletions.delete(number, told, is_urgent=is_urgent)
+
+    def leave(self, session: Session) -> None:
+        """Write what is left of a session that goes on elsewhere, if anything is."""
+        place = session.life.log
+        if place is not None and place.is_behind:
+            place.has_changed = True
+            self._write(session, place)  # a last time: there may be room again
+        elif not self.is_dated(session):
+            self.touch(session)
 
     def is_dated(self, session: Session) -> bool:
         """Return whether the store has when a session expires, as the clock is now."""
@@ -214,6 +226,10 @@ class SessionLogs:
     def _write(self, session: Session, place: LogPlace, beside: Beside | None = None) -> None:
         """Write what waits, unless a write is under way: then it comes next."""
         if place.is_writing:
+            return
+        if place.has_moved:
+            refused, place.told = place.told, []
+            tell_each(refused, Moved())
             return
         assert self.store is not None, "a log without a store"
         ends, told = tuple(place.ends), tuple(place.told)
@@ -272,6 +288,10 @@ class SessionLogs:
                 place.size = size
                 place.is_behind = False
                 self._behind.pop(session, None)
+            elif isinstance(error, NotOurs):
+                place.has_moved = True
+                self._behind.pop(session, None)
+                self.on_moved(session)
             else:
                 place.is_behind = True
                 if session.life.log is place:
@@ -304,6 +324,7 @@ class SessionLogs:
             num_turns=num_turns,
             num_uses=session.life.num_uses,
             num_entries=place.size.num_entries,
+            epoch=place.epoch,
         )
 
 

@@ -68,6 +68,10 @@ class StoredEnds:
             quotas.owned_sessions.add(owner, holding.num_sessions)
             quotas.stored_bytes.add(owner, holding.num_bytes)
 
+    async def flush(self) -> None:
+        """Wait until all that has changed so far in sessions is written, or could not be."""
+        await self._parts.logs.flush()
+
     def delete(self, row: SessionRow) -> None:
         """Delete a session whose time is not over."""
         self._parts.quotas.owned_sessions.add(Owner(row.owner_id), -1)

@@ -23,6 +23,15 @@ class StoredSessions:
     restorer: Restorer
     _turnstile: asyncio.Lock = field(default_factory=asyncio.Lock)
 
+    def check(self) -> None:
+        """Do nothing: no other server has this store."""
+
+    async def look_up(self, owner: Owner, session_id: str) -> None:
+        """Do nothing: `order_of` reads the disk."""
+
+    async def prepare_close(self, owner: Owner, session_id: str) -> None:
+        """Do nothing: `close` reads the disk."""
+
     def restore(self, owner: Owner, session_id: str) -> Session | None:
         """Return a session that is on disk, registered and counted, or None if there is none. A
         long one is refused: nobody is served while it is read, unless `load` reads it.
@@ -83,7 +92,7 @@ class StoredSessions:
             row = self.restorer.store.find(owner.owner_id, session_id)
         return None if row is None else row.number
 
-    def page(self, owner: Owner, *, limit: int, after: int) -> list[tuple[int, SessionView]]:
+    async def page(self, owner: Owner, *, limit: int, after: int) -> list[tuple[int, SessionView]]:
         """Return up to `limit` sessions of an owner that are on disk, oldest first, with their
         places in the order, without those that are in memory. Raises ServerBusy if the disk cannot
         be read."""
@@ -103,7 +112,7 @@ class StoredSessions:
         found = [self.restorer.summary(row, place) for place, row in answer.found]
         return found, answer.num_matching
 
-    def numbered(self, number: int) -> StoredSummary | None:
+    async def numbered(self, number: int) -> StoredSummary | None:
         """Return the session of a number that is on disk; None if there is none. Raises ServerBusy
         if the disk cannot be read."""
         with reading(self.restorer.store):

@@ -26,6 +26,7 @@ from session_server.core.events import (
     PrefillProgressed,
     PromptLogprobsComputed,
     TokensProduced,
+    TurnEvent,
     TurnFailed,
     TurnFinished,
     TurnStarted,
@@ -79,15 +80,6 @@ _UNKNOWN_SESSION: Final = WIRE_ERRORS[SessionNotFound].code
 
 RETRY_TOKENS: Final = 1 << 16
 """Tokens of history sent to an engine at a time; the last history may exceed it."""
-
-TurnEvent = (
-    TurnStarted
-    | PrefillProgressed
-    | PromptLogprobsComputed
-    | TokensProduced
-    | TurnFinished
-    | TurnFailed
-)
 
 
 class TurnFlow:
@@ -194,16 +186,21 @@ class TurnFlow:
             self.backlog.defer(self.retry)
 
     def cancel(
-        self, session: Session, *turns: SessionTurn, keep_partial: bool, reason: CancelReason
+        self,
+        session: Session,
+        *turns: SessionTurn,
+        keep_partial: bool,
+        reason: CancelReason,
+        moved: SessionServerError | None = None,
     ) -> None:
         """Decide that turns end early; none of them starts meanwhile. Does nothing for a turn whose
-        outcome is already decided."""
+        outcome is already decided. `moved`: what those fail with that have not begun."""
         for turn in turns:
             match turn.phase:
                 case TurnPhase.CHECKING | TurnPhase.WAITING | TurnPhase.PREPARING:
                     self._accept(session, turn, 0)
                     end = cancelled(turn, kept=False, reason=reason, timings=None)
-                    self._end(session, turn, end)
+                    self._end(session, turn, end if moved is None else refused(turn, moved))
                 case TurnPhase.RUNNING:
                     with self._contained(session, turn):
                         self._flush_text(session, turn)

@@ -96,7 +96,7 @@ async def act_on_session(
     to warm it changes nothing.
     """
     overview, sessions = overview_of(request), caller.sessions
-    shown = overview.show(session_id)
+    shown = await overview.show(session_id)
     owner, name = shown.owner, shown.view.session_id
     if action == "close":
         num_readers = caller.readers.num_readers(owner, name)

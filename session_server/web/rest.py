@@ -110,7 +110,7 @@ async def list_sessions(
     after: Annotated[str | None, Query(max_length=128)] = None,
 ) -> Response:
     """List your sessions. A page of large metadata has fewer than `limit`."""
-    page = caller.sessions.list(caller.owner, limit=limit, after=after)
+    page = await caller.sessions.list(caller.owner, limit=limit, after=after)
     model = caller.services.model
     bodies = (session_body(view, model) for view in page.sessions)
     data, count = await encode_page(bodies, max_bytes=MAX_PAGE_BYTES)

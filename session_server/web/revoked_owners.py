@@ -59,9 +59,10 @@ class RevokedOwners:
             await self._sessions.stored()  # whoever waits for the disk waits for no more
         after: str | None = None
         while not self._has_key(owner):
-            page = self._sessions.list(owner, limit=CLOSED_AT_ONCE, after=after)
+            page = await self._sessions.list(owner, limit=CLOSED_AT_ONCE, after=after)
             for view in page.sessions:
                 with contextlib.suppress(SessionNotFound):
+                    await self._sessions.exits.prepare_close(owner, view.session_id)
                     self._sessions.close(owner, view.session_id, reason="revoked")
             await self._sessions.stored()
             if not page.has_more:

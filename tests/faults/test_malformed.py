@@ -119,7 +119,7 @@ async def test_a_body_that_is_wrong_is_a_refusal_and_nothing_more(points: Points
                     num_refused += 1
                 points.strike()
             peer.vanish(hard=False)
-            for view in server.sessions.list(ANONYMOUS).sessions:
+            for view in (await server.sessions.list(ANONYMOUS)).sessions:
                 server.sessions.close(ANONYMOUS, view.session_id)
             await server.assert_empty()
     assert num_refused > 0.8 * points.num
@@ -163,7 +163,7 @@ async def test_a_head_with_a_wrong_byte_is_served_or_refused_and_never_an_error(
                     statuses[int(bytes(peer.received[9:12]))] += 1
                 peer.vanish(hard=True)
                 points.strike()
-            for view in server.sessions.list(ANONYMOUS).sessions:
+            for view in (await server.sessions.list(ANONYMOUS)).sessions:
                 server.sessions.close(ANONYMOUS, view.session_id)
             await server.assert_empty()
     # 505 refuses the version that a wrong byte has made of "1.1".

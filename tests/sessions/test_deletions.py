@@ -135,7 +135,7 @@ def test_all_that_expire_in_memory_at_once_keep_nobody_waiting(
         world.now_s += 100.0
         world.manager.tick()
         world.spin(20)
-        assert len(world.manager.list(OWNER).sessions) == 1
+        assert len(world.do(world.manager.list(OWNER)).sessions) == 1
         num_before = store.counts.num_writes
         world.submit(name, turn("1"))
         world.engine.run()
@@ -235,7 +235,7 @@ def test_a_long_session_is_deleted_in_parts_that_are_hidden_and_counted(
             disk.store.tell(1)
             assert counted(world) == on_disk(disk)
             left.append(counted(world))
-            assert not world.manager.list(OWNER).sessions
+            assert not world.do(world.manager.list(OWNER)).sessions
             world.manager._sessions.check_free(OWNER, "long")
         assert left == sorted(set(left), reverse=True)
         assert len(left) == 1 + 3, "eleven entries"

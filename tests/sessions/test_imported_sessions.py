@@ -310,7 +310,8 @@ def test_a_file_is_refused_or_its_session_goes_on(
 def check_retried(world: World, fields: Fields) -> None:
     """Turns that have ended are told again, unless what they said is gone."""
     manager = world.manager
-    assert "fresh" in [view.session_id for view in manager.list(OWNER).sessions]
+    page = world.do(manager.list(OWNER))
+    assert "fresh" in [view.session_id for view in page.sessions]
     there = {(item.turn_id, item.id) for item in manager.snapshot(OWNER, "fresh").items}
     ended = {record["id_digest"]: record["item"] for record in fields["ended_turns"]}
     for request in TURNS:

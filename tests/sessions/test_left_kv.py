@@ -78,7 +78,7 @@ def test_one_that_nobody_has_named_since_the_start(disk: Disk) -> None:
         assert num_counted(world) == 1
         with pytest.raises(SessionNotFound):
             world.manager.get(OWNER, "one")
-        assert [view.session_id for view in world.manager.list(OWNER).sessions] == ["two"]
+        assert [view.session_id for view in world.do(world.manager.list(OWNER)).sessions] == ["two"]
         assert not told(world), "nobody waits for its tokens"
         tick(world)
         assert told(world) == [histories["one"]]

@@ -128,7 +128,7 @@ class TestHistoryBytes:
         recount(world.manager)
         world.engine.run()
         recount(world.manager)
-        for view in world.manager.list(OWNER).sessions:
+        for view in world.do(world.manager.list(OWNER)).sessions:
             world.manager.close(OWNER, view.session_id)
         recount(world.manager)
         assert not world.manager._quotas.owners

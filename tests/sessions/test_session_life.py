@@ -82,7 +82,7 @@ class TestLife:
                 with pytest.raises(ContextTooLong, match=rf"\({length} tokens\).*{max_len - 1}"):
                     world.create(messages=(message,))
                 assert not world.manager._quotas.owners
-                assert world.manager.list(OWNER).sessions == ()
+                assert world.do(world.manager.list(OWNER)).sessions == ()
 
     def test_messages_that_the_template_refuses_alone_are_measured_by_their_contents(self) -> None:
         with World("alternating", max_turn_len=128) as world:
@@ -114,7 +114,7 @@ class TestLife:
             with pytest.raises(UnsupportedOperation, match="--pinned-fraction") as refused:
                 world.create(pinned=True)
             assert refused.value.param == "pinned"
-            assert world.manager.list(OWNER).sessions == ()
+            assert world.do(world.manager.list(OWNER)).sessions == ()
             world.create(pinned=False)
 
     def test_another_owner_s_session_looks_like_none(self, world: World) -> None:
@@ -131,7 +131,7 @@ class TestLife:
                 world.manager.close(owner, name)
         assert errors[0] == errors[1]
         world.open(session_id="mine", owner=thief)
-        assert len(world.manager.list(thief).sessions) == 1
+        assert len(world.do(world.manager.list(thief)).sessions) == 1
 
     def test_owners_of_equal_ids_share_nothing(self, world: World) -> None:
         for owner in ("a", "b"):
@@ -206,17 +206,17 @@ class TestLife:
         names = [world.open() for _ in range(5)]
         world.open(owner="other")
         seen: list[str] = []
-        page = world.manager.list(OWNER, limit=2)
+        page = world.do(world.manager.list(OWNER, limit=2))
         seen += [view.session_id for view in page.sessions]
         while page.next_after is not None:
-            page = world.manager.list(OWNER, limit=2, after=page.next_after)
+            page = world.do(world.manager.list(OWNER, limit=2, after=page.next_after))
             seen += [view.session_id for view in page.sessions]
         assert seen == names
-        after = world.manager.list(OWNER, limit=2, after=names[2])
+        after = world.do(world.manager.list(OWNER, limit=2, after=names[2]))
         assert [view.session_id for view in after.sessions] == names[3:]
         for limit in (0, 1001):
             with pytest.raises(InvalidRequest):
-                world.manager.list(OWNER, limit=limit)
+                world.do(world.manager.list(OWNER, limit=limit))
 
     def test_a_page_is_found_without_a_walk_from_the_oldest_session(
         self, world: World, monkeypatch: pytest.MonkeyPatch
@@ -230,7 +230,7 @@ class TestLife:
 
         monkeypatch.setattr(registry, "_order", look)
         for index in (0, 100, 254):
-            page = world.manager.list(OWNER, limit=1, after=names[index])
+            page = world.do(world.manager.list(OWNER, limit=1, after=names[index]))
             assert [view.session_id for view in page.sessions] == [names[index + 1]]
         world.manager.close(OWNER, names[200])
         assert looks[0] <= 4 * 9
@@ -238,21 +238,23 @@ class TestLife:
     def test_a_page_is_the_last_exactly_when_nothing_follows(self, world: World) -> None:
         for _ in range(4):
             world.open()
-        has_more = [world.manager.list(OWNER, limit=n).next_after is not None for n in range(1, 6)]
+        has_more = [
+            world.do(world.manager.list(OWNER, limit=n)).next_after is not None for n in range(1, 6)
+        ]
         assert has_more == [True, True, True, False, False]
 
     def test_a_cursor_outlives_the_session_it_points_at(self, world: World) -> None:
         names = [world.open() for _ in range(4)]
-        page = world.manager.list(OWNER, limit=2)
+        page = world.do(world.manager.list(OWNER, limit=2))
         for name in (names[1], names[2]):
             world.manager.close(OWNER, name)
         names.append(world.open())
-        rest = world.manager.list(OWNER, limit=2, after=page.next_after)
+        rest = world.do(world.manager.list(OWNER, limit=2, after=page.next_after))
         assert [view.session_id for view in rest.sessions] == names[3:]
         for name in (names[0], names[3], names[4]):
             world.manager.close(OWNER, name)
         newest = world.open()
-        empty = world.manager.list(OWNER, limit=1, after=page.next_after)
+        empty = world.do(world.manager.list(OWNER, limit=1, after=page.next_after))
         assert [view.session_id for view in empty.sessions] == [newest]
 
     @pytest.mark.parametrize(
@@ -260,7 +262,7 @@ class TestLife:
     )
     def test_what_is_no_cursor_is_refused(self, world: World, after: str) -> None:
         with pytest.raises(InvalidRequest) as error:
-            world.manager.list(OWNER, after=after)
+            world.do(world.manager.list(OWNER, after=after))
         assert error.value.param == "after"
 
     def test_a_single_turn_session_closes_itself(self, world: World) -> None:

@@ -44,7 +44,7 @@ def test_what_is_on_disk_is_counted_wherever_its_session_is(disk: Disk) -> None:
         assert counted(world) == on_disk(disk)
     with disk.world() as world:
         assert counted(world) == on_disk(disk) > 0
-        for view in world.manager.list(OWNER).sessions:
+        for view in world.do(world.manager.list(OWNER)).sessions:
             world.manager.close(OWNER, view.session_id)
         assert counted(world) == on_disk(disk) == 0
 
@@ -58,7 +58,7 @@ def test_what_a_client_sets_counts_as_what_it_says_does(disk: Disk) -> None:
             [world.create(is_stored=True, metadata=much) for _ in range(4)]
         held = counted(world)
         assert held == on_disk(disk) <= most
-        name = world.manager.list(OWNER).sessions[0].session_id
+        name = world.do(world.manager.list(OWNER)).sessions[0].session_id
         world.manager.update(OWNER, name, metadata={})
         assert counted(world) == on_disk(disk) < held - 3900
     with disk.world() as world:
@@ -99,7 +99,7 @@ def test_a_full_store_refuses_sessions_and_turns_and_nothing_that_makes_room(dis
             world.create(is_stored=True)
         with pytest.raises(ServerBusy, match="bytes in the store"):
             world.manager.edits.fork(OWNER, names[0])
-        assert len(world.manager.list(OWNER).sessions) == 3
+        assert len(world.do(world.manager.list(OWNER)).sessions) == 3
         assert world.manager.get(OWNER, names[0]).running_turn is None
         memory = world.create()
         completed(world.run(memory, turn("1", "word " * 50)))  # it takes no disk

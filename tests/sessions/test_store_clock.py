@@ -78,7 +78,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def assert_there(world: World, names: list[str]) -> None:
-    assert [view.session_id for view in world.manager.list(OWNER).sessions] == names
+    assert [view.session_id for view in world.do(world.manager.list(OWNER)).sessions] == names
 
 
 def test_a_start_with_the_clock_ahead_ends_nothing_before_it_is_set_right(
@@ -285,5 +285,5 @@ def test_a_clock_that_is_set_back_a_little_brings_back_nothing_that_is_being_del
             completed(world.run(name, turn("acknowledged")))
         world.manager.on_event(KVForgotten(number=told.number, is_gone=True))
         world.spin(5)
-        is_there = bool(world.manager.list(OWNER).sessions)
+        is_there = bool(world.do(world.manager.list(OWNER)).sessions)
         assert machine.num_rows() == is_there

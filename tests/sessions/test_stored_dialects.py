@@ -470,5 +470,5 @@ def test_a_session_that_somebody_has_used_outlives_its_responses(disk: Disk) -> 
     with desk(disk) as this:
         for each in (mine, theirs):
             assert this.turns.forget_unread(OWNER, each.key)
-        left = [view.session_id for view in this.world.manager.list(OWNER).sessions]
+        left = [view.session_id for view in this.world.do(this.world.manager.list(OWNER)).sessions]
         assert left == [theirs.place.session_id]

@@ -364,7 +364,9 @@ class StoredMachine(SessionMachine):
     @rule()
     def list_all(self) -> None:
         """Each is listed, wherever it is; so many are counted."""
-        listed = [view.session_id for view in self.world.manager.list(OWNER).sessions]
+        listed = [
+            view.session_id for view in self.world.do(self.world.manager.list(OWNER)).sessions
+        ]
         assert len(set(listed)) == len(listed)
         is_there = set(self.names) <= set(listed)
         assert is_there, "a session is not listed"
@@ -384,7 +386,8 @@ class StoredMachine(SessionMachine):
             page = self.world.do(overview.page(sort=sort, limit=2, after=after))
             shown += [summary.view.session_id for summary in page.summaries]
             for summary in page.summaries:
-                assert overview.show(summary.id).view.session_id == summary.view.session_id
+                found = self.world.do(overview.show(summary.id))
+                assert found.view.session_id == summary.view.session_id
             after = page.next_after
             if after is None:
                 break

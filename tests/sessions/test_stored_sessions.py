@@ -323,17 +323,17 @@ def test_sessions_on_disk_are_listed_with_those_in_memory_in_their_order(disk: D
         names.append(world.create())
         after, found = None, []
         while True:
-            page = world.manager.list(OWNER, limit=2, after=after)
+            page = world.do(world.manager.list(OWNER, limit=2, after=after))
             found += [view.session_id for view in page.sessions]
             if not page.has_more:
                 break
             after = page.next_after
         assert found == names
-        views = {view.session_id: view for view in world.manager.list(OWNER).sessions}
+        views = {view.session_id: view for view in world.do(world.manager.list(OWNER)).sessions}
         assert views[names[3]].num_turns == 1
         assert views[names[3]].num_tokens == len(world.history(names[3]))
-        assert not world.manager.list(OWNER, after="~99999999999999999999").sessions
-        by_id = world.manager.list(OWNER, after=names[4]).sessions
+        assert not world.do(world.manager.list(OWNER, after="~99999999999999999999")).sessions
+        by_id = world.do(world.manager.list(OWNER, after=names[4])).sessions
         assert [view.session_id for view in by_id] == names[5:]
 
 
@@ -363,7 +363,7 @@ def test_a_session_that_was_closed_or_has_expired_does_not_come_back(disk: Disk)
         for name in (closed, short):
             with pytest.raises(SessionNotFound):
                 world.manager.get(OWNER, name)
-        assert [view.session_id for view in world.manager.list(OWNER).sessions] == [long]
+        assert [view.session_id for view in world.do(world.manager.list(OWNER)).sessions] == [long]
         world.manager.tick()
         assert count(disk.store._database)[0] == 1
         # What is left of its time goes on in the new process.
@@ -462,7 +462,7 @@ def test_a_damaged_session_is_refused_and_the_others_are_served(disk: Disk, plac
         with pytest.raises(InternalInconsistency):
             world.manager.get(OWNER, damaged)
         assert world.manager.get(OWNER, whole).session_id == whole
-        assert len(world.manager.list(OWNER).sessions) == 2
+        assert len(world.do(world.manager.list(OWNER)).sessions) == 2
 
 
 @pytest.mark.parametrize("odd", ["nothing is said", "a number that does not fit"])
@@ -484,7 +484,10 @@ def test_content_that_no_server_has_written_is_refused_as_damaged(disk: Disk, od
     with disk.world() as world:
         with pytest.raises(InternalInconsistency):
             world.manager.get(OWNER, "odd")
-        assert [each.session_id for each in world.manager.list(OWNER).sessions] == ["odd", "whole"]
+        assert [each.session_id for each in world.do(world.manager.list(OWNER)).sessions] == [
+            "odd",
+            "whole",
+        ]
         completed(world.run("whole", turn("b")))
 
 
@@ -590,9 +593,9 @@ def test_a_list_goes_on_behind_sessions_that_are_gone(disk: Disk) -> None:
         disk.store.is_slow = True
         for name in gone:
             assert world.manager.close(OWNER, name).state == "closing"
-        page = world.manager.list(OWNER, limit=2)
+        page = world.do(world.manager.list(OWNER, limit=2))
         assert ([view.session_id for view in page.sessions], page.has_more) == (kept[:2], True)
-        last = world.manager.list(OWNER, limit=2, after=page.next_after)
+        last = world.do(world.manager.list(OWNER, limit=2, after=page.next_after))
         assert ([view.session_id for view in last.sessions], last.has_more) == (kept[2:], False)
 
 
@@ -629,7 +632,7 @@ def test_what_cannot_be_served_can_be_listed_and_deleted(disk: Disk) -> None:
         world.create()
         with pytest.raises(ServerBusy):
             world.manager.get(OWNER, names[3])
-        listed = [view.session_id for view in world.manager.list(OWNER).sessions]
+        listed = [view.session_id for view in world.do(world.manager.list(OWNER)).sessions]
         assert listed[:4] == names
         world.manager.tick()
         for name in names:
@@ -727,7 +730,7 @@ def test_nothing_is_told_to_be_on_disk_that_was_not_synced(disk: Disk) -> None:
         assert world.manager.get(OWNER, name).is_durable is False
     with disk.world() as world:
         disk.store.durability = "relaxed"
-        (view,) = world.manager.list(OWNER).sessions
+        (view,) = world.do(world.manager.list(OWNER)).sessions
         assert view.is_durable is False
         assert world.end_of(name, "1").outcome.is_durable is False
         assert world.manager.get(OWNER, name).is_durable is False
@@ -766,7 +769,7 @@ def test_a_disk_that_cannot_be_read_is_told_of_and_ends_nothing(disk: Disk) -> N
             with pytest.raises(ServerBusy):
                 ask(OWNER, name)
         with pytest.raises(ServerBusy):
-            world.manager.list(OWNER)
+            world.do(world.manager.list(OWNER))
         world.manager.tick()
         assert completed(world.run(other, turn("1"))).outcome.is_durable is False
 
@@ -780,7 +783,7 @@ def test_sessions_on_disk_count_for_their_owner(disk: Disk) -> None:
     with disk.world() as world:
         with pytest.raises(QuotaExceeded):
             world.manager.open(owner, request)
-        first = world.manager.list(owner).sessions[0].session_id
+        first = world.do(world.manager.list(owner)).sessions[0].session_id
         world.manager.close(owner, first)
         world.manager.open(owner, request)
         disk.now_s += 60.0

@@ -67,7 +67,7 @@ def test_a_time_that_no_calendar_has_is_shown_and_turns_run(
         return  # it is over, or no value of SQLite
     change(disk, {name: value})
     with disk.world() as world:
-        (first, second) = world.manager.list(OWNER).sessions
+        (first, second) = world.do(world.manager.list(OWNER)).sessions
         assert 0 <= first.created_s <= LAST_S
         assert 0 <= first.ttl_s <= LAST_S
         world.manager.tick()
@@ -95,10 +95,10 @@ def test_token_ids_that_the_model_does_not_have_are_refused_and_can_be_deleted(
         for _ in range(2):
             with pytest.raises(UnknownModel, match="token ids that the model does not have"):
                 world.manager.get(OWNER, "a")
-        assert len(world.manager.list(OWNER).sessions) == 2
+        assert len(world.do(world.manager.list(OWNER)).sessions) == 2
         world.manager.close(OWNER, "a")
         completed(world.run("b", turn("next")))
-        assert len(world.manager.list(OWNER).sessions) == 1
+        assert len(world.do(world.manager.list(OWNER)).sessions) == 1
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def recount(world: World) -> None:
     quotas, registry = world.manager._quotas, world.manager._sessions
     assert quotas.sessions.total == len(registry)
     for owner in quotas.owned_sessions.owners:
-        page = registry.page(owner, limit=1000, after=None)
+        page = world.do(registry.page(owner, limit=1000, after=None))
         assert quotas.owned_sessions.held_by(owner) == len(page.sessions)
 
 
@@ -136,7 +136,7 @@ def test_sessions_of_responses_that_have_left_the_memory_make_room_for_others(di
                 pass
         assert not loaded(this.world)
         this.world.create(owner=owner, is_stored=True)  # in place of the third
-        ids = {view.session_id for view in this.world.manager.list(owner).sessions}
+        ids = {view.session_id for view in this.world.do(this.world.manager.list(owner)).sessions}
         assert forked.place.session_id in ids, "somebody has used it"
         with pytest.raises(QuotaExceeded):
             this.world.create(owner=owner, is_stored=True)
@@ -217,5 +217,5 @@ def test_a_turn_by_its_id_and_an_unloading_leave_a_session_to_its_client(disk: D
         unload(this.world, num=2)
         for each in (mine, theirs):
             this.turns.forget(each)
-        left = [view.session_id for view in this.world.manager.list(OWNER).sessions]
+        left = [view.session_id for view in this.world.do(this.world.manager.list(OWNER)).sessions]
         assert left == [theirs.place.session_id]

@@ -65,7 +65,7 @@ def test_the_one_unused_for_longest_leaves_and_comes_back_as_it_was(disk: Disk) 
         assert stats.closed_sessions == {}
         recount(world.manager)
     with disk.world() as world:
-        assert len(world.manager.list(OWNER).sessions) == 4
+        assert len(world.do(world.manager.list(OWNER)).sessions) == 4
         assert world.manager.stats().unread_sessions == 4
 
 
@@ -287,13 +287,13 @@ def test_an_owner_whose_memory_is_full_makes_room_of_its_own(disk: Disk) -> None
         names = [world.create(owner=owner, is_stored=True) for _ in range(30)]
         assert other in loaded(world)
         assert 1 < len(loaded(world)) < 20
-        assert len(world.manager.list(owner).sessions) == len(names)
+        assert len(world.do(world.manager.list(owner)).sessions) == len(names)
 
 
 def test_one_that_left_is_listed_closed_and_expires_like_any_other(disk: Disk) -> None:
     with disk.world(quotas=QuotaLimits(sessions=1)) as world:
         names = [world.create(is_stored=True, ttl_s=60.0) for _ in range(4)]
-        assert [view.session_id for view in world.manager.list(OWNER).sessions] == names
+        assert [view.session_id for view in world.do(world.manager.list(OWNER)).sessions] == names
         assert world.manager.close(OWNER, names[0]).state == "closing"
         with pytest.raises(SessionNotFound):
             world.manager.get(OWNER, names[0])
@@ -305,7 +305,9 @@ def test_one_that_left_is_listed_closed_and_expires_like_any_other(disk: Disk) -
         for clock in (disk, world):
             clock.now_s += 40.0
         world.manager.tick()
-        assert [view.session_id for view in world.manager.list(OWNER).sessions] == [names[1]]
+        assert [view.session_id for view in world.do(world.manager.list(OWNER)).sessions] == [
+            names[1]
+        ]
         stats = world.manager.stats()
         assert (stats.sessions, stats.unread_sessions) == (1, 0)
 
@@ -377,7 +379,7 @@ def test_a_damaged_session_that_left_takes_no_other_with_it(disk: Disk) -> None:
             with pytest.raises(Exception, match="damaged"):
                 world.manager.get(OWNER, damaged)
         assert world.manager.get(OWNER, whole).session_id == whole
-        assert len(world.manager.list(OWNER).sessions) == 3
+        assert len(world.do(world.manager.list(OWNER)).sessions) == 3
         world.manager.close(OWNER, damaged)
-        assert len(world.manager.list(OWNER).sessions) == 2
+        assert len(world.do(world.manager.list(OWNER)).sessions) == 2
         recount(world.manager)

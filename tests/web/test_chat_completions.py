@@ -257,7 +257,7 @@ async def test_unnamed_sessions_are_no_more_than_may_rest(this: Served) -> None:
         assert (
             num_sessions(this) == MAX_RESTING == len(this.app.state.unnamed.resting.of(ANONYMOUS))
         )
-        for view in this.sessions.list(ANONYMOUS, limit=1000).sessions:
+        for view in (await this.sessions.list(ANONYMOUS, limit=1000)).sessions:
             this.sessions.close(ANONYMOUS, view.session_id)
         await ask(client, HELLO)
         assert num_sessions(this) == 1
@@ -274,7 +274,7 @@ def test_sessions_that_nobody_knows_by_name_make_room_for_others() -> None:
             await this.open(id="other")
             for index in range(20):  # bytes run out before sessions do
                 await ask(client, [{"role": "user", "content": f"word {index} " * 150}])
-            for view in this.sessions.list(ANONYMOUS).sessions:
+            for view in (await this.sessions.list(ANONYMOUS)).sessions:
                 if view.session_id not in ("mine", "other"):
                     this.sessions.close(ANONYMOUS, view.session_id)
             await this.open(id="third")
@@ -504,7 +504,7 @@ async def test_the_first_call_of_an_unnamed_conversation_may_end_in_any_way(this
         await this.until(lambda: num_sessions(this) == 1)
 
         def unnamed_id() -> str:
-            views = this.sessions.list(ANONYMOUS).sessions
+            views = [session.view() for session in this.sessions._sessions]
             return next(view.session_id for view in views if view.session_id != "innocent")
 
         for end in ("leaves", "is canceled", "is closed"):
@@ -635,7 +635,7 @@ async def test_a_page_may_use_the_sdk(this: Served) -> None:
 
 
 def _has_said_something(this: Served) -> bool:
-    (view, *_) = this.sessions.list(ANONYMOUS).sessions
+    (view, *_) = (session.view() for session in this.sessions._sessions)
     journal = this.sessions.journal(ANONYMOUS, view.session_id)
     newest = journal.read(journal.last_seq - 1)
     return bool(newest) and isinstance(newest[-1].entry, TurnDelta)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from session_server.sessions.store.deleted_rows import Freed
 from session_server.sessions.store.ownership import HeldBy
@@ -103,7 +103,7 @@ class StoreReads(Protocol):
 class StoreDatabase(StoreVerbs, StoreReads, Protocol):
     """Hold the sessions of one server, or of several that share it."""
 
-    read_errors: tuple[type[Exception], ...]
+    read_errors: ClassVar[tuple[type[Exception], ...]]
     """What a read raises where the medium is at fault."""
 
     has_deleted: bool

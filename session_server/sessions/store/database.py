@@ -67,7 +67,7 @@ class Database(Reads):
     """
 
     FILE: ClassVar = DATABASE_NAME
-    read_errors: tuple[type[Exception], ...] = (sqlite3.Error,)
+    read_errors: ClassVar[tuple[type[Exception], ...]] = (sqlite3.Error,)
 
     def __init__(
         self, directory: Path, *, durability: Durability = "turn", is_read_only: bool = False

@@ -10,6 +10,7 @@ from typing import Final, Protocol
 
 from session_server.sessions.store.backend import StoreVerbs
 from session_server.sessions.store.deleted_rows import Freed
+from session_server.sessions.store.ownership import NotOurs
 from session_server.sessions.store.records import Holding
 from session_server.sessions.store.writer import Told, Write, tell_nobody
 
@@ -152,7 +153,10 @@ class Deletions:
             on_written(error)
 
         def told(error: Exception | None) -> None:
-            if error is not None:
+            if isinstance(error, NotOurs):  # whoever holds it deletes it, or lets it live
+                self.hidden.discard(number)
+                self._begun.discard(number)
+            elif error is not None:
                 self._failed[number] = again
             on_told(error)
 

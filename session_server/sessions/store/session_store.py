@@ -129,6 +129,11 @@ class SessionStore:
         return self.health.failure
 
     @property
+    def is_shared(self) -> bool:
+        """Return whether other replicas keep sessions there too."""
+        return self.directory is None
+
+    @property
     def is_synced(self) -> bool:
         """Return whether what is told to be written is on disk. Else only the system has it, and
         nothing is told to be durable."""
@@ -237,13 +242,14 @@ class SessionStore:
     def find(self, owner_id: str, session_id: str) -> SessionRow | None:
         """Return a session that is on disk and has not expired; None if there is none. Raises
         sqlite3.Error."""
-        return self._if_open(self._database.find(owner_id, session_id))
+        return self.if_open(self._database.find(owner_id, session_id))
 
     def numbered(self, number: int) -> SessionRow | None:
         """Return the session of a number, as `find` does. Raises sqlite3.Error."""
-        return self._if_open(self._database.numbered(number))
+        return self.if_open(self._database.numbered(number))
 
-    def _if_open(self, row: SessionRow | None) -> SessionRow | None:
+    def if_open(self, row: SessionRow | None) -> SessionRow | None:
+        """Return a session that was found, unless it has expired or is being deleted."""
         if row is None or row.number in self.deletions.hidden or row.expires_s < self.clock.now_s():
             return None
         return row

@@ -1,0 +1,45 @@
+"""Have the sessions of a manager kept in a store, of its own or shared with other replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from session_server.sessions.exits import SessionExits
+from session_server.sessions.opening import SessionMaker
+from session_server.sessions.ownership import Ownership
+from session_server.sessions.restoring import Restorer
+from session_server.sessions.shared_sessions import SharedSessions
+from session_server.sessions.store.session_store import SessionStore
+from session_server.sessions.stored_ends import StoredEnds
+from session_server.sessions.stored_sessions import StoredSessions
+
+
+def keep_sessions(
+    store: SessionStore,
+    ownership: Ownership | None,
+    *,
+    exits: SessionExits,
+    maker: SessionMaker,
+    clock: Callable[[], float],
+) -> None:
+    """Write sessions to a store from now on, and find there those that are not in memory.
+    `ownership`: of what this replica holds in one that others share."""
+    parts, flow = exits.parts, exits.flow
+    sessions, quotas, logs = parts.sessions, parts.quotas, parts.logs
+    logs.keep_in(store)
+    sessions.number_from(store.last_number, None if ownership is None else ownership.slot)
+    ends = StoredEnds(store, parts, flow, clock)
+    ends.count()
+    restorer = Restorer(store, ends, sessions, quotas, maker, parts.link)
+    if ownership is None:
+        stored = StoredSessions(restorer)
+        sessions.on_disk = stored
+        quotas.room_makers.delete = stored.make_room
+        return
+    shared = SharedSessions(restorer, ownership)
+    sessions.on_disk = shared
+    ownership.on_lost = exits.lose_all
+    shared.give_up = partial(exits.give_up, is_lost=False)
+    exits.on_left = shared.on_left
+    logs.on_moved = partial(exits.give_up, is_lost=True)

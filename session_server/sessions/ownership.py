@@ -1,0 +1,163 @@
+"""`Ownership`: know for how long this replica may answer for the sessions of a shared store.
+
+A replica has one lease for all that it holds, so that to renew it costs the same however many those
+are. The database decides: what a replica writes whose lease is over is refused there, also by one
+that was stopped and knows nothing of it. By its own clock it stops answering before that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Final, TypeVar
+
+from session_server.core.errors import SessionMoved
+from session_server.sessions.daemon_threads import DaemonThreads
+from session_server.sessions.store.backend import SharedDatabase
+from session_server.sessions.store.ownership import LeaseLost
+
+_logger: Final = logging.getLogger("session_server.store")
+
+LEASE_S: Final = 10.0
+"""How long others wait for a replica that says nothing, before they take its sessions."""
+
+RENEWALS: Final = 4
+"""Renewals within one lease."""
+
+MARGIN_S: Final = 1.0
+"""How long before the end of its lease a replica stops answering: its clock may run slower."""
+
+READS_AT_ONCE: Final = 16
+"""Reads of the database that are under way; others wait."""
+
+READ_WAIT_S: Final = 10.0
+"""How long one may take."""
+
+RETRY_S: Final = 0.5
+"""How long a replica that could not renew or listen waits before it tries again."""
+
+ASKED_WAIT_S: Final = 5.0
+
+_T = TypeVar("_T")
+
+
+class Ownership:
+    """Keep the lease of this replica. Call every method but `join` on the event loop's thread.
+
+    `on_lost` is called when the lease is over, before a new one begins; `on_asked` with the number
+    of a session that another replica asks for. `clock` returns monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        database: SharedDatabase,
+        *,
+        address: str = "",
+        lease_s: float = LEASE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.database = database
+        self._address, self._lease_s, self._clock = address, lease_s, clock
+        self._until_s = self._offset_s = -math.inf
+        self.slot = 0
+        self.on_lost: Callable[[], None] = lambda: None
+        self.on_asked: Callable[[int], None] = lambda _number: None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._threads = DaemonThreads("store-reader")
+        self._at_once = asyncio.Semaphore(READS_AT_ONCE)
+
+    def wall_s(self) -> float:
+        """Return the database's clock, in seconds since 1970, as of the last renewal."""
+        return self._clock() + self._offset_s
+
+    @property
+    def is_held(self) -> bool:
+        """Return whether this replica may answer for what it holds."""
+        return self._clock() < self._until_s
+
+    def check(self) -> None:
+        """Raise SessionMoved if this replica may not answer for what it has in memory."""
+        if not self.is_held:
+            raise SessionMoved("this replica has lost its lease: ask again")
+
+    def join(self) -> None:
+        """Begin a lease; waits for the database. Raises what that raises."""
+        asked_s = self._clock()
+        joined = self.database.join(self._address, self._lease_s)
+        self.slot = joined.slot
+        self._note(asked_s, joined.now_s)
+
+    def start(self) -> None:
+        """Keep the lease from now on, and listen to what others ask for."""
+        self._tasks = [
+            asyncio.create_task(self._keep(), name="keep lease"),
+            asyncio.create_task(self._listen(), name="listen to replicas"),
+        ]
+
+    async def stop(self) -> None:
+        """Give up the lease, and with it all sessions; call it once all is written."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._until_s = -math.inf
+        try:
+            await self.read(self.database.leave)
+        except LeaseLost:
+            return
+        except self.database.read_errors as error:
+            _logger.warning("the lease runs out by itself: %s", self.database.explain(error))
+
+    async def read(self, call: Callable[[], _T]) -> _T:
+        """Ask the database on a thread. Raises what the call raises, TimeoutError."""
+        async with self._at_once, asyncio.timeout(READ_WAIT_S):
+            return await asyncio.wrap_future(self._threads.submit(call))
+
+    async def _keep(self) -> None:
+        while True:
+            await asyncio.sleep(self._lease_s / RENEWALS)
+            try:
+                await self._renew()
+            except self.database.read_errors as error:
+                _logger.warning("the lease was not renewed: %s", self.database.explain(error))
+                if not self.is_held:
+                    self._lose()
+                await asyncio.sleep(RETRY_S)
+
+    async def _renew(self) -> None:
+        """Renew the lease, or begin another one where it is over."""
+        asked_s = self._clock()
+        try:
+            if not self.is_held:
+                raise LeaseLost
+            now_s = await self.read(partial(self.database.renew, self._lease_s))
+            self._note(asked_s, now_s)
+        except LeaseLost:
+            self._lose()
+            await self.read(self.join)
+
+    def _lose(self) -> None:
+        if self._until_s > -math.inf:
+            self._until_s = -math.inf
+            _logger.error("the lease of this replica is over: its sessions go on in others")
+            self.on_lost()
+
+    def _note(self, asked_s: float, now_s: float) -> None:
+        # Of the time between the question and the answer the database may have used all or none.
+        self._until_s = asked_s + self._lease_s - min(MARGIN_S, self._lease_s / RENEWALS)
+        self._offset_s = now_s - self._clock()
+
+    async def _listen(self) -> None:
+        while True:
+            try:
+                # Not counted among the reads: it waits, and takes no place from others.
+                ask = partial(self.database.asked, ASKED_WAIT_S)
+                numbers = await asyncio.wrap_future(self._threads.submit(ask))
+            except self.database.read_errors:
+                await asyncio.sleep(RETRY_S)
+                continue
+            for number in numbers:
+                self.on_asked(number)

@@ -1,0 +1,316 @@
+"""`SharedSessions`: take sessions of a shared store when they are asked for, and give them up.
+
+A replica reads a session only as its holder. One that another replica holds is asked for; where
+that runs a turn of it, whoever asks waits a while, and is then told that the session has moved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Final
+
+from session_server.core.errors import (
+    InternalInconsistency,
+    ServerBusy,
+    SessionMoved,
+    SessionServerError,
+    UnknownModel,
+    UnsupportedOperation,
+)
+from session_server.core.owner import Owner
+from session_server.sessions.bugs import log_bug
+from session_server.sessions.ownership import Ownership
+from session_server.sessions.restoring import Restorer, is_spare, reading
+from session_server.sessions.session import Session
+from session_server.sessions.store.ownership import HeldBy
+from session_server.sessions.store.records import LogEntry, SessionRow, decode_entry
+from session_server.sessions.store.survey import SurveyQuestion
+from session_server.sessions.views import SessionView, StoredSummary
+
+HANDOVER_WAIT_S: Final = 8.0
+"""How long a request waits for the replica that holds its session."""
+
+_FIRST_LOOK_S: Final = 0.01
+_LAST_LOOK_S: Final = 0.25
+
+ADOPTED_AT_ONCE: Final = 4
+"""Sessions that are read: they count once they are in memory."""
+
+ENTRIES_AT_ONCE: Final = 256
+BYTES_AT_ONCE: Final = 1 << 20
+"""Of the log of a session that one question to the database answers."""
+
+ENTRIES_APPLIED: Final = 16
+"""Of them that are applied before others are served."""
+
+MAX_LOOKED_UP: Final = 4096
+"""Ids that were looked up last; what is asked of them next is answered without the database."""
+
+_Key = tuple[str, str]
+
+
+class SharedSessions:
+    """Take, find and give up the sessions of a shared store."""
+
+    def __init__(self, restorer: Restorer, ownership: Ownership) -> None:
+        self._restorer, self._ownership = restorer, ownership
+        self._store, self._sessions = restorer.store, restorer.sessions
+        self._database = ownership.database
+        self._loading: dict[_Key, asyncio.Task[None]] = {}
+        self._at_once = asyncio.Semaphore(ADOPTED_AT_ONCE)
+        self._looked_up: dict[_Key, int | None] = {}
+        self._asked: set[int] = set()
+        """Sessions that were asked for while this replica was about to read them."""
+
+        self._closed: dict[_Key, SessionView] = {}
+        self._leaving: dict[_Key, asyncio.Task[None]] = {}
+        """Sessions that are no longer in memory, and still to be released."""
+
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.give_up: Callable[[Session], None] = lambda _session: None
+        ownership.on_asked = self._on_asked
+
+    def check(self) -> None:
+        """Raise SessionMoved if this replica may not answer for what it has in memory."""
+        self._ownership.check()
+
+    # -- bringing sessions here
+
+    async def load(self, owner: Owner, session_id: str) -> None:
+        """Hold a session, and have it in memory. Does nothing for one that does not exist.
+
+        Raises:
+            SessionMoved: another replica holds it, and does not give it up now.
+            ServerBusy: the database cannot be read, or there is no room in memory.
+            And whatever `Restorer` raises.
+        """
+        self.check()
+        key = owner.owner_id, session_id
+        while (session := self._sessions.find(owner, session_id)) is not None:
+            if session.closing != "moved":
+                return
+            await self._moving(session)
+        task = self._loading.get(key)
+        if task is None:
+            task = self._spawn(self._adopt(owner, session_id))
+            self._loading[key] = task
+            task.add_done_callback(lambda _task: self._loading.pop(key))
+        # Others may wait for it too, and it is registered whole or not at all.
+        await asyncio.shield(task)
+
+    async def _moving(self, session: Session) -> None:
+        """Wait until a session that is asked for has left. Raises SessionMoved."""
+        try:
+            async with asyncio.timeout(HANDOVER_WAIT_S):
+                while self._sessions.find(session.owner, session.session_id) is session:
+                    await asyncio.sleep(_FIRST_LOOK_S)
+        except TimeoutError:
+            session.check_not_closing()
+
+    async def _adopt(self, owner: Owner, session_id: str) -> None:
+        leaving = self._leaving.get((owner.owner_id, session_id))
+        if leaving is not None:  # to take it first, and release it then, would leave it nobody's
+            await asyncio.wait([leaving])
+        row = await self._take(owner, session_id)
+        self._note_looked_up(owner, session_id, row)
+        if row is None:
+            return
+        try:
+            async with self._at_once:
+                await self._restore(owner, row)
+        except SessionServerError:
+            self._spawn(self._release(row.number))
+            raise
+        finally:
+            was_asked = row.number in self._asked
+            self._asked.discard(row.number)
+        session = self._sessions.find(owner, session_id)
+        if was_asked and session is not None:
+            self.give_up(session)
+
+    async def _take(self, owner: Owner, session_id: str) -> SessionRow | None:
+        loop, delay_s, has_asked = asyncio.get_running_loop(), _FIRST_LOOK_S, False
+        until_s = loop.time() + HANDOVER_WAIT_S
+        take = partial(self._database.take, owner.owner_id, session_id)
+        with reading(self._store):
+            while isinstance(found := await self._ownership.read(take), HeldBy):
+                if loop.time() >= until_s:
+                    where = f" at {found.address}" if found.address else ""
+                    raise SessionMoved(f"the session is in another replica{where}: ask again")
+                if not has_asked:
+                    await self._ownership.read(partial(self._database.ask_for, found))
+                    has_asked = True
+                await asyncio.sleep(delay_s)
+                delay_s = min(2 * delay_s, _LAST_LOOK_S)
+        if found is None or found.number in self._store.deletions.hidden:
+            return None
+        return found
+
+    async def _restore(self, owner: Owner, row: SessionRow) -> None:
+        restored = self._restorer.begin(owner, row)
+        num_read = 0
+        while num_read < row.num_entries:
+            with reading(self._store):
+                entries = await self._ownership.read(partial(self._entries, row.number, num_read))
+            if not entries:
+                raise InternalInconsistency("what is stored of this session is not all there")
+            for start in range(0, len(entries), ENTRIES_APPLIED):
+                some = entries[start : start + ENTRIES_APPLIED]
+                num_bytes = sum(size for _, size in some)
+                self._restorer.read(restored, [entry for entry, _ in some], num_bytes)
+                await asyncio.sleep(0)
+            num_read += len(entries)
+        self._restorer.register(self._restorer.finish(restored))
+
+    def _entries(self, number: int, start: int) -> list[tuple[LogEntry, int]]:
+        """Return entries with their bytes; on a thread."""
+        found = self._database.entries(
+            number, start=start, limit=ENTRIES_AT_ONCE, max_bytes=BYTES_AT_ONCE
+        )
+        return [(decode_entry(data), len(data)) for data in found]
+
+    def restore(self, owner: Owner, session_id: str) -> Session | None:
+        """Return None for a session that is known not to exist. Raises ServerBusy for any other:
+        `load` reads it."""
+        if self.order_of(owner, session_id) is not None:
+            raise ServerBusy("the session has just left the memory: ask again")
+        return None
+
+    # -- giving them up
+
+    def _on_asked(self, number: int) -> None:
+        session = self._sessions.numbered(number)
+        if session is not None:
+            self.give_up(session)
+        elif self._loading:
+            self._asked.add(number)  # it may be one of them
+            self._spawn(self._release_unread(number, [*self._loading.values()]))
+        else:
+            self._spawn(self._release(number))
+
+    async def _release_unread(self, number: int, loading: Sequence[asyncio.Task[None]]) -> None:
+        await asyncio.wait(loading)
+        if number in self._asked:
+            self._asked.discard(number)
+            await self._release(number)
+
+    def on_left(self, session: Session) -> None:
+        """Release a session that has left the memory, once all of it is written."""
+        key = session.owner.owner_id, session.session_id
+        task = self._spawn(self._release(session.life.order))
+        self._leaving[key] = task
+
+        def is_gone(_task: asyncio.Task[None]) -> None:
+            if self._leaving.get(key) is task:
+                del self._leaving[key]
+
+        task.add_done_callback(is_gone)
+
+    async def _release(self, number: int) -> None:
+        await self._restorer.ends.flush()
+        # Where that fails it is this replica's until somebody asks again, or its lease is over.
+        with contextlib.suppress(*self._store.read_errors):
+            await self._ownership.read(partial(self._database.release, [number]))
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        """Do something that nobody waits for, or that goes on when nobody does any more."""
+        task = asyncio.create_task(work, name="shared session")
+        self._tasks.add(task)
+        task.add_done_callback(self._on_done)
+        return task
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception) and not isinstance(error, SessionServerError):
+            log_bug("a session of the shared store", error)
+
+    # -- looking at them
+
+    async def look_up(self, owner: Owner, session_id: str) -> None:
+        """Find out whether a session exists, without holding it. Raises ServerBusy."""
+        if self._sessions.find(owner, session_id) is None:
+            with reading(self._store):
+                find = partial(self._database.find, owner.owner_id, session_id)
+                row = self._store.if_open(await self._ownership.read(find))
+            self._note_looked_up(owner, session_id, row)
+
+    def _note_looked_up(self, owner: Owner, session_id: str, row: SessionRow | None) -> None:
+        key = owner.owner_id, session_id
+        self._looked_up.pop(key, None)
+        self._looked_up[key] = None if row is None else row.number
+        if len(self._looked_up) > MAX_LOOKED_UP:
+            del self._looked_up[next(iter(self._looked_up))]
+
+    def order_of(self, owner: Owner, session_id: str) -> int | None:
+        """Return the place in the order of a session that was looked up or loaded; None if there is
+        none. Raises ServerBusy for any other."""
+        try:
+            return self._looked_up[owner.owner_id, session_id]
+        except KeyError:
+            raise ServerBusy("the session was not looked up: ask again") from None
+
+    async def page(self, owner: Owner, *, limit: int, after: int) -> list[tuple[int, SessionView]]:
+        """Return up to `limit` sessions of an owner that this replica does not have in memory."""
+        page = partial(
+            self._database.page,
+            owner.owner_id,
+            after=after,
+            now_s=self._store.clock.now_s(),
+            limit=limit,
+        )
+        with reading(self._store):
+            rows = await self._ownership.read(page)
+        hidden = self._store.deletions.hidden
+        return [
+            (row.number, self._restorer.view(row, "cold"))
+            for row in rows
+            if row.number not in hidden and self._sessions.find(owner, row.session_id) is None
+        ]
+
+    async def survey(self, question: SurveyQuestion) -> tuple[list[StoredSummary], int]:
+        """Look through all sessions that are not in memory here. Raises ServerBusy."""
+        with reading(self._store):
+            answer = await self._store.survey(question)
+        found = [self._restorer.summary(row, place) for place, row in answer.found]
+        return found, answer.num_matching
+
+    async def numbered(self, number: int) -> StoredSummary | None:
+        """Return the session of a number. Raises ServerBusy."""
+        with reading(self._store):
+            found = await self._ownership.read(partial(self._database.numbered, number))
+            row = self._store.if_open(found)
+        return None if row is None else self._restorer.summary(row, 0.0)
+
+    # -- deleting them
+
+    async def prepare_close(self, owner: Owner, session_id: str) -> None:
+        """Hold a session that is to be deleted; one that cannot be read is deleted unread. Raises
+        as `load` does."""
+        try:
+            await self.load(owner, session_id)
+        except (InternalInconsistency, UnknownModel, UnsupportedOperation):
+            row = await self._take(owner, session_id)
+            if row is not None:
+                self._restorer.ends.delete(row)
+                self._closed[owner.owner_id, session_id] = self._restorer.view(row, "closing")
+
+    def close(self, owner: Owner, session_id: str) -> SessionView | None:
+        """Return a session that `prepare_close` has deleted unread."""
+        return self._closed.pop((owner.owner_id, session_id), None)
+
+    def spare(self, owner: Owner, session_id: str) -> None:
+        """Delete some time a session that only the surface that opened it has used."""
+        self._spawn(self._spare(owner, session_id))
+
+    async def _spare(self, owner: Owner, session_id: str) -> None:
+        row = await self._take(owner, session_id)
+        if row is not None and is_spare(row):
+            self._restorer.ends.delete(row)
+
+    def expire(self, now_s: float) -> bool:
+        """Delete some whose time is over; see `StoredEnds.expire`."""
+        return self._restorer.ends.expire(now_s)
