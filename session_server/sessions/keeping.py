@@ -7,7 +7,6 @@ from functools import partial
 
 from session_server.sessions.exits import SessionExits
 from session_server.sessions.opening import SessionMaker
-from session_server.sessions.ownership import Ownership
 from session_server.sessions.restoring import Restorer
 from session_server.sessions.shared_sessions import SharedSessions
 from session_server.sessions.store.session_store import SessionStore
@@ -17,29 +16,28 @@ from session_server.sessions.stored_sessions import StoredSessions
 
 def keep_sessions(
     store: SessionStore,
-    ownership: Ownership | None,
     *,
     exits: SessionExits,
     maker: SessionMaker,
     clock: Callable[[], float],
 ) -> None:
-    """Write sessions to a store from now on, and find there those that are not in memory.
-    `ownership`: of what this replica holds in one that others share."""
+    """Write sessions to a store from now on, and find there those that are not in memory."""
+    lease = store.lease
     parts, flow = exits.parts, exits.flow
     sessions, quotas, logs = parts.sessions, parts.quotas, parts.logs
     logs.keep_in(store)
-    sessions.number_from(store.last_number, None if ownership is None else ownership.slot)
+    sessions.number_from(store.last_number, None if lease is None else lease.slot)
     ends = StoredEnds(store, parts, flow, clock)
     ends.count()
     restorer = Restorer(store, ends, sessions, quotas, maker, parts.link)
-    if ownership is None:
+    if lease is None:
         stored = StoredSessions(restorer)
         sessions.on_disk = stored
         quotas.room_makers.delete = stored.make_room
         return
-    shared = SharedSessions(restorer, ownership)
+    shared = SharedSessions(restorer, lease)
     sessions.on_disk = shared
-    ownership.on_lost = exits.lose_all
+    lease.on_lost = exits.lose_all
     shared.give_up = partial(exits.give_up, is_lost=False)
     exits.on_left = shared.on_left
     logs.on_moved = partial(exits.give_up, is_lost=True)

@@ -49,7 +49,6 @@ from session_server.sessions.footprint import input_bytes, message_bytes, metada
 from session_server.sessions.journal import Journal
 from session_server.sessions.keeping import keep_sessions
 from session_server.sessions.opening import SessionMaker, check_repeated
-from session_server.sessions.ownership import Ownership
 from session_server.sessions.parts import NOT_ENDED, SessionParts
 from session_server.sessions.prompt import check_num_ids
 from session_server.sessions.quotas import QuotaLimits, Quotas, SessionLimits
@@ -149,10 +148,9 @@ class SessionManager:
         """Have a listener told of every accepted turn that ends, in place of the one before."""
         self._flow.counts.on_ended = listener
 
-    def store_in(self, store: SessionStore, ownership: Ownership | None = None) -> None:
-        """Keep sessions in a store that the caller opens, starts and closes. `ownership`: of what
-        this replica holds in one that others share."""
-        keep_sessions(store, ownership, exits=self.exits, maker=self._maker, clock=self._clock)
+    def store_in(self, store: SessionStore) -> None:
+        """Keep sessions in a store that the caller opens, starts and closes."""
+        keep_sessions(store, exits=self.exits, maker=self._maker, clock=self._clock)
 
     async def start(self, observers: Sequence[EventListener] = ()) -> EngineReady:
         """Start the engine; `observers` get each of its events before the sessions do. Raises

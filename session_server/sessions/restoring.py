@@ -87,7 +87,7 @@ class Restorer:
         """Give a session what further entries have, of so many bytes. Raises
         InternalInconsistency."""
         session, transcript = restored.session, restored.session.transcript
-        with _refusing(restored.row):
+        with refusing(restored.row):
             for entry in entries:
                 restored.cut.follow(entry, len(transcript), transcript.tokens)
                 transcript.apply(entry.change)
@@ -99,7 +99,7 @@ class Restorer:
         """Return a session all of whose entries were read. Raises InternalInconsistency,
         UnknownModel."""
         session, row = restored.session, restored.row
-        with _refusing(row):
+        with refusing(row):
             session.transcript.check_places()
         ready = self.link.ready
         if ready is not None and not session.transcript.has_only(ready.vocab_size):
@@ -168,7 +168,7 @@ def reading(store: SessionStore) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _refusing(row: SessionRow) -> Iterator[None]:
+def refusing(row: SessionRow) -> Iterator[None]:
     """Raise InternalInconsistency where content raises that no server has written there."""
     try:
         yield

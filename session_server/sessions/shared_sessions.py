@@ -22,11 +22,11 @@ from session_server.core.errors import (
 )
 from session_server.core.owner import Owner
 from session_server.sessions.bugs import log_bug
-from session_server.sessions.ownership import Ownership
-from session_server.sessions.restoring import Restorer, is_spare, reading
+from session_server.sessions.restoring import Restorer, is_spare, reading, refusing
 from session_server.sessions.session import Session
+from session_server.sessions.store.lease import Lease
 from session_server.sessions.store.ownership import HeldBy
-from session_server.sessions.store.records import LogEntry, SessionRow, decode_entry
+from session_server.sessions.store.records import SessionRow
 from session_server.sessions.store.survey import SurveyQuestion
 from session_server.sessions.views import SessionView, StoredSummary
 
@@ -39,12 +39,8 @@ _LAST_LOOK_S: Final = 0.25
 ADOPTED_AT_ONCE: Final = 4
 """Sessions that are read: they count once they are in memory."""
 
-ENTRIES_AT_ONCE: Final = 256
-BYTES_AT_ONCE: Final = 1 << 20
-"""Of the log of a session that one question to the database answers."""
-
 ENTRIES_APPLIED: Final = 16
-"""Of them that are applied before others are served."""
+"""Entries of a log that are applied before others are served."""
 
 MAX_LOOKED_UP: Final = 4096
 """Ids that were looked up last; what is asked of them next is answered without the database."""
@@ -55,10 +51,10 @@ _Key = tuple[str, str]
 class SharedSessions:
     """Take, find and give up the sessions of a shared store."""
 
-    def __init__(self, restorer: Restorer, ownership: Ownership) -> None:
-        self._restorer, self._ownership = restorer, ownership
+    def __init__(self, restorer: Restorer, lease: Lease) -> None:
+        self._restorer, self._lease = restorer, lease
         self._store, self._sessions = restorer.store, restorer.sessions
-        self._database = ownership.database
+        self._database = lease.database
         self._loading: dict[_Key, asyncio.Task[None]] = {}
         self._at_once = asyncio.Semaphore(ADOPTED_AT_ONCE)
         self._looked_up: dict[_Key, int | None] = {}
@@ -71,11 +67,11 @@ class SharedSessions:
 
         self._tasks: set[asyncio.Task[None]] = set()
         self.give_up: Callable[[Session], None] = lambda _session: None
-        ownership.on_asked = self._on_asked
+        lease.on_asked = self._on_asked
 
     def check(self) -> None:
         """Raise SessionMoved if this replica may not answer for what it has in memory."""
-        self._ownership.check()
+        self._lease.check()
 
     # -- bringing sessions here
 
@@ -136,12 +132,12 @@ class SharedSessions:
         until_s = loop.time() + HANDOVER_WAIT_S
         take = partial(self._database.take, owner.owner_id, session_id)
         with reading(self._store):
-            while isinstance(found := await self._ownership.read(take), HeldBy):
+            while isinstance(found := await self._lease.read(take), HeldBy):
                 if loop.time() >= until_s:
                     where = f" at {found.address}" if found.address else ""
                     raise SessionMoved(f"the session is in another replica{where}: ask again")
                 if not has_asked:
-                    await self._ownership.read(partial(self._database.ask_for, found))
+                    await self._lease.read(partial(self._database.ask_for, found))
                     has_asked = True
                 await asyncio.sleep(delay_s)
                 delay_s = min(2 * delay_s, _LAST_LOOK_S)
@@ -150,27 +146,18 @@ class SharedSessions:
         return found
 
     async def _restore(self, owner: Owner, row: SessionRow) -> None:
-        restored = self._restorer.begin(owner, row)
-        num_read = 0
+        restored, num_read = self._restorer.begin(owner, row), 0
         while num_read < row.num_entries:
-            with reading(self._store):
-                entries = await self._ownership.read(partial(self._entries, row.number, num_read))
-            if not entries:
-                raise InternalInconsistency("what is stored of this session is not all there")
+            with reading(self._store), refusing(row):
+                entries, num_bytes = await self._lease.read(
+                    partial(self._store.slice_of, row, num_read)
+                )
+            num_read += len(entries)
             for start in range(0, len(entries), ENTRIES_APPLIED):
                 some = entries[start : start + ENTRIES_APPLIED]
-                num_bytes = sum(size for _, size in some)
-                self._restorer.read(restored, [entry for entry, _ in some], num_bytes)
+                self._restorer.read(restored, some, num_bytes if start == 0 else 0)
                 await asyncio.sleep(0)
-            num_read += len(entries)
         self._restorer.register(self._restorer.finish(restored))
-
-    def _entries(self, number: int, start: int) -> list[tuple[LogEntry, int]]:
-        """Return entries with their bytes; on a thread."""
-        found = self._database.entries(
-            number, start=start, limit=ENTRIES_AT_ONCE, max_bytes=BYTES_AT_ONCE
-        )
-        return [(decode_entry(data), len(data)) for data in found]
 
     def restore(self, owner: Owner, session_id: str) -> Session | None:
         """Return None for a session that is known not to exist. Raises ServerBusy for any other:
@@ -213,7 +200,7 @@ class SharedSessions:
         await self._restorer.ends.flush()
         # Where that fails it is this replica's until somebody asks again, or its lease is over.
         with contextlib.suppress(*self._store.read_errors):
-            await self._ownership.read(partial(self._database.release, [number]))
+            await self._lease.read(partial(self._database.release, [number]))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """Do something that nobody waits for, or that goes on when nobody does any more."""
@@ -235,7 +222,7 @@ class SharedSessions:
         if self._sessions.find(owner, session_id) is None:
             with reading(self._store):
                 find = partial(self._database.find, owner.owner_id, session_id)
-                row = self._store.if_open(await self._ownership.read(find))
+                row = self._store.if_open(await self._lease.read(find))
             self._note_looked_up(owner, session_id, row)
 
     def _note_looked_up(self, owner: Owner, session_id: str, row: SessionRow | None) -> None:
@@ -263,7 +250,7 @@ class SharedSessions:
             limit=limit,
         )
         with reading(self._store):
-            rows = await self._ownership.read(page)
+            rows = await self._lease.read(page)
         hidden = self._store.deletions.hidden
         return [
             (row.number, self._restorer.view(row, "cold"))
@@ -281,7 +268,7 @@ class SharedSessions:
     async def numbered(self, number: int) -> StoredSummary | None:
         """Return the session of a number. Raises ServerBusy."""
         with reading(self._store):
-            found = await self._ownership.read(partial(self._database.numbered, number))
+            found = await self._lease.read(partial(self._database.numbered, number))
             row = self._store.if_open(found)
         return None if row is None else self._restorer.summary(row, 0.0)
 

@@ -9,12 +9,13 @@ and while there is no engine. One that the engine knows is retired too where KV 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from array import array
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from session_server.core.errors import EngineUnavailable
 from session_server.core.owner import Owner
@@ -41,6 +42,11 @@ many are told to the engine before it answers."""
 _LEAST_S: Final = 1.0
 """When those expire that are not retired, at the earliest: see `Database.put`."""
 
+_Waiting = asyncio.Future[Any] | None
+"""What somebody waits for who goes on once it is done; None: goes on when asked."""
+
+_T = TypeVar("_T")
+
 
 class StoredEnds:
     """Delete sessions of a store. `clock` returns monotonic seconds."""
@@ -54,7 +60,8 @@ class StoredEnds:
     ) -> None:
         self._store, self._parts, self._copies = store, parts, flow.copies
         self._clock, self._backlog = clock, flow.backlog
-        self._passes: list[Iterator[None] | None] = [None, None]
+        self._passes: list[Iterator[_Waiting] | None] = [None, None]
+        self._waiting: list[_Waiting] = [None, None]
         self._now_s, self._num_told, self._num_asked = -math.inf, 0, 0
         self._is_deferred = False
         store.deletions.on_freed = self._uncount_bytes
@@ -106,20 +113,33 @@ class StoredEnds:
         """Go on with those that are retired, or that expire; return whether there is more."""
         work = self._passes[kind]
         try:
-            for _ in work or ():
-                return True
+            for waiting in work or ():
+                if waiting is not None and waiting is not self._waiting[kind]:
+                    self._waiting[kind] = waiting
+                    waiting.add_done_callback(lambda _done: self._resume())
+                return waiting is None
         except self._store.read_errors as error:
             self._store.health.note_unread(error)
         self._passes[kind] = None
         return False
 
-    def _pass(self, since_s: float, until_s: float) -> Iterator[None]:
+    def _ask(self, call: Callable[[], _T]) -> Generator[_Waiting, None, _T]:
+        """Read the store, and yield what is waited for where that takes the way to another machine.
+        Raises what the call raises."""
+        if self._store.lease is None:
+            return call()
+        answer = asyncio.ensure_future(self._store.lease.read(call))
+        while not answer.done():
+            yield answer
+        return answer.result()
+
+    def _pass(self, since_s: float, until_s: float) -> Iterator[_Waiting]:
         """Delete those that expire in this time, some with each step, each read once. One that is
         in memory expires there. Ends early where the engine can be told no more. Raises
         sqlite3.Error."""
         place, num_found = (since_s, -1), AT_ONCE
         while num_found == AT_ONCE:
-            rows = self._store.expired(place, until_s, limit=AT_ONCE)
+            rows = yield from self._ask(partial(self._store.expired, place, until_s, limit=AT_ONCE))
             num_found = len(rows)
             for row in rows:
                 place = row.expires_s, row.number
@@ -130,7 +150,7 @@ class StoredEnds:
                     self._end(row)
                 elif not (yield from self._drop_kv(row)):
                     return
-            yield
+            yield None
 
     def _end(self, row: SessionRow) -> None:
         if not row.is_retired:
@@ -140,7 +160,11 @@ class StoredEnds:
 
     def _on_deleted(self, _error: Exception | None) -> None:
         self._num_asked -= 1
-        if not self._num_asked and not self._is_deferred:
+        if not self._num_asked:
+            self._resume()
+
+    def _resume(self) -> None:
+        if not self._is_deferred:
             self._is_deferred = True
             self._backlog.defer(self._go_on)
 
@@ -172,7 +196,7 @@ class StoredEnds:
         idle_s = self._store.clock.now_s() - (row.expires_s - ttl_s)
         return self._copies.may_leave_kv(self._clock() - idle_s)
 
-    def _drop_kv(self, row: SessionRow) -> Generator[None, None, bool]:
+    def _drop_kv(self, row: SessionRow) -> Generator[_Waiting, None, bool]:
         """Have the engine drop the KV of a session, whose tokens are read a slice with each step,
         and end it once that is gone; return False where it can be told no more. Raises
         sqlite3.Error."""
@@ -185,11 +209,14 @@ class StoredEnds:
 
         try:
             self._parts.link.check_up()
-            for entries, _ in self._store.slices(row):
+            num_read = 0
+            while num_read < row.num_entries:
+                entries, _ = yield from self._ask(partial(self._store.slice_of, row, num_read))
+                num_read += len(entries)
                 for entry in entries:
                     cut.follow(entry, len(tokens), between)
                     apply_tokens(tokens, entry.change)
-                yield
+                yield None
             if cut:
                 owner, whole = Owner(row.owner_id), cut.whole(between)
                 self._copies.forget(owner, row.name, whole, num_kept=cut.num_kept)

@@ -20,6 +20,7 @@ from session_server.sessions.store.clock import EARLIEST_S, GRACE_S, StoreClock
 from session_server.sessions.store.database import Behind, Database, Durability
 from session_server.sessions.store.deletions import Deletions
 from session_server.sessions.store.disk_health import DiskHealth
+from session_server.sessions.store.lease import Lease
 from session_server.sessions.store.lock import StoreIsBusy
 from session_server.sessions.store.ownership import NotOurs
 from session_server.sessions.store.patience import NO_ANSWER, Patience
@@ -69,6 +70,12 @@ PARTS_AT_ONCE: Final = 256
 BYTES_AT_ONCE: Final = MAX_ENTRY_BYTES
 """Of entries or parts: none is read behind one with which they have as many."""
 
+_SLICE: Final = ENTRIES_AT_ONCE, BYTES_AT_ONCE
+
+SHARED_ENTRIES: Final = 256
+SHARED_BYTES: Final = 1 << 20
+"""As many where each question takes the way to another machine; on a thread."""
+
 _Entries = Sequence[bytes] | LargeEntry
 
 
@@ -77,7 +84,8 @@ class SessionStore:
 
     `model`: the `ModelText.fingerprint` that token ids are of. `durability`: with "turn" the
     end of a turn waits for its commit, with "relaxed" it does not. `wall` returns seconds that go
-    on while no server runs, and may be set; `clock` monotonic ones. See `StoreClock`.
+    on while no server runs, and may be set; `clock` monotonic ones. See `StoreClock`. `lease`: of
+    this replica, where others keep sessions in the same database.
     """
 
     def __init__(
@@ -88,14 +96,16 @@ class SessionStore:
         durability: Durability = "turn",
         wall: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
+        lease: Lease | None = None,
     ) -> None:
-        self._database = database
+        self._database, self.lease = database, lease
         self.directory, self.place = database.directory, database.place
         self.read_errors = database.read_errors
         self.model, self.durability = model, durability
         since_s = self._database.noted_s()
         if since_s is None:
-            since_s = EARLIEST_S if self.last_number else wall()
+            is_old = self.lease is None and self.last_number
+            since_s = EARLIEST_S if is_old else wall()
         self.clock = StoreClock(since_s, wall=wall, clock=clock)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._commits = GroupCommits(self._database, self._deliver)
@@ -131,7 +141,7 @@ class SessionStore:
     @property
     def is_shared(self) -> bool:
         """Return whether other replicas keep sessions there too."""
-        return self.directory is None
+        return self.lease is not None
 
     @property
     def is_synced(self) -> bool:
@@ -163,6 +173,8 @@ class SessionStore:
         """Find out whether the wall clock is believed, and log where that is over; call it now and
         then. Raises sqlite3.Error."""
         ahead_s = self.clock.watch()
+        if self.is_shared:
+            return  # the time is the database's
         if ahead_s < 0.0:
             _logger.warning(
                 "the wall clock says %s, %.0f s before the last time that a server of this store "
@@ -194,6 +206,8 @@ class SessionStore:
         """Start to write; what was written is told on this loop."""
         self._loop = loop
         self._commits.start()
+        if self.lease is not None:
+            self.lease.start()
 
     async def close(self) -> None:
         """Write what is left, tell of it, and close the store. After `CLOSE_WAIT_S` it is left to a
@@ -203,6 +217,8 @@ class SessionStore:
             self._commits.ask(_noting(None, self.clock.noted_s), tell_nobody)
         is_over = await self._loop.run_in_executor(None, self._commits.stop, CLOSE_WAIT_S)
         await asyncio.sleep(0)  # what was delivered last runs before this goes on
+        if self.lease is not None:
+            await self.lease.stop()
         if is_over:
             self._database.close()
         else:
@@ -285,15 +301,20 @@ class SessionStore:
         """Yield the entries of a session, in order, some at a time with their bytes. Raises
         Damaged, sqlite3.Error."""
         num_read = 0
-        while found := self._database.entries(
-            row.number, start=num_read, limit=ENTRIES_AT_ONCE, max_bytes=BYTES_AT_ONCE
-        ):
-            num_read += len(found)
-            if num_read > row.num_entries:
-                break
-            yield [decode_entry(data) for data in found], sum(map(len, found))
-        if num_read != row.num_entries:
+        while num_read < row.num_entries:
+            entries, num_bytes = self.slice_of(row, num_read)
+            num_read += len(entries)
+            yield entries, num_bytes
+
+    def slice_of(self, row: SessionRow, start: int) -> tuple[list[LogEntry], int]:
+        """Return some entries of a session from a position on, and their bytes; any thread may call
+        it. Raises Damaged if they are not all that the row tells of, and as `slices`."""
+        limit, most = (SHARED_ENTRIES, SHARED_BYTES) if self.is_shared else _SLICE
+        found = self._database.entries(row.number, start=start, limit=limit, max_bytes=most)
+        num_read = start + len(found)
+        if not found or num_read > row.num_entries:
             raise Damaged(f"{num_read} entries of {row.num_entries} are there")
+        return [decode_entry(data) for data in found], sum(map(len, found))
 
     def is_long(self, row: SessionRow) -> bool:
         """Return whether the entries of a session are more than one slice."""

@@ -1,4 +1,4 @@
-"""`Ownership`: know for how long this replica may answer for the sessions of a shared store.
+"""`Lease`: know for how long this replica may answer for the sessions of a shared store.
 
 A replica has one lease for all that it holds, so that to renew it costs the same however many those
 are. The database decides: what a replica writes whose lease is over is refused there, also by one
@@ -45,7 +45,7 @@ ASKED_WAIT_S: Final = 5.0
 _T = TypeVar("_T")
 
 
-class Ownership:
+class Lease:
     """Keep the lease of this replica. Call every method but `join` on the event loop's thread.
 
     `on_lost` is called when the lease is over, before a new one begins; `on_asked` with the number
