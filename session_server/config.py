@@ -12,7 +12,15 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    StringConstraints,
+)
 from pydantic_core import PydanticCustomError
 
 from session_server.core.bounds import Bound
@@ -80,6 +88,9 @@ def _size(given: Any) -> Any:
 
 
 _Bytes = Annotated[int, BeforeValidator(_size)]
+
+StoreUrl = Annotated[str, StringConstraints(pattern=r"^postgres(ql)?://", max_length=2048)]
+"""Of a database that several servers share. It may have a password in it."""
 _Words = Annotated[tuple[str, ...], BeforeValidator(_words)]
 
 
@@ -248,11 +259,18 @@ class SessionOptions(_Section):
     replay_ttl_s: Annotated[float, Bound("seconds", _JOURNAL_IS_SHORT)] = _setting(
         300.0, "maximum age of journal entries, seconds", gt=0, le=86400
     )
-    store: Literal["auto", "none"] | Path = _setting(
+    store: Literal["auto", "none"] | StoreUrl | Path = _setting(
         "auto",
-        "directory that keeps sessions when the server ends; auto: one for each --port in the "
-        "user's state directory; none: they end with the server",
+        "directory that keeps sessions when the server ends, or postgresql://USER@HOST/NAME of a "
+        "database that several servers share; auto: a directory for each --port in the user's "
+        "state directory; none: they end with the server",
         union_mode="left_to_right",
+    )
+    advertise_url: str = _setting(
+        "",
+        "with a shared --store: where clients reach this server, told to those who ask another one "
+        "for a session that it holds; by default nothing is told",
+        max_length=256,
     )
     durability: Literal["turn", "relaxed"] = _setting(
         "turn",

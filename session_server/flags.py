@@ -80,6 +80,7 @@ FLAGS: Final = (
     Flag(("--replay-ttl",), "sessions", "replay_ttl_s"),
     Flag(("--store",), "sessions", "store"),
     Flag(("--durability",), "sessions", "durability"),
+    Flag(("--advertise-url",), "sessions", "advertise_url"),
     Flag(("--host",), "http", "host"),
     Flag(("--port",), "http", "port"),
     Flag(("--admin-host",), "http", "admin_host"),

@@ -45,8 +45,13 @@ def find_store(asked: str | None, config: Path | None, *, port: int | None = Non
     store = settings.sessions.store
     if store == "none":
         raise StoreUnusable("the store is none, which keeps no sessions: pass --store DIR")
-    if store != "auto":
+    if isinstance(store, Path):
         return store.expanduser()
+    if store != "auto":
+        raise StoreUnusable(
+            "--store names a database, and this command reads directories: ask a server for a "
+            "session (GET /v1/sessions/ID), and PostgreSQL's tools for a backup (pg_dump)"
+        )
     directory = default_directory(os.environ, settings.http.port)
     if directory is None:
         raise StoreUnusable("there is no home directory with a store: pass --store DIR")

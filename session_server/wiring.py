@@ -53,6 +53,7 @@ from session_server.sessions.salts import TenantSalts
 from session_server.sessions.store.lock import StoreIsBusy, StoreUnusable, once_free
 from session_server.sessions.store.places import default_directory
 from session_server.sessions.store.session_store import SessionStore
+from session_server.shared_store import open_shared
 from session_server.text.model_text import ModelText
 from session_server.web.certificate import Certificate, UnusableCertificate
 from session_server.web.key_file import is_readable_by_all, limits_of
@@ -414,6 +415,8 @@ async def _open_store(
     asked, port = settings.sessions.store, settings.http.port
     if asked == "none":
         return None
+    if isinstance(asked, str) and asked != "auto":
+        return await asyncio.to_thread(open_shared, settings, asked, model=text.fingerprint)
     directory = default_directory(environment, port) if asked == "auto" else asked.expanduser()
     if asked == "auto" and (port == 0 or directory is None):
         why = "on any free port" if port == 0 else "by a user without a home directory"
