@@ -45,6 +45,7 @@ from session_server.sessions.store.schema import (
     migrate,
     move_into_rows,
 )
+from session_server.sessions.store.survey import SurveyAnswer, SurveyQuestion, survey
 
 Durability = Literal["turn", "relaxed"]
 
@@ -217,6 +218,11 @@ class Database(Reads):
         if self._is_read_only and not self.lock.is_anothers and not self._has_index:
             index_of(self.path).unlink(missing_ok=True)  # made to read a log that a crash left
         self._release()
+
+    def survey(self, question: SurveyQuestion) -> SurveyAnswer:
+        """Look through all sessions, over a connection of its own; any thread may call it. Raises
+        sqlite3.Error."""
+        return survey(self.path, question)
 
     def back_up(self, path: Path) -> None:
         """Copy all of it, as of one commit, into a database at a path. Raises sqlite3.Error."""

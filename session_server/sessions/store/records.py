@@ -51,7 +51,8 @@ class SessionRow(msgspec.Struct, frozen=True, gc=False):
 
     `number` orders the sessions of an owner. `model`: the `ModelText.fingerprint` that its
     token ids are of. `expires_s`: wall-clock seconds. `settings`: as `encode_settings` gives them.
-    `num_entries` of `num_bytes` are there already.
+    `num_entries` of `num_bytes` are there already. `epoch`: how often a replica has taken it, where
+    replicas share a store; else 0.
     """
 
     number: int
@@ -65,6 +66,7 @@ class SessionRow(msgspec.Struct, frozen=True, gc=False):
     num_uses: int
     num_entries: int = 0
     num_bytes: int = 0
+    epoch: int = 0
 
     @property
     def is_retired(self) -> bool:
