@@ -170,7 +170,7 @@ class Reads:
         query = (
             f"SELECT position, {column} FROM (SELECT position, {column},"  # noqa: S608
             f" sum(octet_length({column})) OVER (ORDER BY position) - octet_length({column})"
-            f" AS before FROM {condition} ORDER BY position LIMIT %(limit)s) AS some"
+            f" AS before FROM {condition} ORDER BY position LIMIT %(limit)s) AS bounded"
             " WHERE before < %(max_bytes)s OR %(max_bytes)s IS NULL ORDER BY position"
         ).replace("%(max_bytes)s", "%(max_bytes)s::bigint")
         bounds = {
