@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.rig.postgres import Postgres, running
 from tests.sessions.world import World
 
 
@@ -13,3 +14,18 @@ from tests.sessions.world import World
 def world() -> Iterator[World]:
     with World() as made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Postgres]:
+    """A server of PostgreSQL; without one the test is skipped."""
+    with running(is_synced=False) as server:
+        yield server
+
+
+@pytest.fixture
+def url(postgres: Postgres) -> Iterator[str]:
+    """An empty database."""
+    made = postgres.new_database()
+    yield made
+    postgres.drop(made)

@@ -5,21 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, Protocol
 
 from session_server.sessions.store.deleted_rows import Freed
-from session_server.sessions.store.ownership import HeldBy
+from session_server.sessions.store.ownership import HeldBy, Joined
 from session_server.sessions.store.records import Holding, Parts, RecordRow, SessionRow
 from session_server.sessions.store.survey import SurveyAnswer, SurveyQuestion
-
-
-class Joined(NamedTuple):
-    """Say as what a replica takes part. `slot` lies in [0, 1024), and no other live one has it;
-    `now_s`: the database's clock, in seconds since 1970."""
-
-    replica_id: int
-    slot: int
-    now_s: float
 
 
 class StoreVerbs(Protocol):

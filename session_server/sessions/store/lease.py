@@ -156,8 +156,11 @@ class Lease:
                 # Not counted among the reads: it waits, and takes no place from others.
                 ask = partial(self.database.asked, ASKED_WAIT_S)
                 numbers = await asyncio.wrap_future(self._threads.submit(ask))
-            except self.database.read_errors:
+            except LeaseLost:
+                numbers = []
                 await asyncio.sleep(RETRY_S)
-                continue
+            except self.database.read_errors:
+                numbers = []
+                await asyncio.sleep(RETRY_S)
             for number in numbers:
                 self.on_asked(number)

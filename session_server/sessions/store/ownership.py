@@ -1,7 +1,7 @@
-"""Why a database refuses what a replica writes: the session, or its own lease, is not its any more.
+"""Who may write a session that several replicas share: what is told of that, and by whom.
 
-A store that several replicas share gives each session one holder, with an epoch that counts up
-whenever it changes hands. Every write names both.
+A session has one holder, a replica whose lease has not ended, and an epoch, which rises whenever
+somebody takes it. Every commit names both, and is refused where they are not the current ones.
 """
 
 from __future__ import annotations
@@ -10,24 +10,35 @@ from typing import NamedTuple
 
 
 class NotOurs(Exception):
-    """Report a write that was refused for good: the session goes on elsewhere."""
+    """Report a write that was refused for good: what it is about goes on elsewhere."""
 
 
 class Moved(NotOurs):
-    """Report that another replica holds the session now, or that it is gone."""
+    """Report a session that another replica holds now, or has deleted: it is no longer here."""
 
 
 class LeaseLost(NotOurs):
-    """Report that this replica's own lease is over: others may have taken what it held."""
+    """Report that this replica's own lease is over: nothing that it holds is its own any more. It
+    may join again, as another replica."""
 
 
 class NameTaken(NotOurs):
-    """Report that another open session of the owner has this id."""
+    """Report another open session of the same owner and id; or, of a record, another one of the
+    same number, or of the same owner and id."""
+
+
+class Joined(NamedTuple):
+    """Tell a replica which one it is. `slot`: the smallest that no other has. `now_s`: the clock of
+    the database, in unix seconds."""
+
+    replica_id: int
+    slot: int
+    now_s: float
 
 
 class HeldBy(NamedTuple):
-    """Name the live replica that holds a session. `address`: where clients reach it; "" where they
-    reach all replicas in one place."""
+    """Say that another replica, whose lease has not ended, holds a session. `address`: as it joined
+    with."""
 
     number: int
     replica_id: int

@@ -164,6 +164,11 @@ class Reads:
         """Return all records, that first which was not written for longest."""
         return self._record_rows("ORDER BY used")
 
+    def find_record(self, owner_id: str, record_id: str) -> RecordRow | None:
+        """Return a record as of the last commit."""
+        rows = self._record_rows("WHERE owner = ? AND id = ?", owner_id, record_id)
+        return next(iter(rows), None)
+
     def parts(
         self, number: int, *, after: int = -1, limit: int = -1, max_bytes: int | None = None
     ) -> Parts:
@@ -179,6 +184,6 @@ class Reads:
         query = f"SELECT {self._columns} FROM sessions WHERE {condition}"  # noqa: S608
         return [SessionRow(*columns) for columns in self._reader.execute(query, values)]
 
-    def _record_rows(self, condition: str, *values: int) -> list[RecordRow]:
+    def _record_rows(self, condition: str, *values: int | str) -> list[RecordRow]:
         query = f"SELECT {RECORD_COLUMNS} FROM records {condition}"  # noqa: S608 - our own words
         return [RecordRow(*columns) for columns in self._reader.execute(query, values)]

@@ -12,6 +12,7 @@ import re
 import sqlite3
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -31,13 +32,15 @@ PLACES: Final[Mapping[str, str]] = {
 """By what sessions are sorted, the smaller the earlier: as `SessionOverview` does. How they were
 used last the rows do not say: these come behind all that are in memory."""
 
-_STATE: Final = "cold"
+STATE: Final = "cold"
+"""The state of all of them, as a list of sessions shows it."""
+
 _IN_DIGEST: Final = re.compile(r"[0-9a-f]+")
 
 _CONDITION: Final = (
     "expires >= :now_s"  # noqa: S608 - our own words
     " AND number NOT IN (SELECT value FROM json_each(:without))"
-    f" AND (:text = '' OR instr('{_STATE}', :text) OR instr(id, :text)"
+    f" AND (:text = '' OR instr('{STATE}', :text) OR instr(id, :text)"
     " OR owner IN (SELECT value FROM json_each(:owners)))"
 )
 
@@ -74,7 +77,7 @@ def survey(path: Path, question: SurveyQuestion) -> SurveyAnswer:
             "now_s": question.now_s,
             "text": question.text,
             "without": _json(sorted(question.without)),
-            "owners": _json(_owners(database, question)),
+            "owners": _json(owners_with(question, partial(_owners, database))),
         }
         counted = f"SELECT count(*) FROM sessions WHERE {_CONDITION}"  # noqa: S608 - our own words
         (num_matching,) = database.execute(counted, values).fetchone()
@@ -89,12 +92,16 @@ def survey(path: Path, question: SurveyQuestion) -> SurveyAnswer:
     return SurveyAnswer(found, int(num_matching))
 
 
-def _owners(database: sqlite3.Connection, question: SurveyQuestion) -> list[str]:
-    """Return those whose digest has the text; nobody's has what is not hexadecimal."""
+def owners_with(question: SurveyQuestion, read: Callable[[], list[str]]) -> list[str]:
+    """Return those of all owners whose digest has the text; nobody's has what is not hexadecimal.
+    Reads them only where one may."""
     if _IN_DIGEST.fullmatch(question.text) is None:
         return []
-    owners = database.execute("SELECT DISTINCT owner FROM sessions")
-    return [owner for (owner,) in owners if question.text in question.digest(owner)]
+    return [owner for owner in read() if question.text in question.digest(owner)]
+
+
+def _owners(database: sqlite3.Connection) -> list[str]:
+    return [owner for (owner,) in database.execute("SELECT DISTINCT owner FROM sessions")]
 
 
 def _json(values: list[int] | list[str]) -> str:

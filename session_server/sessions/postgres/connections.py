@@ -1,0 +1,114 @@
+"""Connect to PostgreSQL so that nothing waits for ever."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg_pool import ConnectionPool
+
+SCHEMA: Final = "session_server"
+"""Where all tables are: a database may have others."""
+
+CONNECT_TIMEOUT_S: Final = 5
+"""For each address of the server. The URL may say another one, as of all that libpq knows."""
+
+UNANSWERED_TIMEOUT_S: Final = 10
+"""How long what was sent may stay unacknowledged: a network that drops everything tells nobody. As
+long as a statement may take, so that neither hides the other."""
+
+STATEMENT_TIMEOUT_S: Final = 10
+"""For one statement or commit: longer than a disk takes that still works."""
+
+LOCK_WAIT_S: Final = 8
+"""How long a statement waits for another transaction. Longer than `IDLE_TIMEOUT_S`, so that one
+whose server has hung is over first, and shorter than a statement may take, so that the error says
+what it was."""
+
+IDLE_TIMEOUT_S: Final = 5
+"""How long a transaction may do nothing before PostgreSQL ends it. One that waits in a server that
+has hung holds up whoever takes over its sessions for no more than that."""
+
+MAX_READERS: Final = 4
+"""Connections that read at a time: as many threads of this process read at most."""
+
+READ_WAIT_S: Final = 5.0
+"""How long a read waits for one of these connections."""
+
+_RECONNECT_S: Final = 1.0
+"""How long the pool tries to connect by itself; after that whoever reads next has it try again."""
+
+_DEFAULTS: Final[dict[str, Any]] = {
+    "application_name": "session-server",
+    "client_encoding": "utf8",
+    "connect_timeout": CONNECT_TIMEOUT_S,
+    "tcp_user_timeout": UNANSWERED_TIMEOUT_S * 1000,
+    # A connection on which nothing is sent, but an answer awaited: also given up after 10 s.
+    "keepalives": 1,
+    "keepalives_idle": 4,
+    "keepalives_interval": 2,
+    "keepalives_count": 3,
+}
+
+Connection = psycopg.Connection[tuple[Any, ...]]
+
+
+def whole(url: str) -> str:
+    """Return a URL, or a connection string of libpq, with all that it leaves open. Raises
+    psycopg.ProgrammingError, whose text may have the password."""
+    return make_conninfo(**_DEFAULTS | conninfo_to_dict(url))
+
+
+def shown(url: str) -> str:
+    """Return where a URL leads, without who connects and how. Raises psycopg.ProgrammingError, as
+    `whole`."""
+    given = conninfo_to_dict(url)
+    host = given.get("host") or given.get("hostaddr") or "localhost"
+    port = f":{given['port']}" if "port" in given else ""
+    return f"postgresql://{host}{port}/{given.get('dbname', '')}"
+
+
+def connect(conninfo: str, *, is_synced: bool = True) -> Connection:
+    """Connect, with autocommit. With one that `is_synced` a commit waits until it outlives the
+    server of the database. Raises psycopg.Error."""
+    connection = psycopg.connect(conninfo, autocommit=True)
+    try:
+        configure(connection, is_synced=is_synced)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def configure(connection: Connection, *, is_synced: bool = True) -> None:
+    """Have a connection behave as this package expects, whatever is the default of the server, the
+    database or the role."""
+    # Who waits for more than one disk is not made to wait for less.
+    synced = "CASE synced WHEN 'remote_apply' THEN synced ELSE 'on' END"
+    chosen = {
+        "search_path": f"'{SCHEMA}'",
+        "default_transaction_isolation": "'read committed'",  # a lock is looked behind anew
+        "statement_timeout": f"'{STATEMENT_TIMEOUT_S}s'",
+        "lock_timeout": f"'{LOCK_WAIT_S}s'",
+        "idle_in_transaction_session_timeout": f"'{IDLE_TIMEOUT_S}s'",
+        "synchronous_commit": synced if is_synced else "'off'",
+    }
+    settings = ", ".join(f"set_config('{name}', {value}, false)" for name, value in chosen.items())
+    connection.execute(f"SELECT {settings} FROM current_setting('synchronous_commit') AS synced")  # noqa: S608
+
+
+def open_pool(conninfo: str) -> ConnectionPool[Connection]:
+    """Return connections to read over. It connects when one is asked for. Raises nothing."""
+    return ConnectionPool(
+        conninfo,
+        kwargs={"autocommit": True},
+        min_size=1,
+        max_size=MAX_READERS,
+        open=True,
+        configure=configure,
+        timeout=READ_WAIT_S,
+        reconnect_timeout=_RECONNECT_S,
+        num_workers=1,
+        name="store-readers",
+    )

@@ -1,0 +1,219 @@
+"""Take sessions, and give them up: one replica holds each, by the clock of the database.
+
+A replica is a row with the time at which its lease ends. Each of its commits locks that row FOR KEY
+SHARE. To renew the lease does not conflict with that, however many sessions it stands for. Whoever
+takes a session of a replica whose lease has ended deletes the row first, which does conflict: it
+waits until a commit under way is over, and none can begin after it. So a replica that was paused
+may go on to compute, but never to write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Final
+
+from psycopg_pool import ConnectionPool
+
+from session_server.sessions.postgres.connections import Connection
+from session_server.sessions.postgres.listening import RELEASED, Listener, channel_of
+from session_server.sessions.postgres.reads import NO_REPLICA, Reads
+from session_server.sessions.postgres.schema import COLUMNS
+from session_server.sessions.store.lock import StoreUnusable
+from session_server.sessions.store.ownership import HeldBy, Joined, LeaseLost
+from session_server.sessions.store.records import SessionRow
+
+MAX_REPLICAS: Final = 1024
+"""Replicas that share a store: slots are below this."""
+
+RELEASED_AT_ONCE: Final = 256
+"""Sessions that one transaction gives up. Their numbers fit into one notification, of 8 kB."""
+
+_MAX_BURIED: Final = 8
+"""Replicas that are over and that one `take` finds in the way, one after another."""
+
+_JOINING: Final = 0x53535254
+"""What replicas lock that join at once, so that none takes the slot of another."""
+
+LEASE: Final = "SELECT FROM replicas WHERE id = %s AND expires > clock_timestamp() FOR KEY SHARE"
+
+_ENDS: Final = "clock_timestamp() + make_interval(secs => %(lease_s)s)"
+_NOW_S: Final = "extract(epoch FROM clock_timestamp())::double precision"
+IS_OVER: Final = f"expires < {_NOW_S}"
+"""What is true of a session that has expired."""
+
+_LET_GO: Final = (
+    "WITH freed AS (UPDATE sessions SET holder = NULL WHERE holder = %(me)s AND number {which}"  # noqa: S608
+    f" RETURNING number) SELECT pg_notify('{RELEASED}', string_agg(number::text, ','))"
+    " FROM freed HAVING count(*) > 0"
+)
+_THESE: Final = _LET_GO.format(which="= ANY(%(numbers)s::bigint[])")
+_NEXT: Final = _LET_GO.format(
+    which="IN (SELECT number FROM sessions WHERE holder = %(me)s ORDER BY number LIMIT %(limit)s)"
+)
+
+
+class Leases(Reads):
+    """Hold sessions for one replica, once it has joined. Any thread may call this."""
+
+    def __init__(self, pool: ConnectionPool[Connection], conninfo: str, place: str) -> None:
+        super().__init__(pool)
+        self._conninfo, self._place = conninfo, place
+        self._listener: Listener | None = None
+
+    def join(self, address: str, lease_s: float) -> Joined:
+        """Become a replica that others reach at an address, for so many seconds. Whatever this
+        process held as another one it does not hold any more. Raises StoreUnusable with too many
+        replicas, psycopg.Error."""
+        joined = self._over_pool(partial(self._join, address, lease_s))
+        self._stop_listening()
+        self.replica_id = joined.replica_id
+        self._listener = Listener(self._conninfo, joined.replica_id)
+        return joined
+
+    def _join(self, address: str, lease_s: float, connection: Connection) -> Joined:
+        with connection.transaction():
+            connection.execute("SELECT pg_advisory_xact_lock(%s)", (_JOINING,))
+            # Slots of those that are over; but nobody waits for what one of them still commits.
+            connection.execute(
+                "DELETE FROM replicas WHERE id IN (SELECT id FROM replicas"
+                " WHERE expires <= clock_timestamp() FOR UPDATE SKIP LOCKED)"
+            )
+            query = (
+                "INSERT INTO replicas (slot, address, expires)"  # noqa: S608 - our own words
+                f" SELECT min(free), %(address)s, {_ENDS} FROM generate_series(0, %(last)s) AS free"
+                " WHERE NOT EXISTS (SELECT FROM replicas WHERE slot = free)"
+                f" HAVING count(*) > 0 RETURNING id, slot, {_NOW_S}"
+            )
+            values = {"address": address, "lease_s": lease_s, "last": MAX_REPLICAS - 1}
+            found = connection.execute(query, values).fetchone()
+        if found is None:
+            raise StoreUnusable(
+                f"--store {self._place}: {MAX_REPLICAS} replicas share it: stop one"
+            )
+        return Joined(*found)
+
+    def renew(self, lease_s: float) -> float:
+        """Hold everything for so many seconds from now on, and return the clock of the database in
+        unix seconds. Raises LeaseLost, psycopg.Error."""
+        query = (
+            f"UPDATE replicas SET expires = {_ENDS} WHERE id = %(me)s"  # noqa: S608
+            f" AND expires > clock_timestamp() RETURNING {_NOW_S}"
+        )
+        found = self._read(query, {"lease_s": lease_s, "me": self.replica_id})
+        if not found:
+            raise LeaseLost(f"replica {self.replica_id} has not renewed its lease in time")
+        return float(found[0][0])
+
+    def leave(self) -> None:
+        """Give up all sessions, and the lease. Raises psycopg.Error."""
+        values = {"me": self.replica_id, "limit": RELEASED_AT_ONCE}
+        while self._read(_NEXT, values):
+            pass
+        self._over_pool(partial(_delete_replica, self.replica_id))
+        self._stop_listening()
+        self.replica_id = NO_REPLICA
+
+    def take(self, owner_id: str, session_id: str) -> SessionRow | HeldBy | None:
+        """Hold a session in a new epoch, and return it; or say who else holds it, which is asked
+        first: that one knows whether it has expired. None if it has, or is not there. Once a
+        session is taken nobody else writes it. Raises LeaseLost, psycopg.Error."""
+        for _ in range(_MAX_BURIED):
+            found = self._over_pool(partial(self._try_to_take, owner_id, session_id))
+            if not isinstance(found, int):
+                return found
+            # Nothing is locked meanwhile that a commit of that one may need.
+            self._over_pool(partial(_bury, found))
+        raise AssertionError("replicas hold a session one after another that are all over")
+
+    def _try_to_take(
+        self, owner_id: str, session_id: str, connection: Connection
+    ) -> SessionRow | HeldBy | int | None:
+        """As `take`; but return the id of a replica that is over, and to be buried."""
+        with connection.transaction():
+            if connection.execute(LEASE, (self.replica_id,)).rowcount != 1:
+                raise LeaseLost(f"the lease of replica {self.replica_id} is over")
+            query = (
+                f"SELECT number, holder, {IS_OVER} FROM sessions"  # noqa: S608 - our own words
+                " WHERE owner = %s AND id = %s FOR NO KEY UPDATE"
+            )
+            session = connection.execute(query, (owner_id, session_id)).fetchone()
+            if session is None:
+                return None
+            number, holder, is_over = session
+            if holder is not None and holder != self.replica_id:
+                query = "SELECT address, expires > clock_timestamp() FROM replicas WHERE id = %s"
+                address, is_live = connection.execute(query, (holder,)).fetchone() or (None, False)
+                if is_live:
+                    return HeldBy(number, holder, address)
+                if address is not None:
+                    return int(holder)
+            if is_over:
+                return None
+            query = (
+                "UPDATE sessions SET holder = %s, epoch = epoch + 1 WHERE number = %s"  # noqa: S608
+                f" RETURNING {COLUMNS}"
+            )
+            taken = connection.execute(query, (self.replica_id, number), binary=True).fetchone()
+            assert taken is not None, "a locked row is gone"
+            return SessionRow(*taken)
+
+    def release(self, numbers: Sequence[int]) -> None:
+        """Give up sessions, those of them that this replica holds, so that others may take them at
+        once. What was asked to be written of them has to be written before. Raises
+        psycopg.Error."""
+        for some in _slices(numbers):
+            self._read(_THESE, {"me": self.replica_id, "numbers": some})
+
+    def ask_for(self, held: HeldBy) -> None:
+        """Ask whoever holds a session to give it up. Raises psycopg.Error."""
+        channel = channel_of(held.replica_id)
+        self._read("SELECT pg_notify(%s, %s)", (channel, str(held.number)))
+
+    def asked(self, timeout_s: float) -> list[int]:
+        """Return which sessions others ask of this replica, once there are any or that time is
+        over. What was asked while no connection was there is lost: others ask again. Raises
+        LeaseLost, psycopg.Error."""
+        return self._listening().asked(timeout_s)
+
+    def await_release(self, held: HeldBy, timeout_s: float) -> bool:
+        """Return whether it is worth while to take a session that another replica holds, as soon as
+        it is, and else after that time. Raises LeaseLost, psycopg.Error."""
+        return self._listening().await_release(held.number, partial(self._is_free, held), timeout_s)
+
+    def _is_free(self, held: HeldBy) -> bool:
+        query = f"SELECT FROM sessions WHERE number = %(number)s AND {_HELD}"
+        return not self._read(query, {"number": held.number, "holder": held.replica_id})
+
+    def _listening(self) -> Listener:
+        if self._listener is None:
+            raise LeaseLost("this replica has not joined")
+        return self._listener
+
+    def _stop_listening(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+        self._listener = None
+
+
+_HELD: Final = (
+    "holder = %(holder)s AND EXISTS (SELECT FROM replicas WHERE replicas.id = %(holder)s"
+    " AND replicas.expires > clock_timestamp())"
+)
+
+
+def _bury(replica_id: int, connection: Connection) -> None:
+    """Delete a replica whose lease has ended, once its commit is over that is under way."""
+    query = "DELETE FROM replicas WHERE id = %s AND expires <= clock_timestamp()"
+    connection.execute(query, (replica_id,))
+
+
+def _delete_replica(replica_id: int, connection: Connection) -> None:
+    connection.execute("DELETE FROM replicas WHERE id = %s", (replica_id,))
+
+
+def _slices(numbers: Sequence[int]) -> list[list[int]]:
+    return [
+        list(numbers[start : start + RELEASED_AT_ONCE])
+        for start in range(0, len(numbers), RELEASED_AT_ONCE)
+    ]
