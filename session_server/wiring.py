@@ -417,8 +417,8 @@ async def _open_store(
         return None
     if isinstance(asked, str) and asked != "auto":
         return await asyncio.to_thread(open_shared, settings, asked, model=text.fingerprint)
-    is_given = isinstance(asked, Path)
-    directory = asked.expanduser() if is_given else default_directory(environment, port)
+    given = asked.expanduser() if isinstance(asked, Path) else None
+    directory = given or default_directory(environment, port)
     if asked == "auto" and (port == 0 or directory is None):
         why = "on any free port" if port == 0 else "by a user without a home directory"
         _logger.info("sessions end with this server, which is served %s: --store keeps them", why)

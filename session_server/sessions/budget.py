@@ -35,6 +35,10 @@ class OwnerBudget:
     ) -> None:
         """Set the limits. `noun` is what is counted, in the plural, as clients read it in an error
         message."""
+        self.is_approximate = False
+        """Whether others count too, so that more may be given back here than was counted here:
+        `recount` says now and then what there is."""
+
         self._limit_of = limit_of
         self._noun = noun
         self._limit = limit
@@ -106,8 +110,14 @@ class OwnerBudget:
     def add(self, owner: Owner, amount: int) -> None:
         """Count an amount without a check; a negative amount is given back."""
         held = self.held_by(owner) + amount
+        if self.is_approximate:
+            held = max(0, held)
         assert held >= 0, f"{self._noun} were given back twice"
-        self._total += amount
+        self.recount(owner, held)
+
+    def recount(self, owner: Owner, held: int) -> None:
+        """Set what one owner holds."""
+        self._total += held - self.held_by(owner)
         if held:
             self._held[owner] = held
         else:

@@ -41,6 +41,9 @@ class OnDisk(Protocol):
     def check(self) -> None:
         """Raise SessionMoved if this process may not answer for those that are in memory."""
 
+    def forget(self, session: Session) -> None:
+        """Note that a session has left the memory: what was looked up of it is old."""
+
     def restore(self, owner: Owner, session_id: str) -> Session | None:
         """Return a session, registered, or None if there is none."""
 
@@ -169,6 +172,8 @@ class SessionRegistry:
         if not owned:
             del self._by_owner[session.owner], self._in_order[session.owner]
         del self._by_engine_id[session.copy.session_id], self._by_order[session.life.order]
+        if self.on_disk is not None:
+            self.on_disk.forget(session)
 
     def check_free(self, owner: Owner, session_id: str) -> None:
         """Raise SessionExists if the owner has an open session with this id."""

@@ -73,6 +73,10 @@ class SharedSessions:
         """Raise SessionMoved if this replica may not answer for what it has in memory."""
         self._lease.check()
 
+    def forget(self, session: Session) -> None:
+        """Forget what was looked up of a session that has left the memory."""
+        self._looked_up.pop((session.owner.owner_id, session.session_id), None)
+
     # -- bringing sessions here
 
     async def load(self, owner: Owner, session_id: str) -> None:
@@ -162,6 +166,7 @@ class SharedSessions:
     def restore(self, owner: Owner, session_id: str) -> Session | None:
         """Return None for a session that is known not to exist. Raises ServerBusy for any other:
         `load` reads it."""
+        self.check()
         if self.order_of(owner, session_id) is not None:
             raise ServerBusy("the session has just left the memory: ask again")
         return None

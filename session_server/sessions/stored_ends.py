@@ -13,7 +13,7 @@ import asyncio
 import logging
 import math
 from array import array
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -24,7 +24,7 @@ from session_server.sessions.cut_off import CutOff
 from session_server.sessions.history_change import apply_tokens
 from session_server.sessions.parts import SessionParts
 from session_server.sessions.session import Session
-from session_server.sessions.store.records import Damaged, SessionRow, decode_settings
+from session_server.sessions.store.records import Damaged, Holding, SessionRow, decode_settings
 from session_server.sessions.store.session_store import SessionStore
 from session_server.sessions.turn_flow import TurnFlow
 
@@ -67,13 +67,18 @@ class StoredEnds:
         store.deletions.on_freed = self._uncount_bytes
 
     def count(self) -> None:
-        """Count what owners have on disk. Raises sqlite3.Error."""
-        holdings, quotas = self._store.holdings(), self._parts.quotas
+        """Count what owners have on disk. Raises `read_errors`."""
+        holdings = self._store.holdings()
         self._store.deletions.count(holdings)
+        self._recount(holdings)
+
+    def _recount(self, holdings: Iterable[Holding]) -> None:
+        owned, stored = self._parts.quotas.owned_sessions, self._parts.quotas.stored_bytes
+        owned.is_approximate = stored.is_approximate = self._store.is_shared
         for holding in holdings:
             owner = Owner(holding.owner_id)
-            quotas.owned_sessions.add(owner, holding.num_sessions)
-            quotas.stored_bytes.add(owner, holding.num_bytes)
+            owned.recount(owner, holding.num_sessions)
+            stored.recount(owner, holding.num_bytes)
 
     async def flush(self) -> None:
         """Wait until all that has changed so far in sessions is written, or could not be."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from session_server.core.errors import ServerBusy
 from session_server.core.owner import Owner
 from session_server.sessions.backlog import SLICE
-from session_server.sessions.restoring import Restorer, is_spare, reading
+from session_server.sessions.restoring import Restorer, is_spare, reading, refusing
 from session_server.sessions.session import Session
 from session_server.sessions.store.records import SessionRow
 from session_server.sessions.store.survey import SurveyQuestion
@@ -25,6 +25,9 @@ class StoredSessions:
 
     def check(self) -> None:
         """Do nothing: no other server has this store."""
+
+    def forget(self, session: Session) -> None:
+        """Do nothing: the disk is read when it is asked."""
 
     async def look_up(self, owner: Owner, session_id: str) -> None:
         """Do nothing: `order_of` reads the disk."""
@@ -51,8 +54,9 @@ class StoredSessions:
             restored = self.restorer.begin(owner, row)
             if self.restorer.store.is_long(row):
                 raise ServerBusy("the session has just left the memory: ask again")
-            for entries, num_bytes in self.restorer.store.slices(row):
-                self.restorer.read(restored, entries, num_bytes)
+            with refusing(row):
+                for entries, num_bytes in self.restorer.store.slices(row):
+                    self.restorer.read(restored, entries, num_bytes)
         session = self.restorer.finish(restored)
         self.restorer.register(session)
         return session
@@ -68,7 +72,7 @@ class StoredSessions:
             if row is None:
                 return
             restored = self.restorer.begin(owner, row)
-            with reading(self.restorer.store):
+            with reading(self.restorer.store), refusing(row):
                 for entries, num_bytes in self.restorer.store.slices(row):
                     self.restorer.read(restored, entries, num_bytes)
                     await asyncio.sleep(0)

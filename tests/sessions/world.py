@@ -134,6 +134,7 @@ class World(HeldManager[PaperEngine]):
         share_prefixes: bool = True,
         store: SessionStore | None = None,
         kv_tiers: Literal["none", "host", "disk"] = "none",
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         text = model_text(kind)
         alphabet = letters(text)
@@ -152,7 +153,9 @@ class World(HeldManager[PaperEngine]):
             kv_tiers=kv_tiers,
         )
         salts = TenantSalts(b"0123456789abcdef", share_prefixes=share_prefixes)
-        super().__init__(engine, text, salts=salts, limits=limits, quotas=quotas, store=store)
+        super().__init__(
+            engine, text, salts=salts, limits=limits, quotas=quotas, store=store, loop=loop
+        )
 
     def run(self, session_id: str, request: TurnRequest) -> TurnEnd:
         """Submit a turn and play it to its end."""

@@ -91,11 +91,11 @@ class Lease:
         self.slot = joined.slot
         self._note(asked_s, joined.now_s)
 
-    def start(self) -> None:
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Keep the lease from now on, and listen to what others ask for."""
         self._tasks = [
-            asyncio.create_task(self._keep(), name="keep lease"),
-            asyncio.create_task(self._listen(), name="listen to replicas"),
+            loop.create_task(self._keep(), name="keep lease"),
+            loop.create_task(self._listen(), name="listen to replicas"),
         ]
 
     async def stop(self) -> None:

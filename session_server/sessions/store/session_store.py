@@ -207,7 +207,7 @@ class SessionStore:
         self._loop = loop
         self._commits.start()
         if self.lease is not None:
-            self.lease.start()
+            self.lease.start(loop)
 
     async def close(self) -> None:
         """Write what is left, tell of it, and close the store. After `CLOSE_WAIT_S` it is left to a

@@ -1,0 +1,231 @@
+"""Several replicas, each a manager over an engine on paper, share a store in PostgreSQL."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from session_server.core.errors import SessionExists, SessionMoved, SessionNotFound
+from session_server.core.session_events import TurnEnd
+from session_server.sessions.postgres.database import PostgresDatabase
+from session_server.sessions.store.lease import Lease
+from session_server.sessions.store.session_store import SessionStore
+from tests.sessions.world import OWNER, World, completed, failed, turn
+
+LEASE_S = 1.0
+
+
+@dataclass
+class Replica:
+    """A manager, and what it holds."""
+
+    world: World
+    store: SessionStore
+    lease: Lease
+    database: PostgresDatabase
+    name: str
+    turns: dict[str, int] = field(default_factory=dict)
+
+    def say(self, session_id: str, turn_id: str, content: str = "Hello") -> TurnEnd:
+        """Run a turn to its end, which is on disk."""
+        self.world.submit(session_id, turn(turn_id, content))
+        return self.finish(session_id, turn_id)
+
+    def finish(self, session_id: str, turn_id: str) -> TurnEnd:
+        self.world.engine.run()
+        self.world.do(self.world.manager.stored())
+        self.world.do(self.world.manager.load(OWNER, session_id))
+        return self.world.end_of(session_id, turn_id)
+
+    def history(self, session_id: str) -> tuple[int, ...]:
+        self.world.do(self.world.manager.load(OWNER, session_id))
+        return self.world.history(session_id)
+
+    @property
+    def num_in_memory(self) -> int:
+        return len(self.world.manager._sessions)
+
+
+class Cluster:
+    """Replicas on one event loop."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.loop = asyncio.new_event_loop()
+        self.replicas: list[Replica] = []
+
+    def start(self, lease_s: float = LEASE_S) -> Replica:
+        name = f"http://replica-{len(self.replicas)}"
+        database = PostgresDatabase(self.url)
+        lease = Lease(database, address=name, lease_s=lease_s)
+        lease.join()
+        store = SessionStore(database, model=b"tokenizer", wall=lease.wall_s, lease=lease)
+        world = World(store=store, loop=self.loop)
+        store.start(self.loop)
+        replica = Replica(world, store, lease, database, name)
+        self.replicas.append(replica)
+        return replica
+
+    def stop(self, replica: Replica) -> None:
+        """End a replica as SIGTERM does."""
+        self.loop.run_until_complete(replica.world.manager.drain(0.0))
+        self.loop.run_until_complete(replica.world.manager.stop())
+        self.loop.run_until_complete(replica.store.close())
+        self.replicas.remove(replica)
+
+    def pause(self, replica: Replica) -> None:
+        """Let a replica say nothing more, as one that is stopped or cut off."""
+        for task in replica.lease._tasks:
+            task.cancel()
+
+    def until(self, condition: Callable[[], bool], wait_s: float = 10.0) -> None:
+        async def wait() -> None:
+            async with asyncio.timeout(wait_s):
+                while not condition():
+                    await asyncio.sleep(0.01)
+
+        self.loop.run_until_complete(wait())
+
+
+@pytest.fixture
+def cluster(url: str) -> Iterator[Cluster]:
+    made = Cluster(url)
+    yield made
+    for replica in list(made.replicas):
+        made.stop(replica)
+    made.loop.close()
+
+
+def test_a_session_goes_on_in_another_replica_once_it_is_asked_for_there(cluster: Cluster) -> None:
+    first, second = cluster.start(), cluster.start()
+    name = first.world.create(session_id="ours", is_stored=True)
+    completed(first.say(name, "a"))
+    history = first.world.history(name)
+    assert second.history(name) == history
+    assert first.num_in_memory == 0, "it was handed over, and not copied"
+    completed(second.say(name, "b", "And now?"))
+    longer = second.world.history(name)
+    assert longer[: len(history)] == history
+    assert first.history(name) == longer
+    assert second.num_in_memory == 0
+    # A turn that was said elsewhere is told again, and does not run.
+    again = first.world.submit(name, turn("b", "And now?"))
+    assert again.end is not None
+    assert completed(again.end).outcome.is_durable
+    assert first.history(name) == longer
+
+
+def test_a_running_turn_ends_before_its_session_is_handed_over(cluster: Cluster) -> None:
+    first, second = cluster.start(), cluster.start()
+    name = first.world.create(session_id="ours", is_stored=True)
+    first.world.submit(name, turn("runs"))
+    first.world.submit(name, turn("waits"))
+    asking = cluster.loop.create_task(second.world.manager.load(OWNER, name))
+    session = first.world.manager._sessions.find(OWNER, name)
+    assert session is not None
+    cluster.until(lambda: session.closing == "moved")
+    with pytest.raises(SessionMoved):
+        first.world.manager.edits.rewind(OWNER, name, None)
+    first.world.engine.run()
+    cluster.loop.run_until_complete(asking)
+    end = completed(second.world.end_of(name, "runs"))
+    assert end.outcome.is_durable
+    waited = second.world.end_of(name, "waits")
+    assert failed(waited).code == "session_moved"
+    assert failed(waited).retryable
+    completed(second.say(name, "waits"))  # the same id, which has run nowhere
+
+
+def test_a_replica_that_says_nothing_loses_its_sessions(cluster: Cluster) -> None:
+    first, second = cluster.start(), cluster.start()
+    name = first.world.create(session_id="ours", is_stored=True)
+    completed(first.say(name, "a"))
+    history = first.world.history(name)
+    first.world.submit(name, turn("b"))
+    cluster.pause(first)
+    # Its lease ends, and the other one takes the session.
+    assert second.history(name) == history
+    completed(second.say(name, "c"))
+    # It wakes up in the midst of its turn, which it cannot commit.
+    told: list[str] = []
+    journal = first.world.manager._sessions.find(OWNER, name)
+    assert journal is not None
+    first.world.engine.run()
+    first.world.do(first.world.manager.stored())
+    entries = [found.entry for found in journal.journal.read(journal.journal.first_seq - 1)]
+    told = [entry.code for entry in entries if hasattr(entry, "code")]
+    assert told == ["session_moved"], entries
+    with pytest.raises(SessionMoved):
+        first.world.manager.get(OWNER, name)
+    assert first.num_in_memory == 0
+    longer = second.world.history(name)
+    assert len(longer) > len(history)
+    assert second.history(name) == longer
+
+
+def test_a_replica_that_lost_its_lease_begins_another_one(cluster: Cluster) -> None:
+    first, second = cluster.start(), cluster.start()
+    name = first.world.create(session_id="ours", is_stored=True)
+    completed(first.say(name, "a"))
+    history = first.world.history(name)
+    first.lease._tasks[0].cancel()
+    cluster.until(lambda: not first.lease.is_held)
+    first.lease._tasks.append(cluster.loop.create_task(first.lease._keep()))
+    cluster.until(lambda: first.lease.is_held)
+    assert first.num_in_memory == 0, "what it held may be others' by now"
+    assert first.history(name) == history
+    completed(first.say(name, "b"))
+    longer = first.world.history(name)
+    assert second.history(name) == longer
+
+
+def test_an_id_is_taken_in_all_replicas(cluster: Cluster) -> None:
+    first, second = cluster.start(), cluster.start()
+    first.world.create(session_id="ours", is_stored=True)
+    with pytest.raises(SessionExists):
+        second.world.create(session_id="ours", is_stored=True)
+    key = first.world.create(idempotency_key="key", is_stored=True)
+    assert second.world.create(idempotency_key="key", is_stored=True) == key
+    with pytest.raises(SessionNotFound):
+        second.world.do(second.world.manager.exits.delete(OWNER, "nobody's"))
+
+
+def test_a_session_is_deleted_wherever_that_is_asked(cluster: Cluster) -> None:
+    first, second = cluster.start(), cluster.start()
+    name = first.world.create(session_id="ours", is_stored=True)
+    completed(first.say(name, "a"))
+    view = second.world.do(second.world.manager.exits.delete(OWNER, name))
+    assert view.is_durable
+    for replica in (first, second):
+        replica.world.do(replica.world.manager.load(OWNER, name))
+        with pytest.raises(SessionNotFound):
+            replica.world.manager.get(OWNER, name)
+    second.world.create(session_id="ours", is_stored=True)
+
+
+def test_sessions_of_all_replicas_are_listed(cluster: Cluster) -> None:
+    first, second = cluster.start(), cluster.start()
+    names = [
+        replica.world.create(session_id=f"s{number}", is_stored=True)
+        for number in range(3)
+        for replica in (first, second)
+        if number % 2 == (replica is second)
+    ]
+    for replica in (first, second):
+        page = replica.world.do(replica.world.manager.list(OWNER))
+        assert sorted(view.session_id for view in page.sessions) == sorted(names)
+
+
+def test_what_a_replica_held_is_free_once_it_has_ended(cluster: Cluster) -> None:
+    first, second = cluster.start(lease_s=60.0), cluster.start(lease_s=60.0)
+    name = first.world.create(session_id="ours", is_stored=True)
+    completed(first.say(name, "a"))
+    history = first.world.history(name)
+    cluster.stop(first)
+    began_s = time.monotonic()
+    assert second.history(name) == history
+    assert time.monotonic() - began_s < 30.0, "its lease is not waited for"
