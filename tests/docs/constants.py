@@ -12,6 +12,7 @@ _CLOSED = "the connection is closed"
 _UNUSABLE = "the model is refused: exit status 2"
 _DIES = "the engine is ended and started again; running turns fail: `engine_restarting`"
 _KEYS_STAY = "the server does not start; one that runs keeps the keys it has"
+_PG_BREAKS = "the connection is given up, and made anew"
 _STALLS = "`/ready` answers 503, `engine_stalled`, until the next step is completed"
 
 CONNECTIONS = (
@@ -469,6 +470,66 @@ SESSIONS = (
         "time that a statement waits for another program that has locked the store",
         "s",
         "it fails",
+    ),
+    _constant(
+        "sessions.postgres.connections:CONNECT_TIMEOUT_S",
+        "time to connect to PostgreSQL, for each of its addresses",
+        "s",
+        "the read or the commit fails",
+    ),
+    _constant(
+        "sessions.postgres.connections:UNANSWERED_TIMEOUT_S",
+        "time that what was sent to PostgreSQL may stay unacknowledged",
+        "s",
+        _PG_BREAKS,
+    ),
+    _constant(
+        "sessions.postgres.connections:STATEMENT_TIMEOUT_S",
+        "time for one statement of PostgreSQL",
+        "s",
+        "it fails",
+    ),
+    _constant(
+        "sessions.postgres.connections:LOCK_WAIT_S",
+        "time that a statement waits for another transaction of PostgreSQL",
+        "s",
+        "it fails",
+    ),
+    _constant(
+        "sessions.postgres.connections:IDLE_TIMEOUT_S",
+        "time that a transaction of PostgreSQL may do nothing",
+        "s",
+        "it is undone, and others may take what its server held",
+    ),
+    _constant(
+        "sessions.postgres.connections:MAX_READERS",
+        "connections of a server that read PostgreSQL",
+        "connections",
+        "the next read waits",
+    ),
+    _constant(
+        "sessions.postgres.connections:READ_WAIT_S",
+        "time that a read waits for a connection to PostgreSQL",
+        "s",
+        "it fails",
+    ),
+    _constant(
+        "sessions.postgres.leases:MAX_REPLICAS",
+        "replicas that share a store",
+        "replicas",
+        "the next one does not start",
+    ),
+    _constant(
+        "sessions.postgres.leases:_MAX_BURIED",
+        "replicas that are over and that are found in the way to one session",
+        "replicas",
+        "taking it fails",
+    ),
+    _constant(
+        "sessions.postgres.schema:MIGRATION_WAIT_S",
+        "time to bring the tables of PostgreSQL to a version, and to wait for who does",
+        "s",
+        "the server does not start",
     ),
     _constant(
         "sessions.store.examination:MAX_NAMED",

@@ -123,6 +123,24 @@ SLICES = (
         _NEXT,
     ),
     _constant(
+        "sessions.postgres.leases:RELEASED_AT_ONCE",
+        "sessions that one transaction gives up",
+        "sessions",
+        _NEXT,
+    ),
+    _constant(
+        "sessions.postgres.listening:_SLICE_S",
+        "time that one look for notifications of PostgreSQL takes",
+        "s",
+        "another look follows",
+    ),
+    _constant(
+        "sessions.postgres.connections:_RECONNECT_S",
+        "time that connections to PostgreSQL are tried anew by themselves",
+        "s",
+        "the next read has it tried again",
+    ),
+    _constant(
         "sessions.store.deleted_rows:DELETED_ENTRIES",
         "entries of a session that one write deletes",
         "entries",
@@ -384,6 +402,12 @@ HARMLESS_BEGINNINGS = ("EXIT_", "MIN_", "NULL_", "M_")
 
 BOUND_NOTHING = frozenset(
     {
+        # Names in PostgreSQL: locks, nobody's id, a version; and a size that never changes.
+        "session_server.sessions.postgres.leases:_JOINING",
+        "session_server.sessions.postgres.reads:NO_REPLICA",
+        "session_server.sessions.postgres.schema:_LOCK",
+        "session_server.sessions.postgres.schema:_OLDEST",
+        "session_server.sessions.postgres.schema:_SECRET_BYTES",
         # In what weights are counted, and places in an order.
         "cache.tenants:WHOLE_WEIGHT",
         "session_server.sessions.quotas:_ANY",

@@ -31,7 +31,7 @@ IDLE_TIMEOUT_S: Final = 5
 has hung holds up whoever takes over its sessions for no more than that."""
 
 MAX_READERS: Final = 4
-"""Connections that read at a time: as many threads of this process read at most."""
+"""Connections that read, and as many threads of this process as read at a time."""
 
 READ_WAIT_S: Final = 5.0
 """How long a read waits for one of these connections."""

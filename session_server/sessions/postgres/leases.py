@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 from psycopg_pool import ConnectionPool
 
@@ -51,6 +51,12 @@ _THESE: Final = _LET_GO.format(which="= ANY(%(numbers)s::bigint[])")
 _NEXT: Final = _LET_GO.format(
     which="IN (SELECT number FROM sessions WHERE holder = %(me)s ORDER BY number LIMIT %(limit)s)"
 )
+
+
+class _Free(NamedTuple):
+    """Hold the number of a session that nobody else holds."""
+
+    number: int
 
 
 class Leases(Reads):
@@ -130,33 +136,46 @@ class Leases(Reads):
         self, owner_id: str, session_id: str, connection: Connection
     ) -> SessionRow | HeldBy | int | None:
         """As `take`; but return the id of a replica that is over, and to be buried."""
+        name = (owner_id, session_id)
         with connection.transaction():
             if connection.execute(LEASE, (self.replica_id,)).rowcount != 1:
                 raise LeaseLost(f"the lease of replica {self.replica_id} is over")
-            query = (
-                f"SELECT number, holder, {IS_OVER} FROM sessions"  # noqa: S608 - our own words
-                " WHERE owner = %s AND id = %s FOR NO KEY UPDATE"
-            )
-            session = connection.execute(query, (owner_id, session_id)).fetchone()
-            if session is None:
-                return None
-            number, holder, is_over = session
-            if holder is not None and holder != self.replica_id:
-                query = "SELECT address, expires > clock_timestamp() FROM replicas WHERE id = %s"
-                address, is_live = connection.execute(query, (holder,)).fetchone() or (None, False)
-                if is_live:
-                    return HeldBy(number, holder, address)
-                if address is not None:
-                    return int(holder)
-            if is_over:
-                return None
+            # Without a lock first: that somebody holds it is not told behind a commit of that one.
+            found = self._look(connection, name)
+            if isinstance(found, _Free):
+                found = self._look(connection, name, lock=" FOR NO KEY UPDATE")
+            if not isinstance(found, _Free):
+                return found
             query = (
                 "UPDATE sessions SET holder = %s, epoch = epoch + 1 WHERE number = %s"  # noqa: S608
                 f" RETURNING {COLUMNS}"
             )
-            taken = connection.execute(query, (self.replica_id, number), binary=True).fetchone()
+            values = (self.replica_id, found.number)
+            taken = connection.execute(query, values, binary=True).fetchone()
             assert taken is not None, "a locked row is gone"
             return SessionRow(*taken)
+
+    def _look(
+        self, connection: Connection, name: tuple[str, str], *, lock: str = ""
+    ) -> _Free | HeldBy | int | None:
+        """Say whether a session may be taken; else as `_try_to_take`."""
+        query = (
+            f"SELECT number, holder, {IS_OVER} FROM sessions"  # noqa: S608 - our own words
+            f" WHERE owner = %s AND id = %s{lock}"
+        )
+        session = connection.execute(query, name).fetchone()
+        if session is None:
+            return None
+        number, holder, is_over = session
+        if holder is not None and holder != self.replica_id:
+            # In a statement of its own: it sees who has joined until the lock was there.
+            query = "SELECT address, expires > clock_timestamp() FROM replicas WHERE id = %s"
+            address, is_live = connection.execute(query, (holder,)).fetchone() or (None, False)
+            if is_live:
+                return HeldBy(number, holder, address)
+            if address is not None:
+                return int(holder)
+        return None if is_over else _Free(number)
 
     def release(self, numbers: Sequence[int]) -> None:
         """Give up sessions, those of them that this replica holds, so that others may take them at
