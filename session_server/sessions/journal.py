@@ -147,6 +147,12 @@ class Journal:
         """Return whether `SessionClosed` was written; nothing follows it."""
         return self._is_closed
 
+    @property
+    def is_suspended(self) -> bool:
+        """Return whether nothing follows, and the session goes on elsewhere: see `suspend`."""
+        newest = self._entries[-1].entry if self._entries else None
+        return self._is_closed and not isinstance(newest, SessionClosed)
+
     def append(self, entry: SessionEntry, num_bytes: int | None = None) -> int:
         """Write one entry, tell the listeners, and return its sequence number. `num_bytes`: its
         `entry_bytes`, if the caller knows them."""

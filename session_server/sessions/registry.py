@@ -9,6 +9,7 @@ import re
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Final, Protocol
 
@@ -18,6 +19,7 @@ from session_server.core.owner import Owner
 from session_server.core.session_events import CloseReason
 from session_server.sessions.backlog import SLICE
 from session_server.sessions.deadlines import Deadlines
+from session_server.sessions.place_counter import PlaceCounter
 from session_server.sessions.session import Session
 from session_server.sessions.store.survey import SurveyQuestion
 from session_server.sessions.use_order import UseOrder
@@ -27,10 +29,6 @@ _logger: Final = logging.getLogger("session_server.sessions")
 _order: Final = attrgetter("life.order")
 _NOT_FOUND: Final = "No such session: closed, expired, or opened with another key."
 _LAST_ORDER: Final = (1 << 63) - 1
-
-SLOTS: Final = 1024
-"""Replicas of one store, each of which numbers sessions that no other one does."""
-
 _CURSOR: Final = re.compile(r"~([0-9]{1,20})")
 """The order of a session, marked by a character that no session id has."""
 
@@ -79,6 +77,17 @@ class OnDisk(Protocol):
         tick, which has another `now_s`."""
 
 
+@dataclass(slots=True)
+class SessionCounts:
+    """Count sessions that were opened, those that came from a store or left for it, and those that
+    were closed, by reason."""
+
+    opened: int = 0
+    loaded: int = 0
+    unloaded: int = 0
+    closed: Counter[CloseReason] = field(default_factory=Counter)
+
+
 class SessionRegistry:
     """Hold open sessions by (owner, id) and by the id that the engine uses.
 
@@ -95,13 +104,9 @@ class SessionRegistry:
         """The sessions of each owner, oldest first, so that a place is found by bisection."""
 
         self._by_order: dict[int, Session] = {}
-        self._last_order = 0
-        self._slot: int | None = None
+        self._places = PlaceCounter()
         self.by_use = UseOrder()
-        self.num_opened = 0
-        self.num_loaded = 0
-        self.num_unloaded = 0
-        self.num_closed: Counter[CloseReason] = Counter()
+        self.counts = SessionCounts()
         self.deadlines = Deadlines()
 
     def __len__(self) -> int:
@@ -119,26 +124,19 @@ class SessionRegistry:
                 await asyncio.sleep(0)
 
     def number_from(self, last_order: int, slot: int | None = None) -> None:
-        """Give sessions that are opened places behind this one. `slot`: of a replica, in whose
-        places no other one opens any."""
-        self._last_order, self._slot = last_order, slot
+        """Give sessions that are opened places behind this one; see `PlaceCounter`."""
+        self._places = PlaceCounter(last_order, slot)
 
     def add(self, session: Session) -> None:
         """Add a session whose id `check_free` allowed, last in order."""
-        self.num_opened += 1
+        self.counts.opened += 1
         _logger.debug("session opened session=%s", session.session_id)
-        # Microseconds of the wall clock: a plain count would show clients how many others open.
-        now, last = int(session.settings.created_s * 1e6), self._last_order
-        if self._slot is None:
-            self._last_order = max(last + 1, now)
-        else:
-            self._last_order = max(last // SLOTS + 1, now) * SLOTS + self._slot
-        session.life.order = self._last_order
+        session.life.order = self._places.next(session.settings.created_s)
         self._register(session)
 
     def restored(self, session: Session) -> None:
         """Add a session that is on disk, at the place in the order that it has."""
-        self.num_loaded += 1
+        self.counts.loaded += 1
         _logger.debug("session restored session=%s", session.session_id)
         self._register(session)
 
@@ -154,13 +152,13 @@ class SessionRegistry:
 
     def remove(self, session: Session, reason: CloseReason) -> None:
         """Remove a session that was closed for a reason; its id is free again."""
-        self.num_closed[reason] += 1
+        self.counts.closed[reason] += 1
         _logger.debug("session closed session=%s reason=%s", session.session_id, reason)
         self._unregister(session)
 
     def unload(self, session: Session) -> None:
         """Remove a session that stays on disk."""
-        self.num_unloaded += 1
+        self.counts.unloaded += 1
         _logger.debug("session unloaded session=%s", session.session_id)
         self._unregister(session)
 

@@ -22,11 +22,14 @@ from session_server.core.errors import (
 )
 from session_server.core.owner import Owner
 from session_server.sessions.bugs import log_bug
+from session_server.sessions.registry import SessionRegistry
 from session_server.sessions.restoring import Restorer, is_spare, reading, refusing
 from session_server.sessions.session import Session
+from session_server.sessions.store.backend import SharedDatabase
 from session_server.sessions.store.lease import Lease
 from session_server.sessions.store.ownership import HeldBy
 from session_server.sessions.store.records import SessionRow
+from session_server.sessions.store.session_store import SessionStore
 from session_server.sessions.store.survey import SurveyQuestion
 from session_server.sessions.views import SessionView, StoredSummary
 
@@ -53,8 +56,6 @@ class SharedSessions:
 
     def __init__(self, restorer: Restorer, lease: Lease) -> None:
         self._restorer, self._lease = restorer, lease
-        self._store, self._sessions = restorer.store, restorer.sessions
-        self._database = lease.database
         self._loading: dict[_Key, asyncio.Task[None]] = {}
         self._at_once = asyncio.Semaphore(ADOPTED_AT_ONCE)
         self._looked_up: dict[_Key, int | None] = {}
@@ -68,6 +69,18 @@ class SharedSessions:
         self._tasks: set[asyncio.Task[None]] = set()
         self.give_up: Callable[[Session], None] = lambda _session: None
         lease.on_asked = self._on_asked
+
+    @property
+    def _store(self) -> SessionStore:
+        return self._restorer.store
+
+    @property
+    def _sessions(self) -> SessionRegistry:
+        return self._restorer.sessions
+
+    @property
+    def _database(self) -> SharedDatabase:
+        return self._lease.database
 
     def check(self) -> None:
         """Raise SessionMoved if this replica may not answer for what it has in memory."""

@@ -310,6 +310,8 @@ class RealtimeSocket:
             if self._peer.is_disconnected:
                 return None
             code = self._run.protocol.close_code or self._peer.end_code
+            if code is None and self._journal.is_suspended:
+                code = CloseCode.RESTART
             if has_more and not self._is_cut:
                 continue
             if code is not None:

@@ -368,6 +368,8 @@ class SessionSocket:
             if self._peer.is_disconnected:
                 return None
             code = self._protocol.close_code or self._peer.end_code
+            if code is None and self._journal.is_suspended:
+                code = CloseCode.RESTART  # whoever connects again finds the session
             if self._position < self._journal.last_seq and code not in _AT_ONCE:
                 continue
             if code is not None:
@@ -377,6 +379,9 @@ class SessionSocket:
 
     def _on_entry(self) -> None:
         """Send a token at once if the peer has everything before it; else wake the writer."""
+        if self._journal.is_suspended:
+            self._peer.wake.set()
+            return
         seq, entry = self._journal.last_seq, self._journal.newest.entry
         if isinstance(entry, TurnDelta) and seq == self._position + 1 and self._peer.is_at_rest:
             self._position = seq

@@ -123,6 +123,14 @@ SLICES = (
         _NEXT,
     ),
     _constant(
+        "sessions.store.session_store:SHARED_ENTRIES",
+        "entries of a session that one question to a shared store answers",
+        "entries",
+        _NEXT,
+    ),
+    _constant("sessions.store.session_store:SHARED_BYTES", "bytes of them", "bytes", _NEXT),
+    _constant("sessions.shared_sessions:ENTRIES_APPLIED", "of them applied", "entries", _NEXT),
+    _constant(
         "sessions.postgres.leases:RELEASED_AT_ONCE",
         "sessions that one transaction gives up",
         "sessions",
@@ -402,6 +410,13 @@ HARMLESS_BEGINNINGS = ("EXIT_", "MIN_", "NULL_", "M_")
 
 BOUND_NOTHING = frozenset(
     {
+        # How often the lease is renewed within its time, and how soon somebody looks again.
+        "session_server.sessions.store.lease:RENEWALS",
+        "session_server.sessions.store.lease:RETRY_S",
+        "session_server.sessions.store.lease:ASKED_WAIT_S",
+        "session_server.sessions.shared_sessions:_FIRST_LOOK_S",
+        "session_server.sessions.shared_sessions:_LAST_LOOK_S",
+        "session_server.sessions.place_counter:SLOTS",
         # Names in PostgreSQL: locks, nobody's id, a version; and a size that never changes.
         "session_server.sessions.postgres.leases:_JOINING",
         "session_server.sessions.postgres.reads:NO_REPLICA",

@@ -31,6 +31,7 @@ MAY_SHOW_THE_TIME = {
     ("session_server/sessions/store/session_store.py", "__init__"): (
         "how long no server ran: `StoreClock` believes it, and some time later if that is much"
     ),
+    ("session_server/sessions/store/session_store.py", "in_directory"): "the same",
     ("session_server/session_command.py", "_line_of"): "what is left of a session's time",
     (
         "session_server/sessions/store/examination.py",

@@ -191,7 +191,7 @@ def test_a_survey_reads_on_a_thread_of_its_own_and_a_bounded_page(
             answers.append(looked(path, question))
             return answers[-1]
 
-        monkeypatch.setattr("session_server.sessions.store.session_store.survey", noted)
+        monkeypatch.setattr("session_server.sessions.store.database.survey", noted)
         async with served_from(tmp_path, max_sessions=2) as this:
             await fill(this, names)
             await rows(this, limit=2)

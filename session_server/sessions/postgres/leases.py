@@ -16,8 +16,8 @@ from typing import Final, NamedTuple
 from psycopg_pool import ConnectionPool
 
 from session_server.sessions.postgres.connections import Connection
-from session_server.sessions.postgres.listening import RELEASED, Listener, channel_of
-from session_server.sessions.postgres.reads import NO_REPLICA, Reads
+from session_server.sessions.postgres.listening import RELEASED, ReplicaListener, channel_of
+from session_server.sessions.postgres.reads import NO_REPLICA, PostgresReads
 from session_server.sessions.postgres.schema import COLUMNS
 from session_server.sessions.store.lock import StoreUnusable
 from session_server.sessions.store.ownership import HeldBy, Joined, LeaseLost
@@ -59,13 +59,13 @@ class _Free(NamedTuple):
     number: int
 
 
-class Leases(Reads):
+class Leases(PostgresReads):
     """Hold sessions for one replica, once it has joined. Any thread may call this."""
 
     def __init__(self, pool: ConnectionPool[Connection], conninfo: str, place: str) -> None:
         super().__init__(pool)
         self._conninfo, self._place = conninfo, place
-        self._listener: Listener | None = None
+        self._listener: ReplicaListener | None = None
 
     def join(self, address: str, lease_s: float) -> Joined:
         """Become a replica that others reach at an address, for so many seconds. Whatever this
@@ -74,7 +74,7 @@ class Leases(Reads):
         joined = self._over_pool(partial(self._join, address, lease_s))
         self._stop_listening()
         self.replica_id = joined.replica_id
-        self._listener = Listener(self._conninfo, joined.replica_id)
+        self._listener = ReplicaListener(self._conninfo, joined.replica_id)
         return joined
 
     def _join(self, address: str, lease_s: float, connection: Connection) -> Joined:
@@ -204,7 +204,7 @@ class Leases(Reads):
         query = f"SELECT FROM sessions WHERE number = %(number)s AND {_HELD}"
         return not self._read(query, {"number": held.number, "holder": held.replica_id})
 
-    def _listening(self) -> Listener:
+    def _listening(self) -> ReplicaListener:
         if self._listener is None:
             raise LeaseLost("this replica has not joined")
         return self._listener

@@ -41,6 +41,7 @@ RETRY_S: Final = 0.5
 """How long a replica that could not renew or listen waits before it tries again."""
 
 ASKED_WAIT_S: Final = 5.0
+"""How long one look takes for what others ask; another one follows."""
 
 _T = TypeVar("_T")
 

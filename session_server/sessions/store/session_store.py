@@ -99,8 +99,6 @@ class SessionStore:
         lease: Lease | None = None,
     ) -> None:
         self._database, self.lease = database, lease
-        self.directory, self.place = database.directory, database.place
-        self.read_errors = database.read_errors
         self.model, self.durability = model, durability
         since_s = self._database.noted_s()
         if since_s is None:
@@ -137,6 +135,21 @@ class SessionStore:
     def failure(self) -> str | None:
         """Return why the disk fails; None if it does not."""
         return self.health.failure
+
+    @property
+    def directory(self) -> Path | None:
+        """Return where it is on disk, if it is a directory."""
+        return self._database.directory
+
+    @property
+    def place(self) -> str:
+        """Return where it is, as an operator is told."""
+        return self._database.place
+
+    @property
+    def read_errors(self) -> tuple[type[Exception], ...]:
+        """Return what reads raise where the disk or the database is at fault."""
+        return self._database.read_errors
 
     @property
     def is_shared(self) -> bool:
