@@ -22,7 +22,7 @@ from session_server.sessions.store.ownership import LeaseLost
 
 _logger: Final = logging.getLogger("session_server.store")
 
-LEASE_S: Final = 10.0
+LEASE_S: Final = 6.0
 """How long others wait for a replica that says nothing, before they take its sessions."""
 
 RENEWALS: Final = 4
