@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Final
 
 from session_server.core.errors import SessionMoved
 from session_server.core.owner import Owner
@@ -18,10 +16,6 @@ from session_server.sessions.parts import SessionParts
 from session_server.sessions.session import Session
 from session_server.sessions.turn_flow import TurnFlow
 from session_server.sessions.views import SessionView
-
-GIVE_UP_WAIT_S: Final = 5.0
-"""How long a turn may run on in a session that another replica asks for. Then it is cut, and what
-it has said stays."""
 
 
 class SessionExits:
@@ -83,33 +77,16 @@ class SessionExits:
         self.flow.cancel(session, *waiting_first, keep_partial=True, reason=cancel_reason)
 
     def give_up(self, session: Session, *, is_lost: bool) -> None:
-        """Let a session go on in another replica: waiting turns fail, a running one has
-        `GIVE_UP_WAIT_S` to end. One that `is_lost` is another's already: nothing of it is written,
-        and its turn fails too."""
+        """Let a session go on in another replica, once the turns that it has have ended: none is
+        cut because somebody asks elsewhere. One that `is_lost` is another's already: nothing of it
+        is written, and its turns fail."""
         log = session.life.log
         if log is None or (session.closing is not None and not is_lost):
             return
         log.has_moved |= is_lost
         session.closing = "moved"
-        self.flow.cancel(
-            session,
-            *session.queue,
-            keep_partial=False,
-            reason="draining",
-            moved=SessionMoved("the session goes on in another replica: send the turn again"),
-        )
-        if session.live is None:
-            return
-        if is_lost:
-            self._cut(session, keep_partial=False)
-        else:
-            asyncio.get_running_loop().call_later(
-                GIVE_UP_WAIT_S, partial(self._cut, session, keep_partial=True)
-            )
-
-    def _cut(self, session: Session, *, keep_partial: bool) -> None:
-        if session.live is not None and session.closing == "moved":
-            self.flow.cancel(session, session.live, keep_partial=keep_partial, reason="draining")
+        lost = (*session.queue, *([session.live] if session.live else [])) if is_lost else ()
+        self.flow.cancel(session, *lost, keep_partial=False, reason="draining", moved=_moved())
 
     def lose_all(self) -> None:
         """Give up all sessions of a shared store: the lease of this replica is over."""
@@ -204,3 +181,7 @@ class SessionExits:
 def _keeps_pinned_kv(session: Session) -> bool:
     """Return whether a pin keeps KV of the session, which leaves the pools with it."""
     return session.settings.is_pinned and session.copy.state == "resident"
+
+
+def _moved() -> SessionMoved:
+    return SessionMoved("the session goes on in another replica: send the turn again")

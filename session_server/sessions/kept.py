@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -59,6 +59,9 @@ class RecordForm(Protocol[_RecordT]):
     noun: str
     """What they are, in the plural."""
 
+    may_change: bool
+    """Whether they change once they are made: then another replica may change them too."""
+
     def parts(self, record: _RecordT) -> Parts:
         """Return all parts of a record."""
 
@@ -72,7 +75,7 @@ class RecordForm(Protocol[_RecordT]):
 @dataclass(slots=True, eq=False)
 class _Slot(Generic[_RecordT]):
     """Hold a record; None while it is on disk alone. `number`: its own on disk, 0 before it was
-    written; `num_writes` were asked for."""
+    written; `num_writes` were asked for, of which `num_pending` are not told of."""
 
     owner: Owner
     key: str
@@ -81,6 +84,7 @@ class _Slot(Generic[_RecordT]):
     counted_bytes: int = 0
     number: int = 0
     num_writes: int = 0
+    num_pending: int = 0
 
 
 class KeptRecords(Generic[_RecordT]):
@@ -120,9 +124,12 @@ class KeptRecords(Generic[_RecordT]):
         if slot is None:
             return None
         if slot.record is None:
-            first, *others = islice(self._read(owner, slot), 2)
+            told = f"this one of the {self._form.noun} is not read yet: ask again"
+            if self._log.is_shared:
+                raise ServerBusy(told)
+            first, *others = islice(self._read(owner, slot, self._log.slices(slot.number)), 2)
             if others:
-                raise ServerBusy(f"this one of the {self._form.noun} is not read yet: ask again")
+                raise ServerBusy(told)
             self._hold(slot, first)
         self._touch(slot)
         assert slot.record is not None, "it was read"
@@ -130,19 +137,49 @@ class KeptRecords(Generic[_RecordT]):
 
     async def load(self, owner: Owner, key: str) -> None:
         """Read a record that is on disk alone in slices, others being served in between; one record
-        at a time. Does nothing for any other. Raises what `get` raises."""
+        at a time. Does nothing for any other, but one that another replica has made or changed.
+        Raises what `get` raises."""
+        slot = self._by_owner.get(owner, {}).get(key)
+        if self._log.is_shared and (slot is None or slot.number):
+            await self._look_up(owner, key)
+        elif slot is None or slot.record is not None:
+            return
         async with self._turnstile:
             slot = self._by_owner.get(owner, {}).get(key)
             if slot is None or slot.record is not None:
                 return
+            with reading(self._log.store):
+                slices = await self._log.read(slot.number)
             record: _RecordT | None = None
-            for found in self._read(owner, slot):
+            for found in self._read(owner, slot, slices):
                 record = found
                 await asyncio.sleep(0)
                 if slot not in self._in_order or slot.record is not None:
                     return  # it was forgotten, or somebody has read it: it is short
             assert record is not None, "what cannot be read is refused"
             self._hold(slot, record)
+
+    async def _look_up(self, owner: Owner, key: str) -> None:
+        """Find a record in a shared store; what is here of it goes if there is a newer one, or none
+        any more. Raises ServerBusy."""
+        before = self._by_owner.get(owner, {}).get(key)
+        num_writes = 0 if before is None else before.num_writes
+        with reading(self._log.store):
+            row = await self._log.find(owner.owner_id, key)
+        slot = self._by_owner.get(owner, {}).get(key)
+        if slot is not before or (slot is not None and self._is_newer(slot, num_writes)):
+            return
+        is_there = row is not None and row.kind == self._form.noun
+        if slot is not None and row is not None and is_there and row.num_writes <= num_writes:
+            return
+        if slot is not None:
+            self._remove(slot, is_deleted=False)
+        if row is not None and is_there:
+            self._find_on_disk([row])
+
+    def _is_newer(self, slot: _Slot[_RecordT], num_writes: int) -> bool:
+        """Return whether a record has been written here since, or is nowhere else."""
+        return slot.number == 0 or slot.num_pending > 0 or slot.num_writes > num_writes
 
     def add(self, record: _RecordT) -> None:
         """Keep a record, in memory alone for now; older ones go where there is no room.
@@ -250,7 +287,23 @@ class KeptRecords(Generic[_RecordT]):
             slot.number = self._log.new_number()
             self._quotas.stored_bytes.add(slot.owner, slot.counted_bytes)
         row = self._row(slot, shown)
-        return self._log.put(row, self._form.parts(shown), partial(self._again, slot))
+        write = self._log.put(row, self._form.parts(shown), partial(self._again, slot))
+        return self._watched(slot, write)
+
+    def _watched(self, slot: _Slot[_RecordT], write: Beside) -> Beside:
+        """Return a write of a record that is pending until it is told of."""
+        slot.num_pending += 1
+
+        def told(error: Exception | None) -> None:
+            slot.num_pending -= 1
+            write.told(error)
+            if error is not None and self._log.is_shared and self._form.may_change:
+                # To write all of it again might undo what another replica has written.
+                self._log.give_up(slot.number)
+                if slot in self._in_order:
+                    self._remove(slot, is_deleted=False)
+
+        return write._replace(told=told)
 
     def change_of(
         self, record: _RecordT, parts: Parts, removed: Sequence[int] = ()
@@ -259,7 +312,8 @@ class KeptRecords(Generic[_RecordT]):
         slot = self._slot_of(record)
         if slot is None or slot.number == 0 or self._log.is_behind(slot.number):
             return self.write_of(record, record)
-        return self._log.change(self._row(slot, record), parts, removed, partial(self._again, slot))
+        row, again = self._row(slot, record), partial(self._again, slot)
+        return self._watched(slot, self._log.change(row, parts, removed, again))
 
     def change(self, record: _RecordT, parts: Parts, removed: Sequence[int] = ()) -> None:
         """Write parts of a record, and remove others, if it is kept and there is a store."""
@@ -286,12 +340,14 @@ class KeptRecords(Generic[_RecordT]):
         slot.num_writes += 1
         return row
 
-    def _read(self, owner: Owner, slot: _Slot[_RecordT]) -> Iterator[_RecordT]:
+    def _read(
+        self, owner: Owner, slot: _Slot[_RecordT], slices: Iterable[Parts]
+    ) -> Iterator[_RecordT]:
         """Yield a record after each slice of it that is read."""
         record: _RecordT | None = None
         try:
             with reading(self._log.store):
-                for parts in self._log.slices(slot.number):
+                for parts in slices:
                     if record is None:
                         record = self._form.read(owner, slot.key, parts)
                     else:
@@ -336,7 +392,8 @@ class KeptRecords(Generic[_RecordT]):
         self._in_order[slot] = None
         self._num_made_in[slot.owner, slot.made_in] += 1
 
-    def _remove(self, slot: _Slot[_RecordT]) -> None:
+    def _remove(self, slot: _Slot[_RecordT], *, is_deleted: bool = True) -> None:
+        """Forget a record, and delete it from the disk if it `is_deleted`."""
         self._count(slot, 0)
         owned, place = self._by_owner[slot.owner], (slot.owner, slot.made_in)
         del owned[slot.key], self._in_order[slot]
@@ -345,7 +402,7 @@ class KeptRecords(Generic[_RecordT]):
         self._num_made_in[place] -= 1
         if not self._num_made_in[place]:
             del self._num_made_in[place]
-        if slot.number:
+        if slot.number and is_deleted:
             self._log.delete(slot.number)
 
     def _removals(self) -> Iterator[Callable[[], None]]:

@@ -147,6 +147,7 @@ class ConversationForm:
     number."""
 
     noun = "kept conversations"
+    may_change = True
 
     def parts(self, record: KeptConversation) -> Parts:
         """Return all parts."""

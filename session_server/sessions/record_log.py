@@ -6,11 +6,12 @@ again, whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import count, islice
 from typing import Final
 
+from session_server.sessions.place_counter import PlaceCounter
 from session_server.sessions.store.backend import StoreVerbs
 from session_server.sessions.store.records import Parts, RecordRow
 from session_server.sessions.store.session_store import SessionStore
@@ -29,12 +30,17 @@ class RecordLog:
     def __init__(self) -> None:
         self._store: SessionStore | None = None
         self._rows: list[RecordRow] = []
-        self._numbers = count(1)
+        self._numbers: Iterator[int] = count(1)
         self._behind: dict[int, Again] = {}
 
     def keep_in(self, store: SessionStore) -> None:
         """Keep records in a store from now on. Raises sqlite3.Error."""
-        self._store, self._rows = store, store.records()
+        self._store = store
+        if store.lease is not None:
+            # Those of others are found when they are asked for.
+            self._numbers = _places(store, PlaceCounter(slot=store.lease.slot))
+            return
+        self._rows = store.records()
         last = max((max(row.number, row.used) for row in self._rows), default=0)
         self._numbers = count(last + 1)
 
@@ -48,6 +54,11 @@ class RecordLog:
         """Return where records are written, if they are."""
         assert self._store is not None, "nothing is stored"
         return self._store
+
+    @property
+    def is_shared(self) -> bool:
+        """Return whether other replicas write records to the same store."""
+        return self._store is not None and self._store.is_shared
 
     @property
     def num_behind(self) -> int:
@@ -73,6 +84,21 @@ class RecordLog:
     def slices(self, number: int) -> Iterator[Parts]:
         """Yield the parts of a record that is on disk, some at a time. Raises sqlite3.Error."""
         return self.store.part_slices(number)
+
+    async def find(self, owner_id: str, record_id: str) -> RecordRow | None:
+        """Return a record of a shared store as it is there now. Raises `read_errors`."""
+        return await self.store.find_record(owner_id, record_id)
+
+    async def read(self, number: int) -> Iterable[Parts]:
+        """Return the parts of a record, as `slices` does; all of them where that takes the way to
+        another machine. Raises `read_errors`."""
+        if not self.is_shared:
+            return self.slices(number)
+        return await self.store.read_parts(number)
+
+    def give_up(self, number: int) -> None:
+        """Write a record no more whose last write has failed."""
+        self._behind.pop(number, None)
 
     def put(self, row: RecordRow, parts: Parts, again: Again) -> Beside:
         """Return the write of a whole record."""
@@ -114,3 +140,8 @@ class RecordLog:
             self._behind.pop(number, None)
         else:
             self._behind[number] = again
+
+
+def _places(store: SessionStore, counter: PlaceCounter) -> Iterator[int]:
+    while True:
+        yield counter.next(store.clock.now_s())

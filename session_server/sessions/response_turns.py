@@ -144,13 +144,16 @@ class ResponseTurns:
         self.store, self.conversations = ResponseStore(*kept_by), KeptConversations(*kept_by)
         self._resting = RestingSessions(manager, count_readers)
 
-    def previous(self, owner: Owner, response_id: str, *, scope: object | None) -> StoredResponse:
+    async def previous(
+        self, owner: Owner, response_id: str, *, scope: object | None
+    ) -> StoredResponse:
         """Return the response that another one goes on from.
 
         Raises:
             PreviousResponseNotFound: there is none.
             InvalidRequest: it has not ended, or left nothing.
         """
+        await self.store.load(owner, response_id)
         try:
             found = self.store.find(owner, response_id, scope=scope)
         except ResponseNotFound:
@@ -183,7 +186,8 @@ class ResponseTurns:
         ConversationNotFound, and what `SessionManager.load` raises."""
         conversation = await self.conversations.load(owner, conversation_id)
         await self._load(owner, conversation.place)
-        return conversation
+        # Another replica may have gone on with it before it gave the session up.
+        return await self.conversations.load(owner, conversation_id)
 
     async def _load(self, owner: Owner, place: SaidIn) -> None:
         """Bring the session in which something was said into memory, if it can be read."""
@@ -464,6 +468,7 @@ class ResponseTurns:
             if len(pieces) % CHAINED_AT_ONCE == 0:
                 await asyncio.sleep(0)
             try:
+                await self.store.load(response.owner, each.previous)
                 each = self.store.find(response.owner, each.previous, scope=response.scope)
             except ResponseNotFound:
                 raise _not_found(response.response_id) from None

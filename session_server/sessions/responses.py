@@ -129,6 +129,7 @@ class ResponseForm:
     """Say how responses are written: each in one part."""
 
     noun = "responses"
+    may_change = False
 
     def parts(self, record: StoredResponse) -> Parts:
         """Return its one part."""
@@ -173,6 +174,11 @@ class ResponseStore:
 
     def __init__(self, quotas: Quotas, log: RecordLog, backlog: Backlog) -> None:
         self.records = KeptRecords[StoredResponse](quotas, ResponseForm(), log, backlog)
+
+    async def load(self, owner: Owner, response_id: str) -> None:
+        """Bring a response into memory, before `find` is asked for it. Raises ServerBusy,
+        InternalInconsistency."""
+        await self.records.load(owner, response_id)
 
     def find(self, owner: Owner, response_id: str, *, scope: object | None) -> StoredResponse:
         """Return a response that is stored, or that this connection knows, as one in use.

@@ -45,7 +45,7 @@ async def compact(
     before: tuple[Message, ...] = ()
     goes_on_from = None
     if body.previous_response_id is not None:
-        previous = turns.previous(call.owner, body.previous_response_id, scope=None)
+        previous = await turns.previous(call.owner, body.previous_response_id, scope=None)
         before = turns.messages_before(await turns.recall(previous))
         goes_on_from = msgspec.json.decode(previous.content.body, type=ResponseBody)
     max_tokens = num_summary_tokens(context_len)

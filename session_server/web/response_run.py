@@ -241,7 +241,8 @@ async def recall(
         await turns.recall_conversation(call.owner, body.conversation["id"])
     if body.conversation is not None or body.previous_response_id is None:
         return None
-    return await turns.recall(turns.previous(call.owner, body.previous_response_id, scope=scope))
+    previous = await turns.previous(call.owner, body.previous_response_id, scope=scope)
+    return await turns.recall(previous)
 
 
 def _ask(asked: ResponseCall, previous: Recalled | None) -> Asked:

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from session_server.core.errors import (
+    InternalInconsistency,
     ItemNotFound,
     SessionNotFound,
     TurnNotActive,
@@ -74,7 +75,8 @@ def turns_of(request: Request) -> ResponseTurns:
     return turns
 
 
-def _find(request: Request, call: Call, response_id: str) -> StoredResponse:
+async def _find(request: Request, call: Call, response_id: str) -> StoredResponse:
+    await turns_of(request).store.load(call.owner, response_id)
     return turns_of(request).store.find(call.owner, response_id, scope=None)
 
 
@@ -145,7 +147,7 @@ async def get_response(
     starting_after: Annotated[int, Query(ge=-1, le=MAX_SEQ)] = -1,
 ) -> Response:
     """Show a response, or read its events again behind number `starting_after`."""
-    stored = _find(request, caller, response_id)
+    stored = await _find(request, caller, response_id)
     if not stream:
         return JsonResponse(msgspec.Raw(stored.content.body))
     caller.connect()
@@ -164,9 +166,11 @@ async def get_response(
 async def delete_response(response_id: str, request: Request, caller: Caller) -> Response:
     """Forget a response. Others that went on from it stay."""
     turns = turns_of(request)
+    with contextlib.suppress(InternalInconsistency):  # one that cannot be read can be deleted
+        await turns.store.load(caller.owner, response_id)
     number = turns.store.records.number_of(caller.owner, response_id)
     if not turns.forget_unread(caller.owner, response_id):
-        stored = _find(request, caller, response_id)
+        stored = await _find(request, caller, response_id)
         if stored.content.state == "running":
             with contextlib.suppress(SessionNotFound, TurnNotFound, TurnNotActive):
                 session_id = stored.made_in
@@ -180,7 +184,7 @@ async def delete_response(response_id: str, request: Request, caller: Caller) ->
 @router.post("/{response_id}/cancel", responses=answers(ResponseBody, "The response as it ends."))
 async def cancel_response(response_id: str, request: Request, caller: Caller) -> Response:
     """Cancel a response that runs; what it has said stays. One that has ended is shown."""
-    stored = _find(request, caller, response_id)
+    stored = await _find(request, caller, response_id)
     is_running = stored.content.state == "running"
     run = resume_response(caller, stored, is_bounded=False) if is_running else None
     if run is not None:
@@ -196,7 +200,7 @@ async def list_input_items(
     response_id: str, request: Request, caller: Caller, query: Page
 ) -> Response:
     """List the items that a request sent, the newest first unless `order` says otherwise."""
-    stored = _find(request, caller, response_id)
+    stored = await _find(request, caller, response_id)
     messages, prefix = stored.asked.messages, response_id.partition("_")[2]
     source = ItemSource(
         len(messages),

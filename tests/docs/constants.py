@@ -551,12 +551,6 @@ SESSIONS = (
         "`session_moved`",
     ),
     _constant(
-        "sessions.exits:GIVE_UP_WAIT_S",
-        "time for which a turn goes on in a session that another replica asks for",
-        "s",
-        "it is cut, and what it has said stays",
-    ),
-    _constant(
         "sessions.shared_sessions:ADOPTED_AT_ONCE",
         "sessions that one replica reads at once from a shared store",
         "sessions",

@@ -138,6 +138,9 @@ class SharedDatabase(StoreDatabase, Protocol):
     network does.
     """
 
+    def find_record(self, owner_id: str, record_id: str) -> RecordRow | None:
+        """Return a record by its id."""
+
     def join(self, address: str, lease_s: float) -> Joined:
         """Take part from now on, until the lease is over unless it is renewed."""
 

@@ -347,6 +347,24 @@ class SessionStore:
             yield parts
             after, _ = parts[-1]
 
+    async def find_record(self, owner_id: str, record_id: str) -> RecordRow | None:
+        """Return a record of a shared store. Raises `read_errors`."""
+        assert self.lease is not None, "a store of this server alone"
+        find = partial(self.lease.database.find_record, owner_id, record_id)
+        return await self.lease.read(find)
+
+    async def read_parts(self, number: int) -> list[Parts]:
+        """Return the parts of a record of a shared store, in order. Raises `read_errors`."""
+        assert self.lease is not None, "a store of this server alone"
+        found, after = list[Parts](), -1
+        limits = {"limit": SHARED_ENTRIES, "max_bytes": SHARED_BYTES}
+        while parts := await self.lease.read(
+            partial(self._database.parts, number, after=after, **limits)
+        ):
+            found.append(parts)
+            after, _ = parts[-1]
+        return found
+
     # -- writing
 
     def put(
