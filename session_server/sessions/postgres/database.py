@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
@@ -10,6 +11,8 @@ import psycopg
 from psycopg import errors
 
 from session_server.sessions.postgres.connections import (
+    ANSWER_WAIT_S,
+    COMMIT_WAIT_S,
     connect,
     open_pool,
     shown,
@@ -29,6 +32,8 @@ from session_server.sessions.store.deleted_rows import (
 from session_server.sessions.store.lock import StoreUnusable
 from session_server.sessions.store.ownership import LeaseLost, Moved, NameTaken
 from session_server.sessions.store.records import Parts, RecordRow, SessionRow
+
+_logger: Final = logging.getLogger("session_server.store")
 
 _PUT_SESSION: Final = (
     "INSERT INTO sessions SELECT %(number)s, %(owner)s, %(id)s, %(model)s, %(expires)s,"
@@ -87,18 +92,23 @@ class PostgresDatabase(Leases):
             self._writer = connect(conninfo, is_synced=self._is_synced)
             try:
                 self.secret = migrate(self._writer, place)
+                is_kept = self._execute("SELECT current_setting('fsync')", ()).fetchone()
             except BaseException:
                 self._writer.close()
                 raise
         except (psycopg.Error, OSError) as error:
             raise refusal(place, error) from error
         super().__init__(open_pool(conninfo), conninfo, place)
+        if self._is_synced and is_kept != ("on",):
+            told = "--store %s: fsync is off there, so a crash of its machine may lose every turn"
+            _logger.warning(told, place)
 
     def close(self) -> None:
         """Close all connections. Whoever holds sessions calls `leave` before."""
         self._stop_listening()
         self._writer.close()
         self._pool.close()
+        self._watchdog.close()
 
     def shorten_log(self, *, erases: bool) -> None:
         """Do nothing: PostgreSQL sees to its own log."""
@@ -112,8 +122,9 @@ class PostgresDatabase(Leases):
         LeaseLost, Moved, NameTaken, Behind, psycopg.Error."""
         self._begin()
         try:
-            yield
-            self._commit()
+            with self._watchdog.watch(self._writer, COMMIT_WAIT_S):
+                yield
+                self._commit()
         except BaseException:
             self._roll_back()
             raise
@@ -136,7 +147,8 @@ class PostgresDatabase(Leases):
     def _try_to_begin(self) -> bool:
         """Begin, and return whether this replica has its lease."""
         # In one message, which therefore has the number in its text.
-        cursor = self._writer.execute(f"BEGIN; {LEASE % self.replica_id}")
+        with self._watchdog.watch(self._writer, ANSWER_WAIT_S):
+            cursor = self._writer.execute(f"BEGIN; {LEASE % self.replica_id}")
         cursor.nextset()
         return cursor.rowcount == 1
 
@@ -159,7 +171,8 @@ class PostgresDatabase(Leases):
     def _roll_back(self) -> None:
         """Leave the connection as it was, or close one that cannot be used any more."""
         try:
-            self._writer.execute("ROLLBACK")
+            with self._watchdog.watch(self._writer, ANSWER_WAIT_S):
+                self._writer.execute("ROLLBACK")
         except psycopg.Error:
             self._writer.close()
 
