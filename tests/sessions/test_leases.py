@@ -538,6 +538,28 @@ def test_what_another_replica_holds_is_not_deleted(join: Join, lapse: Callable[.
         assert others.delete_some(2) is not None
 
 
+@pytest.mark.parametrize("num_entries", [1, 100])
+@pytest.mark.parametrize("is_retired", [True, False])
+def test_what_is_deleted_is_not_written_behind(
+    join: Join, *, num_entries: int, is_retired: bool
+) -> None:
+    ours = join()
+    row = put(ours, NEW, *[b"x"] * num_entries)
+    with ours.transaction():
+        ours.retire(1) if is_retired else ours.delete_some(1)
+    left = ours.numbered(1)
+    assert left is None or left.expires_s <= 0
+    num_left = 0 if left is None else left.num_entries
+    for write in (
+        partial(ours.append, structs.replace(row, num_entries=num_left), b"late"),
+        partial(ours.touch, structs.replace(row, num_entries=num_left)),
+        *([partial(ours.put, row, b"late")] if left is not None else []),
+    ):
+        with pytest.raises(Moved), ours.transaction():
+            write()
+    assert ours.numbered(1) == left
+
+
 def test_whose_deletion_has_begun_is_everybodys(join: Join) -> None:
     ours, others = join(), join()
     put(ours, NEW, *[b"x"] * 100)

@@ -35,6 +35,9 @@ from session_server.sessions.store.records import Parts, RecordRow, SessionRow
 
 _logger: Final = logging.getLogger("session_server.store")
 
+_BEGIN_TO_DELETE: Final = f"{RENAMED}, epoch = epoch + 1"
+"""What begins a deletion: nothing that its holder may still have to write changes it."""
+
 _PUT_SESSION: Final = (
     "INSERT INTO sessions SELECT %(number)s, %(owner)s, %(id)s, %(model)s, %(expires)s,"
     " %(settings)s, %(num_tokens)s, %(num_turns)s, %(num_uses)s, %(num_entries)s, %(num_bytes)s,"
@@ -212,8 +215,8 @@ class PostgresDatabase(Leases):
             raise NameTaken(f"{row.session_id} is another open session")
         # Whoever held it does not write it under its new name.
         query = (
-            f"UPDATE sessions SET {RENAMED}, expires = least(expires, 1), holder = NULL,"  # noqa: S608
-            " epoch = epoch + 1 WHERE number = %s"
+            f"UPDATE sessions SET {_BEGIN_TO_DELETE}, expires = least(expires, 1),"  # noqa: S608
+            " holder = NULL WHERE number = %s"
         )
         self._execute(query, (number,))
 
@@ -252,7 +255,7 @@ class PostgresDatabase(Leases):
             return Freed(owner_id, total + num_row_bytes, num_retired, is_gone=True)
         query = "DELETE FROM entries WHERE session = %s AND position >= %s"
         self._execute(query, (number, start))
-        hidden = "" if expires_s < 0 else f"{RENAMED}, expires = -1, "
+        hidden = "" if expires_s < 0 else f"{_BEGIN_TO_DELETE}, expires = -1, "
         query = f"UPDATE sessions SET {hidden}num_entries = %s, num_bytes = %s WHERE number = %s"  # noqa: S608
         self._execute(query, (start, total - num_bytes, number))
         return Freed(owner_id, num_bytes, num_retired, is_gone=False)
@@ -275,7 +278,7 @@ class PostgresDatabase(Leases):
         """Let a session have expired long ago, and its id be free; its tokens can be read. Return
         the bytes of its entries, 0 if it is not there. Raises Moved as `delete_some` does."""
         found = self._locked(number, "num_bytes")
-        query = f"UPDATE sessions SET {RENAMED}, expires = 0 WHERE number = %s"  # noqa: S608
+        query = f"UPDATE sessions SET {_BEGIN_TO_DELETE}, expires = 0 WHERE number = %s"  # noqa: S608
         self._execute(query, (number,))
         return 0 if found is None else int(found[0])
 
