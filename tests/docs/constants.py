@@ -490,6 +490,18 @@ SESSIONS = (
         "it fails",
     ),
     _constant(
+        "sessions.postgres.connections:ANSWER_WAIT_S",
+        "time for the answer to a read of PostgreSQL",
+        "s",
+        _PG_BREAKS,
+    ),
+    _constant(
+        "sessions.postgres.connections:COMMIT_WAIT_S",
+        "time for a transaction of PostgreSQL with its commit",
+        "s",
+        _PG_BREAKS,
+    ),
+    _constant(
         "sessions.postgres.connections:LOCK_WAIT_S",
         "time that a statement waits for another transaction of PostgreSQL",
         "s",

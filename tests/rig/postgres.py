@@ -126,7 +126,8 @@ class Postgres:
 
     def run(self, statement: str, url: str | None = None) -> list[tuple[Any, ...]]:
         """Run one statement as the superuser, and return what it has found."""
-        with psycopg.connect(url or self.url(), autocommit=True) as connection:
+        options = "-c synchronous_commit=local"  # where it is told to wait for others
+        with psycopg.connect(url or self.url(), autocommit=True, options=options) as connection:
             found = connection.execute(statement)
             return found.fetchall() if found.description else []
 

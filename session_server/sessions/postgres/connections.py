@@ -26,6 +26,14 @@ LOCK_WAIT_S: Final = 8
 whose server has hung is over first, and shorter than a statement may take, so that the error says
 what it was."""
 
+ANSWER_WAIT_S: Final = 15.0
+"""How long a read waits for its answer, whatever PostgreSQL does: longer than a statement may take,
+which says why it has failed."""
+
+COMMIT_WAIT_S: Final = 30.0
+"""As `ANSWER_WAIT_S`, for a transaction with all that it writes and its commit, which PostgreSQL
+does not bound: it may wait for a standby."""
+
 IDLE_TIMEOUT_S: Final = 5
 """How long a transaction may do nothing before PostgreSQL ends it. One that waits in a server that
 has hung holds up whoever takes over its sessions for no more than that."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Final
 
@@ -11,6 +12,8 @@ from psycopg import errors
 from psycopg_pool import PoolTimeout
 
 from session_server.sessions.postgres.connections import (
+    ANSWER_WAIT_S,
+    COMMIT_WAIT_S,
     connect,
     open_pool,
     shown,
@@ -30,6 +33,11 @@ from session_server.sessions.store.deleted_rows import (
 from session_server.sessions.store.lock import StoreUnusable
 from session_server.sessions.store.ownership import LeaseLost, Moved, NameTaken
 from session_server.sessions.store.records import Parts, RecordRow, SessionRow
+
+_logger: Final = logging.getLogger("session_server.store")
+
+_BEGIN_TO_DELETE: Final = f"{RENAMED}, epoch = epoch + 1"
+"""What begins a deletion: nothing that its holder may still have to write changes it."""
 
 _PUT_SESSION: Final = (
     "INSERT INTO sessions SELECT %(number)s, %(owner)s, %(id)s, %(model)s, %(expires)s,"
@@ -92,12 +100,16 @@ class PostgresDatabase(Leases):
             self._writer = connect(conninfo, is_synced=self._is_synced)
             try:
                 self.secret = migrate(self._writer, place)
+                is_kept = self._execute("SELECT current_setting('fsync')", ()).fetchone()
             except BaseException:
                 self._writer.close()
                 raise
         except (psycopg.Error, OSError) as error:
             raise refusal(place, error) from error
         super().__init__(open_pool(conninfo), conninfo, place)
+        if self._is_synced and is_kept != ("on",):
+            told = "--store %s: fsync is off there, so a crash of its machine may lose every turn"
+            _logger.warning(told, place)
 
     @property
     def place(self) -> str:
@@ -121,6 +133,7 @@ class PostgresDatabase(Leases):
         self._stop_listening()
         self._writer.close()
         self._pool.close()
+        self._watchdog.close()
 
     def shorten_log(self, *, erases: bool) -> None:
         """Do nothing: PostgreSQL sees to its own log."""
@@ -134,8 +147,9 @@ class PostgresDatabase(Leases):
         LeaseLost, Moved, NameTaken, Behind, psycopg.Error."""
         self._begin()
         try:
-            yield
-            self._commit()
+            with self._watchdog.watch(self._writer, COMMIT_WAIT_S):
+                yield
+                self._commit()
         except BaseException:
             self._roll_back()
             raise
@@ -158,7 +172,8 @@ class PostgresDatabase(Leases):
     def _try_to_begin(self) -> bool:
         """Begin, and return whether this replica has its lease."""
         # In one message, which therefore has the number in its text.
-        cursor = self._writer.execute(f"BEGIN; {LEASE % self.replica_id}")
+        with self._watchdog.watch(self._writer, ANSWER_WAIT_S):
+            cursor = self._writer.execute(f"BEGIN; {LEASE % self.replica_id}")
         cursor.nextset()
         return cursor.rowcount == 1
 
@@ -181,7 +196,8 @@ class PostgresDatabase(Leases):
     def _roll_back(self) -> None:
         """Leave the connection as it was, or close one that cannot be used any more."""
         try:
-            self._writer.execute("ROLLBACK")
+            with self._watchdog.watch(self._writer, ANSWER_WAIT_S):
+                self._writer.execute("ROLLBACK")
         except psycopg.Error:
             self._writer.close()
 
@@ -221,8 +237,8 @@ class PostgresDatabase(Leases):
             raise NameTaken(f"{row.session_id} is another open session")
         # Whoever held it does not write it under its new name.
         query = (
-            f"UPDATE sessions SET {RENAMED}, expires = least(expires, 1), holder = NULL,"  # noqa: S608
-            " epoch = epoch + 1 WHERE number = %s"
+            f"UPDATE sessions SET {_BEGIN_TO_DELETE}, expires = least(expires, 1),"  # noqa: S608
+            " holder = NULL WHERE number = %s"
         )
         self._execute(query, (number,))
 
@@ -261,7 +277,7 @@ class PostgresDatabase(Leases):
             return Freed(owner_id, total + num_row_bytes, num_retired, is_gone=True)
         query = "DELETE FROM entries WHERE session = %s AND position >= %s"
         self._execute(query, (number, start))
-        hidden = "" if expires_s < 0 else f"{RENAMED}, expires = -1, "
+        hidden = "" if expires_s < 0 else f"{_BEGIN_TO_DELETE}, expires = -1, "
         query = f"UPDATE sessions SET {hidden}num_entries = %s, num_bytes = %s WHERE number = %s"  # noqa: S608
         self._execute(query, (start, total - num_bytes, number))
         return Freed(owner_id, num_bytes, num_retired, is_gone=False)
@@ -284,7 +300,7 @@ class PostgresDatabase(Leases):
         """Let a session have expired long ago, and its id be free; its tokens can be read. Return
         the bytes of its entries, 0 if it is not there. Raises Moved as `delete_some` does."""
         found = self._locked(number, "num_bytes")
-        query = f"UPDATE sessions SET {RENAMED}, expires = 0 WHERE number = %s"  # noqa: S608
+        query = f"UPDATE sessions SET {_BEGIN_TO_DELETE}, expires = 0 WHERE number = %s"  # noqa: S608
         self._execute(query, (number,))
         return 0 if found is None else int(found[0])
 

@@ -7,6 +7,7 @@ from typing import Final
 
 import psycopg
 from psycopg import errors
+from psycopg_pool import PoolTimeout
 
 from session_server.core.os_errors import in_words
 from session_server.sessions.store.lock import StoreUnusable
@@ -34,6 +35,7 @@ _ADVICE: Final = (
     (errors.LockNotAvailable, "another transaction holds it: see pg_locks"),
     (errors.ReadOnlySqlTransaction, "this PostgreSQL is a standby: have the URL name the primary"),
     (errors.TooManyConnections, "raise max_connections, or run fewer replicas"),
+    (PoolTimeout, "it does not answer, or every connection is busy"),
     (errors.UndefinedTable, "somebody has dropped the tables: restore a backup"),
 )
 _ADVICE_TO_CONNECT: Final = (

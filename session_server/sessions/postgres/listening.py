@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Final
 
 from session_server.sessions.postgres.connections import Connection, connect
+from session_server.sessions.store.ownership import LeaseLost
 
 RELEASED: Final = "session_server_released"
 """Where all hear of sessions that nobody holds any more: their numbers."""
@@ -38,19 +39,20 @@ class ReplicaListener:
 
     def asked(self, timeout_s: float) -> list[int]:
         """Return what was asked of this replica, in order, each session once; after that time
-        nothing. Raises psycopg.Error."""
+        nothing. Raises LeaseLost, psycopg.Error."""
         with self._changed:
+            self._listen()
             self._wait(lambda: bool(self._asked), timeout_s)
             asked, self._asked = self._asked, []
         return list(dict.fromkeys(asked))
 
     def await_release(self, number: int, is_free: Callable[[], bool], timeout_s: float) -> bool:
         """Return whether a session may be free, as soon as it may, and else after that time. Raises
-        psycopg.Error, and what `is_free` raises."""
+        LeaseLost, psycopg.Error, and what `is_free` raises."""
         with self._changed:
+            self._listen()
             self._awaited[number] += 1
             try:
-                self._listen()
                 self._changed.release()
                 try:
                     if is_free():  # since before anybody listened
@@ -108,7 +110,10 @@ class ReplicaListener:
             self._changed.notify_all()
 
     def _listen(self) -> Connection:
-        """Return the connection, which is made if there is none, while others wait for it."""
+        """Return the connection, which is made if there is none, while others wait for it. Raises
+        LeaseLost once it is closed, psycopg.Error."""
+        if self._is_closed:
+            raise LeaseLost("this replica has left")
         if self._connection is None:
             connection = connect(self._conninfo)
             try:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
 import psycopg
 from psycopg_pool import ConnectionPool
 
-from session_server.sessions.postgres.connections import MAX_READERS, Connection
+from session_server.sessions.postgres.connections import (
+    ANSWER_WAIT_S,
+    MAX_READERS,
+    Connection,
+)
 from session_server.sessions.postgres.schema import COLUMNS
+from session_server.sessions.postgres.watchdog import Watchdog
 from session_server.sessions.store.pieces import first_rows
 from session_server.sessions.store.records import Holding, Parts, RecordRow, SessionRow
 from session_server.sessions.store.schema import RECORD_COLUMNS
@@ -48,6 +54,7 @@ class PostgresReads:
 
     def __init__(self, pool: ConnectionPool[Connection]) -> None:
         self._pool = pool
+        self._watchdog = Watchdog()
 
     def find(self, owner_id: str, session_id: str) -> SessionRow | None:
         """Return a session as of the last commit."""
@@ -195,12 +202,14 @@ class PostgresReads:
     def _over_pool(self, ask: Callable[[Connection], _FoundT]) -> _FoundT:
         """Ask over a connection of the pool, again over another where it was broken: nobody knows
         that of one that was idle. What is asked for may be done twice."""
-        for _ in range(MAX_READERS):
+        for num_left in reversed(range(MAX_READERS + 1)):
             with self._pool.connection() as connection:
+                until_s = time.monotonic() + ANSWER_WAIT_S
                 try:
-                    return ask(connection)
+                    with self._watchdog.watch(connection, ANSWER_WAIT_S):
+                        return ask(connection)
                 except psycopg.OperationalError:
-                    if not connection.closed:
+                    is_late = time.monotonic() >= until_s
+                    if is_late or not (num_left and connection.closed):
                         raise
-        with self._pool.connection() as connection:
-            return ask(connection)
+        raise AssertionError("the last attempt neither returned nor raised")

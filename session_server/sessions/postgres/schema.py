@@ -158,7 +158,9 @@ def _count(connection: Connection, query: str, name: str) -> int:
 
 
 def _fact(connection: Connection, name: str) -> bytes | None:
-    row = connection.execute("SELECT value FROM facts WHERE name = %s", (name,)).fetchone()
+    # By its whole name: a schema that this user may not use is left out of the search path.
+    query = f"SELECT value FROM {SCHEMA}.facts WHERE name = %s"  # noqa: S608
+    row = connection.execute(query, (name,)).fetchone()
     return None if row is None else bytes(row[0])
 
 
