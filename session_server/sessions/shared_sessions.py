@@ -145,7 +145,7 @@ class SharedSessions:
             self.give_up(session)
 
     async def _take(self, owner: Owner, session_id: str) -> SessionRow | None:
-        loop, delay_s, has_asked = asyncio.get_running_loop(), _FIRST_LOOK_S, False
+        loop, delay_s = asyncio.get_running_loop(), _FIRST_LOOK_S
         until_s = loop.time() + HANDOVER_WAIT_S
         take = partial(self._database.take, owner.owner_id, session_id)
         with reading(self._store):
@@ -153,9 +153,8 @@ class SharedSessions:
                 if loop.time() >= until_s:
                     where = f" at {found.address}" if found.address else ""
                     raise SessionMoved(f"the session is in another replica{where}: ask again")
-                if not has_asked:
-                    await self._lease.read(partial(self._database.ask_for, found))
-                    has_asked = True
+                # Each time: what is asked while the other one does not listen is lost.
+                await self._lease.read(partial(self._database.ask_for, found))
                 await asyncio.sleep(delay_s)
                 delay_s = min(2 * delay_s, _LAST_LOOK_S)
         if found is None or found.number in self._store.deletions.hidden:

@@ -143,7 +143,7 @@ SLICES = (
         "another look follows",
     ),
     _constant(
-        "sessions.postgres.watchdog:_LOOK_S",
+        "sessions.postgres.answer_watch:_LOOK_S",
         "time between two looks for answers of PostgreSQL that are late",
         "s",
         "another look follows",
@@ -419,7 +419,7 @@ BOUND_NOTHING = frozenset(
         # How often the lease is renewed within its time, and how soon somebody looks again.
         "session_server.sessions.store.lease:RENEWALS",
         "session_server.sessions.store.lease:RETRY_S",
-        "session_server.sessions.store.lease:ASKED_WAIT_S",
+        "session_server.sessions.store.lease:_LISTEN_S",
         "session_server.sessions.shared_sessions:_FIRST_LOOK_S",
         "session_server.sessions.shared_sessions:_LAST_LOOK_S",
         "session_server.sessions.place_counter:SLOTS",

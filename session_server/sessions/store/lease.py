@@ -40,7 +40,7 @@ READ_WAIT_S: Final = 10.0
 RETRY_S: Final = 0.5
 """How long a replica that could not renew or listen waits before it tries again."""
 
-ASKED_WAIT_S: Final = 5.0
+_LISTEN_S: Final = 5.0
 """How long one look takes for what others ask; another one follows."""
 
 _T = TypeVar("_T")
@@ -155,7 +155,7 @@ class Lease:
         while True:
             try:
                 # Not counted among the reads: it waits, and takes no place from others.
-                ask = partial(self.database.asked, ASKED_WAIT_S)
+                ask = partial(self.database.asked, _LISTEN_S)
                 numbers = await asyncio.wrap_future(self._threads.submit(ask))
             except LeaseLost:
                 numbers = []

@@ -70,8 +70,6 @@ PARTS_AT_ONCE: Final = 256
 BYTES_AT_ONCE: Final = MAX_ENTRY_BYTES
 """Of entries or parts: none is read behind one with which they have as many."""
 
-_SLICE: Final = ENTRIES_AT_ONCE, BYTES_AT_ONCE
-
 SHARED_ENTRIES: Final = 256
 SHARED_BYTES: Final = 1 << 20
 """As many where each question takes the way to another machine; on a thread."""
@@ -322,7 +320,9 @@ class SessionStore:
     def slice_of(self, row: SessionRow, start: int) -> tuple[list[LogEntry], int]:
         """Return some entries of a session from a position on, and their bytes; any thread may call
         it. Raises Damaged if they are not all that the row tells of, and as `slices`."""
-        limit, most = (SHARED_ENTRIES, SHARED_BYTES) if self.is_shared else _SLICE
+        limit, most = ENTRIES_AT_ONCE, BYTES_AT_ONCE
+        if self.is_shared:
+            limit, most = SHARED_ENTRIES, SHARED_BYTES
         found = self._database.entries(row.number, start=start, limit=limit, max_bytes=most)
         num_read = start + len(found)
         if not found or num_read > row.num_entries:
