@@ -17,6 +17,9 @@ from session_server.client.turn import WireFailure
 RETRYABLE_CLOSE_CODES: Final = frozenset({1001, 1005, 1006, 1011, 1012, 1013})
 """Codes after which reconnecting may help: lost connection, restart, overload, slow reader."""
 
+SESSION_MOVED: Final = "session_moved"
+"""The code with which a server says that another one holds the session: it can be asked again."""
+
 _SECONDS: Final = re.compile("[0-9]{1,9}")
 
 
@@ -33,7 +36,8 @@ def final_error(error: Exception) -> ClientError | None:
         status = error.response.status_code
         if not 400 <= status < 500 or status == HTTPStatus.TOO_MANY_REQUESTS:
             return None
-        return refusal_in(error) or Refused(f"http_{status}", "")
+        refusal = refusal_in(error) or Refused(f"http_{status}", "")
+        return None if refusal.code == SESSION_MOVED else refusal
     return None
 
 

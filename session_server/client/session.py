@@ -6,10 +6,11 @@ import asyncio
 import enum
 import secrets
 import ssl
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Final, Literal, Self, assert_never
+from typing import Any, Final, Literal, Self
 
 import msgspec
 from websockets.asyncio.client import ClientConnection
@@ -18,9 +19,11 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake
 from websockets.typing import Subprotocol
 
 from session_server.client.address import key_header, socket_address
+from session_server.client.bodies import input_fields, thought_and_calls
 from session_server.client.errors import ClientError, ConnectionLost
 from session_server.client.refusals import (
     RETRYABLE_CLOSE_CODES,
+    SESSION_MOVED,
     asked_s,
     final_error,
     refusal_in,
@@ -36,13 +39,7 @@ from session_server.client.turn import (
 )
 from session_server.core.events import TurnTimings
 from session_server.core.session_events import (
-    ChatInput,
-    ContinueInput,
-    Message,
-    TextInput,
-    TokenInput,
     TokenUsage,
-    ToolCall,
     ToolCallDelta,
     TurnInput,
 )
@@ -124,11 +121,11 @@ class SessionClient:
     `num_reconnects` counts the times the socket was replaced.
     """
 
-    def __init__(self, url: str, session_id: str, options: ClientOptions) -> None:
+    def __init__(self, urls: Sequence[str], session_id: str, options: ClientOptions) -> None:
         self.session_id = session_id
         self.opened: Mapping[str, Any] = {}
         self.num_reconnects = 0
-        self._base = socket_address(url)
+        self._bases = deque(map(socket_address, urls))
         self._options = options
         self._socket: ClientConnection | None = None
         self._reader: asyncio.Task[ClientError | None] | None = None
@@ -180,7 +177,7 @@ class SessionClient:
         """
         turn_id = turn_id or f"t_{secrets.token_hex(8)}"
         frame: dict[str, object] = {"type": "turn.create", "turn_id": turn_id}
-        frame |= _input_fields(content)
+        frame |= input_fields(content)
         frame |= {"sampling": dict(sampling or {}), "generate": generate}
         handle = TurnHandle(
             turn_id, send_cancel=lambda keep: self._cancel(turn_id, keep_partial=keep)
@@ -204,7 +201,7 @@ class SessionClient:
         """
         draft_id = draft_id or f"d_{secrets.token_hex(8)}"
         frame: dict[str, object] = {"type": "turn.draft", "draft_id": draft_id}
-        frame |= {"draft_id": None} if content is None else _input_fields(content)
+        frame |= {"draft_id": None} if content is None else input_fields(content)
         self._heard.draft_id = draft_id
         await self._send(msgspec.json.encode(frame))
         return draft_id
@@ -358,6 +355,7 @@ class SessionClient:
                 why = str(error) or type(error).__name__
                 lost = ConnectionLost(f"no connection after {number} attempts: {why}")
                 problem, wait_s = refusal_in(error) or lost, asked_s(error)
+                self._bases.rotate(-1)  # another replica may take the session
             if number == attempts or wait_s > options.longest_wait_s:
                 break
             await asyncio.sleep(max(delay_s, wait_s))
@@ -366,19 +364,19 @@ class SessionClient:
 
     async def _handshake(self) -> ClientConnection:
         """Open one connection, up to and including the server's hello."""
-        path = f"/v1/sessions/{self.session_id}/ws"
+        base, path = self._bases[0], f"/v1/sessions/{self.session_id}/ws"
         if self.opened:
             path += f"?after={self._last_seq}&epoch={self.opened['epoch']}"
         headers = key_header(self._options.token)
         socket = await open_socket(
-            self._base + path,
+            base + path,
             subprotocols=[SUBPROTOCOL],
             additional_headers=headers,
             compression=None,
             max_size=self._options.max_message_bytes,
             open_timeout=self._options.connect_timeout_s,
             proxy=None,
-            ssl=(self._options.trust or True) if self._base.startswith("wss:") else None,
+            ssl=(self._options.trust or True) if base.startswith("wss:") else None,
         )
         try:
             hello = msgspec.json.decode(await socket.recv(), type=dict[str, Any])
@@ -450,6 +448,8 @@ class SessionClient:
     def _receive_refusal(self, frame: Mapping[str, Any]) -> None:
         failure = msgspec.convert(frame["error"], WireFailure)
         turn = self._turns.get(failure.turn_id or "")
+        if failure.code == SESSION_MOVED and turn is not None:
+            return  # it is sent again on the next socket: this one closes
         if turn is None and failure.turn_id == self._heard.draft_id:
             self._receive_drafted(failure.turn_id, failure)
         if turn is None or turn.handle.is_accepted:
@@ -465,18 +465,22 @@ class SessionClient:
         running = frame.get("turn") or {}
         turn = self._turns.get(running.get("turn_id", ""))
         if turn is not None:
-            turn.handle.add(TurnReplaced(running["text"], *_thought_and_calls(running)))
+            turn.handle.add(TurnReplaced(running["text"], *thought_and_calls(running)))
         live = {running.get("turn_id"), *frame.get("queued", ())}
         return [turn for turn_id, turn in self._turns.items() if turn_id not in live]
 
     def _receive_end(self, frame: Mapping[str, Any]) -> None:
+        if frame.get("error", {}).get("code") == SESSION_MOVED:
+            if (moved := self._turns.get(frame["turn_id"])) is not None:
+                moved.handle.is_accepted = False  # it is sent again to whoever has the session now
+            return
         turn = self._turns.pop(frame["turn_id"], None)
         if turn is None:
             return
         status: Literal["completed", "cancelled", "failed"] = frame["type"].removeprefix("turn.")
         failure = frame.get("error")
         item = frame.get("item", {})
-        reasoning, calls = _thought_and_calls(item)
+        reasoning, calls = thought_and_calls(item)
         timings = dict.fromkeys(TurnTimings.__struct_fields__, 0) | (frame.get("timings") or {})
         turn.handle.end(
             TurnResult(
@@ -500,12 +504,17 @@ class SessionClient:
 
 
 async def connect(
-    url: str, *, session_id: str | None = None, options: ClientOptions = ClientOptions()
+    url: str | Sequence[str],
+    *,
+    session_id: str | None = None,
+    options: ClientOptions = ClientOptions(),
 ) -> SessionClient:
     """Open a new session, or return to a known one.
 
     Args:
-        url: of the server, http(s) or ws(s); a trailing `/v1` is removed.
+        url: of the server, http(s) or ws(s); a trailing `/v1` is removed. Of several replicas that
+            share a store any may be asked for a session: the next one is, where one does not answer
+            or has given the session up.
         session_id: of an open session; None opens a new one.
         options: credentials, timeouts, attempts.
 
@@ -514,36 +523,7 @@ async def connect(
         ConnectionLost: no server answered, or it closed the socket for good.
         Refused: the server answered with an error.
     """
-    client = SessionClient(url, session_id or "new", options)
+    urls = (url,) if isinstance(url, str) else tuple(url)
+    client = SessionClient(urls, session_id or "new", options)
     await client.attach()
     return client
-
-
-def _input_fields(content: str | TurnInput) -> dict[str, object]:
-    match content:
-        case str():
-            return {"input": [{"role": "user", "content": content}]}
-        case ChatInput():
-            fields: dict[str, object] = {"input": list(map(_message_body, content.messages))}
-            if content.tools:
-                fields["tools"] = [msgspec.Raw(tool.encode()) for tool in content.tools]
-            return fields
-        case TextInput():
-            return {"text": content.text}
-        case TokenInput():
-            return {"input_ids": content.token_ids}
-        case ContinueInput():
-            return {"continue": True}
-        case _:
-            assert_never(content)
-
-
-def _message_body(message: Message) -> dict[str, object]:
-    body: dict[str, object] = {"role": message.role, "content": message.content}
-    others = ("tool_calls", "tool_call_id", "reasoning")
-    return body | {name: value for name in others if (value := getattr(message, name))}
-
-
-def _thought_and_calls(item: Mapping[str, Any]) -> tuple[str, tuple[ToolCall, ...]]:
-    calls = msgspec.convert(item.get("tool_calls", ()), tuple[ToolCall, ...])
-    return item.get("reasoning", ""), calls

@@ -131,6 +131,60 @@ def test_a_turn_the_server_may_not_have_heard_is_sent_again_under_its_id() -> No
     run(test)
 
 
+MOVED = {"code": "session_moved", "message": "ask again", "type": "invalid_request_error"}
+
+
+def test_a_turn_whose_session_has_moved_goes_on_in_another_replica() -> None:
+    turns: list[str] = []
+
+    async def first(peer: Peer) -> None:
+        await peer.hello()
+        turns.append((await peer.receive())["turn_id"])
+        await peer.send("turn.created", seq=1, turn_id=turns[0], position=0)
+        await peer.send("turn.delta", seq=2, turn_id=turns[0], text="half of it", n=2)
+        failure = {"error": MOVED, "retryable": True, "usage": {}}
+        await peer.send("turn.failed", seq=3, turn_id=turns[0], **failure)
+        await peer.socket.close(1012)
+
+    async def elsewhere(peer: Peer) -> None:
+        await peer.hello(1000, epoch="e2")  # its journal is another one
+        assert (await peer.receive())["turn_id"] == turns[0]
+        await peer.send("turn.created", seq=1001, turn_id=turns[0], position=0)
+        await peer.send("turn.delta", seq=1002, turn_id=turns[0], text="all", n=1)
+        await peer.complete(1003, turns[0], "all", durable=True)
+        await peer.closed(1004)
+
+    async def test() -> None:
+        refusal = denial(409, MOVED | {"retryable": True})
+        async with (
+            playing(first, refusal) as one,
+            playing(elsewhere) as other,
+            await connect([one.url, other.url], options=QUICK) as session,
+        ):
+            turn = await session.start("count")
+            result = await turn.result()
+            assert (result.text, result.is_durable) == ("all", True)
+            assert turn.text == "all"
+            assert session.num_reconnects == 1
+
+    run(test)
+
+
+def test_a_replica_that_does_not_answer_is_passed_over() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.hello()
+        await peer.complete(1, (await peer.receive())["turn_id"], "yes")
+        await peer.closed(2)
+
+    async def test() -> None:
+        async with playing(script) as server:
+            urls = ["http://127.0.0.1:9", server.url]
+            async with await connect(urls, options=QUICK) as session:
+                assert (await session.ask("are you there?")).text == "yes"
+
+    run(test)
+
+
 def test_a_turn_that_failed_while_nobody_was_connected_is_asked_for_until_it_runs() -> None:
     """It was sent again before its failure was told: the server may have begun it anew."""
     turns: list[str] = []
