@@ -24,7 +24,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from session_server import flags, sources, wiring
+from session_server import flags, serving, sources, wiring
 from session_server.core.owner import KEY_VARIABLE
 from session_server.web.key_file import is_readable_by_all
 
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     if args.print_config:
         print(sources.shown_settings(sourced, has_variable_key=KEY_VARIABLE in os.environ))
         return wiring.EXIT_OK
-    return wiring.serve(sourced.settings, worded=sourced.worded)
+    return serving.serve(sourced.settings, worded=sourced.worded)
 
 
 def _ignored(args: argparse.Namespace) -> Iterator[str]:

@@ -48,6 +48,7 @@ MAY_READ_ENVIRONMENT = {
     "environment.py",
     "local_server.py",
     "serve.py",
+    "serving.py",
     "store_place.py",
     "wiring.py",
 }
