@@ -94,8 +94,7 @@ def serve(settings: Settings, *, worded: Callable[[str], str] = str) -> int:
     """
     start_log(settings)
     try:
-        # Remove the key from the environment, so that child processes do not inherit it.
-        entrance = wiring.make_entrance(settings.http, os.environ.pop(KEY_VARIABLE, None))
+        entrance = wiring.make_entrance(settings.http, take_key())
     except ValueError as error:
         return _refused(worded(str(error)))
     try:
@@ -107,6 +106,12 @@ def serve(settings: Settings, *, worded: Callable[[str], str] = str) -> int:
         return _refused(worded(str(error)))
     except _CannotListen as error:
         return _refused(worded(str(error)), EXIT_FAILED)
+
+
+def take_key() -> str | None:
+    """Return the key in the environment, and remove it, so that child processes do not inherit
+    it."""
+    return os.environ.pop(KEY_VARIABLE, None)
 
 
 def start_log(settings: Settings) -> None:
