@@ -46,6 +46,7 @@ MAY_READ_ENVIRONMENT = {
     "arguments.py",
     "engine_wiring.py",
     "environment.py",
+    "head.py",
     "local_server.py",
     "serve.py",
     "serving.py",

@@ -31,6 +31,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
 from typing import Any, Final
 
 from rich.console import Console
@@ -42,11 +43,14 @@ from session_server.arguments import number
 from session_server.config import HttpOptions, Settings
 from session_server.core.child_process import called_as
 from session_server.deploy.head import (
+    ClusterFailed,
+    Head,
     HeadFailed,
     Record,
     is_running,
     read_record,
     remove_record,
+    show_token,
     start_head,
     stop_head,
     write_record,
@@ -116,8 +120,6 @@ def run(args: argparse.Namespace) -> int:
     """Do what was asked. Return 0, 1 if it failed, 2 for what cannot be used."""
     if importlib.util.find_spec("ray") is None:
         return _refused(WITHOUT_RAY)
-    from session_server.deploy.ray_cluster import ClusterFailed
-
     try:
         sourced = serve_command.read(args)
     except ValueError as error:
@@ -130,13 +132,13 @@ def run(args: argparse.Namespace) -> int:
         return action(args, sourced.settings)
     except (ModelError, ValueError) as error:
         return _refused(sourced.worded(str(error)))
+    except BrokenPipeError:
+        raise  # whoever reads what is printed has seen enough
     except (ClusterFailed, HeadFailed, OSError) as error:
         return _refused(sourced.worded(str(error)), wiring.EXIT_FAILED)
 
 
 def _up(args: argparse.Namespace, settings: Settings) -> int:
-    from session_server.deploy import ray_cluster
-
     http, key = settings.http, serving.take_key()
     options = ReplicaOptions(args.replicas, args.replica_cpus, args.replica_gpus)
     # Refuse at once what every replica would.
@@ -154,8 +156,8 @@ def _up(args: argparse.Namespace, settings: Settings) -> int:
             head = start_head(max(os.cpu_count() or 1, options.cluster_cpus))
             undone.callback(stop_head, head)
         address = args.address if head is None else head.address
-        with ray_cluster.joined(address):
-            ray_cluster.deploy(settings, key, options, on_progress=tell, timeout_s=args.timeout)
+        with _joined(address, head) as cluster:
+            cluster.deploy(settings, key, options, on_progress=tell, timeout_s=args.timeout)
         write_record(http.port, Record(_url_of(http), address, head))
         undone.pop_all()
     _announce(http, options, needs_key=not entrance.keys.is_open)
@@ -181,13 +183,11 @@ def _url_of(http: HttpOptions) -> str:
 
 
 def _status(args: argparse.Namespace, settings: Settings) -> int:
-    from session_server.deploy import ray_cluster
-
     record, address = _found(args, settings)
     rows: list[dict[str, Any]] = []
     if address is not None:
-        with ray_cluster.joined(address):
-            rows = ray_cluster.status()
+        with _joined(address, None if record is None else record.head) as cluster:
+            rows = cluster.status()
     if args.json:
         url = None if record is None else record.url
         print(json.dumps({"url": url, "replicas": rows}, indent=2))
@@ -207,15 +207,13 @@ def _shown_row(row: Mapping[str, Any]) -> list[str]:
 
 
 def _down(args: argparse.Namespace, settings: Settings) -> int:
-    from session_server.deploy import ray_cluster
-
     record, address = _found(args, settings)
     if address is None:
         print(_nothing_runs(settings), file=sys.stderr)
         return wiring.EXIT_OK
     with _told() as tell:
-        with ray_cluster.joined(address):
-            ray_cluster.take_down(on_progress=tell)
+        with _joined(address, None if record is None else record.head) as cluster:
+            cluster.take_down(on_progress=tell)
         if record is not None and record.head is not None:
             tell("stopping Ray")
             stop_head(record.head)
@@ -235,6 +233,17 @@ def _found(args: argparse.Namespace, settings: Settings) -> tuple[Record | None,
         is_same = record is not None and record.address == args.address
         return record if is_same else None, args.address
     return record, None if record is None else record.address
+
+
+@contextlib.contextmanager
+def _joined(address: str, head: Head | None) -> Iterator[ModuleType]:
+    """Return what deploys, connected to a Ray inside the block: one of ours, or that of others."""
+    if head is not None:
+        show_token(head.directory)
+    from session_server.deploy import ray_cluster
+
+    with ray_cluster.joined(address):
+        yield ray_cluster
 
 
 def _nothing_runs(settings: Settings) -> str:

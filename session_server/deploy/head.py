@@ -1,13 +1,15 @@
 """Start and stop a Ray of our own on this machine, and remember it for the next command.
 
-It listens on the loopback address alone: whoever reaches Ray may run programs. A cluster of several
-machines is started with Ray's own commands, and joined.
+Ray listens on every address of the machine, and whoever reaches it may run programs: so this one
+asks for a token, which is in a file of ours. A cluster of several machines is started with Ray's
+own commands, and joined.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -27,6 +29,7 @@ from session_server.sessions.store.places import state_directory
 START_TIMEOUT_S: Final = 60.0
 STOP_TIMEOUT_S: Final = 30.0
 LOG_FILE: Final = "ray.log"
+TOKEN_FILE: Final = "token"  # noqa: S105 - its name
 _TAIL_LINES: Final = 12
 _LOOK_S: Final = 0.2
 
@@ -35,6 +38,10 @@ _RAY: Final = (sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "
 
 class HeadFailed(Exception):
     """Report that Ray did not start; the message ends with its last lines."""
+
+
+class ClusterFailed(Exception):
+    """Report what the cluster could not do, and what to do."""
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -71,6 +78,10 @@ def start_head(num_cpus: int) -> Head:
         "--include-dashboard=false",
         "--disable-usage-stats",
     )
+    private = os.open(Path(directory, TOKEN_FILE), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(private, "w", encoding="ascii") as token:
+        token.write(secrets.token_hex(32))
+    show_token(directory)
     log = Path(directory, LOG_FILE)
     with log.open("wb") as output:
         process = subprocess.Popen(  # noqa: S603 - our own argv, no shell
@@ -85,6 +96,13 @@ def start_head(num_cpus: int) -> Head:
             raise HeadFailed("\n".join(("Ray did not start; its last lines:", *lines)))
         time.sleep(_LOOK_S)
     return head
+
+
+def show_token(directory: str) -> None:
+    """Have Ray in this process, and in those it starts, show the token of a Ray of ours. Call it
+    before Ray is imported."""
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ["RAY_AUTH_TOKEN_PATH"] = str(Path(directory, TOKEN_FILE))
 
 
 def stop_head(head: Head) -> None:

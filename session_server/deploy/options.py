@@ -36,6 +36,9 @@ LOOK_BACK_S: Final = 15.0
 REQUESTS_BESIDE: Final = 256
 """Requests of a replica beside its readers at one time: health, metrics, what is refused."""
 
+_ENVIRONMENT: Final = {"RAY_USE_UVLOOP": "0"}
+"""Of a replica's process: it runs on asyncio's own event loop, as `serve` does."""
+
 _REPLICAS: Final = re.compile(r"([0-9]{1,4})(?:-([0-9]{1,4}))?")
 
 
@@ -134,7 +137,11 @@ def deployment_options(settings: Settings, options: ReplicaOptions) -> dict[str,
         "graceful_shutdown_wait_loop_s": LOOK_S,
         "health_check_period_s": HEALTH_PERIOD_S,
         "health_check_timeout_s": HEALTH_TIMEOUT_S,
-        "ray_actor_options": {"num_cpus": options.num_cpus, "num_gpus": options.num_gpus},
+        "ray_actor_options": {
+            "num_cpus": options.num_cpus,
+            "num_gpus": options.num_gpus,
+            "runtime_env": {"env_vars": _ENVIRONMENT},
+        },
         "request_router_config": {"request_router_class": ROUTER},
         **scale,
     }

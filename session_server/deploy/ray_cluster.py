@@ -16,6 +16,7 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from session_server.config import HttpOptions, Settings
+from session_server.deploy.head import ClusterFailed
 from session_server.deploy.options import (
     APPLICATION,
     ReplicaOptions,
@@ -34,10 +35,6 @@ Progress = Callable[[str], None]
 """Is told in words what is waited for."""
 
 
-class ClusterFailed(Exception):
-    """Report what the cluster could not do, and what to do."""
-
-
 @contextlib.contextmanager
 def joined(address: str) -> Iterator[None]:
     """Be connected to a Ray cluster inside the block.
@@ -53,7 +50,7 @@ def joined(address: str) -> Iterator[None]:
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         raise ClusterFailed(
             f"no Ray cluster answers at {address}: `ray start --head` starts one, and without "
             "--address `session-server cluster up` does"
@@ -152,9 +149,12 @@ def _wait_until_ready(
 
 
 def _why(application: Mapping[str, Any]) -> str:
+    """Return why the replicas are not ready: of an error of ours what it says, of others all."""
     deployments = application.get("deployments", {})
-    told = deployments.get(APPLICATION, {}).get("message") or application.get("message")
-    return str(told or "nothing")
+    told = str(deployments.get(APPLICATION, {}).get("message") or application.get("message") or "")
+    last = told.strip().rpartition("\n")[2]
+    is_ours = last.startswith("session_server.")
+    return last.partition(": ")[2] if is_ours else told or "nothing"
 
 
 def status() -> list[dict[str, Any]]:
