@@ -38,4 +38,5 @@ def num_replicas(context: Any) -> tuple[int, dict[str, Any]]:
 
 def _replicas_for(by_replica: Mapping[Any, float], target: float) -> int:
     """Return how many replicas would each be at the target; 0 if none reported."""
-    return max(1, math.ceil(sum(by_replica.values()) / target)) if by_replica else 0
+    needed = round(sum(by_replica.values()) / target, 6)  # or 2.4 / 0.8 would be more than 3
+    return max(1, math.ceil(needed)) if by_replica else 0
