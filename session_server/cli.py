@@ -63,6 +63,9 @@ COMMANDS: Final[Mapping[str, Subcommand]] = {
         "list, show, move and delete the sessions of a store",
         "ACTION [ID ...] ",
     ),
+    "cluster": Subcommand(
+        "session_server.deploy.command", "run several replicas under Ray Serve", "ACTION "
+    ),
     "doctor": Subcommand("session_server.doctor", "check whether this machine can serve"),
 }
 
@@ -149,6 +152,8 @@ def _run(arguments: list[str]) -> int:
     if surplus:
         chosen = commands.choices[args.command]
         chosen.error(
-            explain_unknown_flags(surplus, chosen.flags, is_server=args.command == "serve")
+            explain_unknown_flags(
+                surplus, chosen.flags, is_server=args.command in ("serve", "cluster")
+            )
         )
     return run(args)

@@ -24,7 +24,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from session_server import flags, sources, wiring
+from session_server import flags, serving, sources, wiring
 from session_server.core.owner import KEY_VARIABLE
 from session_server.web.key_file import is_readable_by_all
 
@@ -49,18 +49,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve. Return 0 after a clean shutdown, 2 for invalid settings, 1 if serving failed, 3 if
     sessions are lost that could not be written."""
-    given = flags.given_by(args)
     try:
-        sourced = sources.read_sources(given, environment=os.environ, file=args.config)
+        sourced = read(args)
     except ValueError as error:
         print(f"session-server serve: {error}", file=sys.stderr)
         return wiring.EXIT_UNUSABLE
-    for warning in (*_ignored(args), *_exposed_keys(sourced)):
-        print(f"warning: {warning}", file=sys.stderr)
     if args.print_config:
         print(sources.shown_settings(sourced, has_variable_key=KEY_VARIABLE in os.environ))
         return wiring.EXIT_OK
-    return wiring.serve(sourced.settings, worded=sourced.worded)
+    return serving.serve(sourced.settings, worded=sourced.worded)
+
+
+def read(args: argparse.Namespace) -> sources.Sourced:
+    """Return the settings that flags, variables and file give, after printing what to beware of.
+    Raises ValueError."""
+    given = flags.given_by(args)
+    sourced = sources.read_sources(given, environment=os.environ, file=args.config)
+    for warning in (*_ignored(args), *_exposed_keys(sourced)):
+        print(f"warning: {warning}", file=sys.stderr)
+    return sourced
 
 
 def _ignored(args: argparse.Namespace) -> Iterator[str]:

@@ -12,40 +12,30 @@ import functools
 import logging
 import os
 import secrets
-import signal
-import socket
-import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from errno import EADDRINUSE
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from session_server.config import LOOPBACK, EngineMode, HttpOptions, Settings
 from session_server.core.child_process import PROGRAM
-from session_server.core.engine_client import STOP_TIMEOUT_S, EngineClient, EventListener
-from session_server.core.errors import EngineUnavailable
+from session_server.core.engine_client import STOP_TIMEOUT_S, EngineClient
 from session_server.core.events import EngineReady
 from session_server.core.owner import KEY_VARIABLE
-from session_server.core.turn_report import TurnReport
 from session_server.engine_host.process import EngineProcess, ProcessSettings
 from session_server.engine_host.restarts import RestartPolicy
-from session_server.metrics.logging import LOGGER_NAME, EventLog, TurnLog, configure_logging
+from session_server.metrics.logging import LOGGER_NAME
 from session_server.metrics.prometheus import ServerMetrics
-from session_server.metrics.throughput import ThroughputLog
 from session_server.metrics.tracing import (
     TracingUnavailable,
     TurnTracing,
     asks_for_traces,
     open_tracing,
 )
-from session_server.models.errors import ModelError
-from session_server.served_model import open_model
 from session_server.sessions.journal import JournalLimits
 from session_server.sessions.manager import SessionManager
 from session_server.sessions.quotas import QuotaLimits, SessionLimits
@@ -59,7 +49,6 @@ from session_server.web.certificate import Certificate, UnusableCertificate
 from session_server.web.key_file import is_readable_by_all, limits_of
 from session_server.web.keys import KeyRing, key_sources
 from session_server.web.listener import (
-    bind,
     connection_limits_for,
     is_loopback,
     max_readers_for,
@@ -95,14 +84,6 @@ _MAX_TURNS: Final = 16_384
 """Maximum turns that wait or run, over all sessions."""
 
 
-class _CannotListen(Exception):
-    """Report an address that cannot be bound, and what to do."""
-
-
-class _Unusable(Exception):
-    """Report a model or settings that cannot be served."""
-
-
 @dataclass(frozen=True, slots=True)
 class Entrance:
     """Hold what clients show to the server, and what it shows to them."""
@@ -111,40 +92,12 @@ class Entrance:
     certificate: Certificate | None = None
 
 
-def serve(settings: Settings, *, worded: Callable[[str], str] = str) -> int:
-    """Serve until a signal, and return the exit status.
-
-    0 after a clean shutdown, 1 if the engine or the address failed, 2 if the model, the keys, the
-    certificate or the flags cannot be used, 3 if sessions could not be written to the store.
-    Errors name settings by their flags; `worded` puts the names in their place that whoever gave
-    them knows.
-    """
-    logger = configure_logging(
-        settings.http.log_level,
-        settings.http.log_format,
-        allows_color=not os.environ.get("NO_COLOR"),
-    )
-    try:
-        # Remove the key from the environment, so that child processes do not inherit it.
-        keys = load_keys(settings.http, environment=os.environ.pop(KEY_VARIABLE, None))
-        check_exposure(settings.http, keys)
-        entrance = Entrance(keys, load_certificate(settings.http))
-    except ValueError as error:
-        return _refused(worded(str(error)))
-    try:
-        return asyncio.run(_serve(settings, entrance, logger))
-    except EngineUnavailable as error:
-        status = EXIT_UNUSABLE if error.is_final else EXIT_FAILED
-        return _refused(worded(f"the engine did not start: {error.message}"), status)
-    except (_Unusable, TracingUnavailable) as error:
-        return _refused(worded(str(error)))
-    except _CannotListen as error:
-        return _refused(worded(str(error)), EXIT_FAILED)
-
-
-def _refused(told: str, status: int = EXIT_UNUSABLE) -> int:
-    print(f"session-server serve: {told}", file=sys.stderr)
-    return status
+def make_entrance(http: HttpOptions, environment_key: str | None) -> Entrance:
+    """Return what clients show and are shown. Raises ValueError: it cannot be used, or the server
+    would be open to everybody; the message says what to do."""
+    keys = load_keys(http, environment=environment_key)
+    check_exposure(http, keys)
+    return Entrance(keys, load_certificate(http))
 
 
 def load_keys(http: HttpOptions, *, environment: str | None) -> KeyRing:
@@ -196,7 +149,7 @@ def check_exposure(http: HttpOptions, keys: KeyRing) -> None:
             f"--admin-host {http.admin_host} has no port, and routes for operators would answer "
             "beside all others: add --admin-port N (0: any free port)"
         )
-    binds = {"--host": http.host, "--admin-host": _admin_host(http)}
+    binds = {"--host": http.host, "--admin-host": admin_host_of(http)}
     for flag, host in binds.items():
         if keys.is_open and not http.allow_open and not is_loopback(host):
             raise ValueError(
@@ -205,121 +158,9 @@ def check_exposure(http: HttpOptions, keys: KeyRing) -> None:
             )
 
 
-async def _serve(settings: Settings, entrance: Entrance, logger: logging.Logger) -> int:
-    # Before the engine starts: report a bad model or an address in use at once, not after the model
-    # has been loaded.
-    try:
-        directory, text = await open_model(settings)
-    except (ModelError, ValueError) as error:
-        raise _Unusable(str(error)) from error
-    if text.chat_error is not None:
-        logger.warning("chat turns cannot be rendered: %s", text.chat_error)
-    elif not text.takes_tools:
-        logger.info("tools of OpenAI's clients are left out: the chat template writes none")
-    try:
-        with contextlib.ExitStack() as open_listeners:
-            listeners = [
-                open_listeners.enter_context(contextlib.closing(_bind(*address)))
-                for address in _addresses(settings.http)
-            ]
-            async with opened_store(settings, text, os.environ) as store:
-                engine = make_engine(with_store(settings, store))
-                manager = make_manager(settings, engine, text, store)
-                status = await _serve_on(
-                    listeners,
-                    settings,
-                    entrance=entrance,
-                    directory=directory,
-                    engine=engine,
-                    manager=manager,
-                )
-            use = manager.stats().store  # once the store is closed
-            is_lost = store is not None and use is not None and store.has_lost(use.num_behind)
-            return EXIT_UNWRITTEN if is_lost and status == EXIT_OK else status
-    except StoreUnusable as error:
-        raise _Unusable(str(error)) from error
-    finally:
-        await text.close()
-
-
-def _addresses(http: HttpOptions) -> list[tuple[str, int, str]]:
-    """Return host, port and the flag of the port, for everybody and for operators."""
-    public = (http.host, http.port, "--port")
-    if http.admin_port is None:
-        return [public]
-    return [public, (_admin_host(http), http.admin_port, "--admin-port")]
-
-
-def _admin_host(http: HttpOptions) -> str:
+def admin_host_of(http: HttpOptions) -> str:
+    """Return the address of the bind for operators."""
     return http.admin_host or LOOPBACK
-
-
-def _bind(host: str, port: int, flag: str) -> socket.socket:
-    with _saying_what_to_do(host, port, flag):
-        return bind(host, port)
-
-
-def _listen(listeners: Sequence[socket.socket], http: HttpOptions) -> None:
-    """Listen, before anything announces it: another server may have been started meanwhile, and
-    two sockets can be bound to one address until one of them listens."""
-    for listener, address in zip(listeners, _addresses(http), strict=True):
-        with _saying_what_to_do(*address):
-            listener.listen()
-
-
-@contextlib.contextmanager
-def _saying_what_to_do(host: str, port: int, flag: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or error
-        advice = f"; pass another {flag} (0: any free port)" if error.errno == EADDRINUSE else ""
-        raise _CannotListen(f"cannot listen on {host}:{port}: {reason}{advice}") from error
-
-
-async def _serve_on(
-    listeners: Sequence[socket.socket],
-    settings: Settings,
-    *,
-    entrance: Entrance,
-    directory: Path,
-    engine: EngineProcess | InlineEngine,
-    manager: SessionManager,
-) -> int:
-    logger = logging.getLogger(LOGGER_NAME)
-    metrics = ServerMetrics(now_s=time.monotonic)
-    logger.info("starting the engine model=%s", directory.name)
-    tracing = make_tracing(settings, model=_name_of(settings, directory))
-    watchers = (metrics, TurnLog(logger), *([tracing] if tracing else ()))
-    manager.on_turn_ended(partial(_tell, watchers))
-    starting = asyncio.create_task(manager.start(_observers(settings, metrics, logger)))
-    # What serves is imported while the engine's process imports torch: each takes half a second.
-    await asyncio.to_thread(import_module, "session_server.web.server")
-    from session_server.web import app as web_app
-    from session_server.web import server as web_server
-
-    ready = await starting
-    try:
-        services = make_services(
-            settings, manager, metrics, entrance=entrance, directory=directory, ready=ready
-        )
-        app = web_app.create_app(services)
-        _listen(listeners, settings.http)
-        serving = asyncio.create_task(web_server.serve(app, services, listeners=listeners))
-        assert engine.failed is not None, "a started engine can fail"
-        ends: tuple[asyncio.Future[Any], ...] = (serving, engine.failed)
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        if engine.failed.done():
-            logger.error("the engine failed for good: %s", engine.failed.result())
-            if not serving.done():
-                signal.raise_signal(signal.SIGTERM)
-        await serving
-        return EXIT_FAILED if engine.failed.done() else EXIT_OK
-    finally:
-        await manager.stop()
-        if tracing is not None:
-            tracing.close()
-        logger.info("stopped")
 
 
 def make_tracing(settings: Settings, *, model: str) -> TurnTracing | None:
@@ -339,19 +180,6 @@ def make_tracing(settings: Settings, *, model: str) -> TurnTracing | None:
             raise
         _logger.warning("no traces, though the environment asks for them: %s", error)
         return None
-
-
-def _tell(watchers: Sequence[ServerMetrics | TurnLog | TurnTracing], record: TurnReport) -> None:
-    for watcher in watchers:
-        watcher.on_turn(record)
-
-
-def _observers(
-    settings: Settings, metrics: ServerMetrics, logger: logging.Logger
-) -> tuple[EventListener, ...]:
-    interval_s = settings.http.throughput_interval_s
-    throughput = ThroughputLog(logger, interval_s=interval_s, now_s=time.monotonic)
-    return metrics.on_event, EventLog(logger).on_event, throughput.on_event
 
 
 def with_store(settings: Settings, store: SessionStore | None) -> Settings:
@@ -440,10 +268,15 @@ async def _open_store(
 
 
 def make_manager(
-    settings: Settings, engine: EngineClient, text: ModelText, store: SessionStore | None = None
+    settings: Settings,
+    engine: EngineClient,
+    text: ModelText,
+    store: SessionStore | None = None,
+    *,
+    replica_tag: str = "",
 ) -> SessionManager:
     """Return the session manager. Its salt secret lives as long as the store, or as the process
-    and the cache."""
+    and the cache. `replica_tag`: see `SessionLimits`."""
     sessions = settings.sessions
     secret = secrets.token_bytes(32) if store is None else store.secret
     manager = SessionManager(
@@ -456,6 +289,7 @@ def make_manager(
             max_queued_turns=sessions.max_queued_turns,
             allows_pinned=settings.cache.pinned_fraction > 0,
             journal=JournalLimits(max_bytes=sessions.replay_bytes, max_age_s=sessions.replay_ttl_s),
+            replica_tag=replica_tag,
         ),
         quotas=QuotaLimits(
             sessions=sessions.max_sessions,
@@ -488,7 +322,7 @@ def make_services(
         sessions=manager,
         metrics=metrics,
         model=ModelCard(
-            name=_name_of(settings, directory),
+            name=name_of(settings, directory),
             path=directory.name,
             vocab_size=ready.vocab_size,
             max_context=ready.max_turn_len,
@@ -520,7 +354,7 @@ def _web_settings(settings: Settings, entrance: Entrance) -> WebSettings:
         port=http.port,
         keys=entrance.keys,
         certificate=entrance.certificate,
-        admin_host=_admin_host(http),
+        admin_host=admin_host_of(http),
         admin_port=http.admin_port,
         hosts=http.allowed_hosts,
         allowed_origins=http.allowed_origins,
@@ -540,7 +374,8 @@ def _web_settings(settings: Settings, entrance: Entrance) -> WebSettings:
     )
 
 
-def _name_of(settings: Settings, directory: Path) -> str:
+def name_of(settings: Settings, directory: Path) -> str:
+    """Return the name of the model that clients are told."""
     name = directory.stem if directory.is_file() else directory.name
     default = name if settings.model.path else "session-server-embedded"
     return settings.model.served_name or default

@@ -46,8 +46,10 @@ MAY_READ_ENVIRONMENT = {
     "arguments.py",
     "engine_wiring.py",
     "environment.py",
+    "head.py",
     "local_server.py",
     "serve.py",
+    "serving.py",
     "store_place.py",
     "wiring.py",
 }

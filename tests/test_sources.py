@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from session_server import cli, wiring
+from session_server import cli, serving
 from session_server.config import Settings
 from session_server.flags import FLAGS, Given
 from session_server.sources import (
@@ -259,7 +259,7 @@ def test_what_is_found_wrong_later_is_named_as_it_was_given(
     capsys: pytest.CaptureFixture[str],
     wrong: tuple[str, str, str],
 ) -> None:
-    monkeypatch.setattr(wiring, "configure_logging", lambda *_, **__: None)
+    monkeypatch.setattr(serving, "configure_logging", lambda *_, **__: None)
     key, value, told = wrong
     part, _, name = key.partition(".")
     file.write_text(f"[{part}]\n{name} = {value if value.isdigit() else repr(value)}\n", "utf-8")

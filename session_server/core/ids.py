@@ -12,14 +12,25 @@ from typing import Final
 
 from cache.types import SessionId, TokenId, TurnId
 
-__all__ = ["SessionId", "TokenId", "TurnId", "new_call_id", "new_session_id", "new_turn_id"]
+__all__ = [
+    "SESSION_PREFIX",
+    "SessionId",
+    "TokenId",
+    "TurnId",
+    "new_call_id",
+    "new_session_id",
+    "new_turn_id",
+]
+
+SESSION_PREFIX: Final = "s_"
+"""What the ids begin with that the server gives to sessions."""
 
 _LETTERS: Final = string.ascii_letters + string.digits
 
 
 def new_session_id() -> SessionId:
     """Return a new session id of 128 random bits, which cannot be guessed."""
-    return SessionId(f"s_{secrets.token_hex(16)}")
+    return SessionId(f"{SESSION_PREFIX}{secrets.token_hex(16)}")
 
 
 def new_turn_id() -> TurnId:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 
 from session_server.core.errors import SessionClosing, SessionExists, UnsupportedOperation
+from session_server.core.ids import SESSION_PREFIX
 from session_server.core.owner import Owner
 from session_server.core.session_events import Message
 from session_server.sessions.journal import Journal
@@ -53,8 +54,14 @@ class SessionMaker:
             asked_history=request.history,
         )
         session = self._with(owner, settings, SessionLife(self.clock()), said=request.messages)
-        session.session_id = request.session_id or session.copy.session_id
+        session.session_id = request.session_id or self._named(session)
         return session
+
+    def _named(self, session: Session) -> str:
+        """Return the id that the server gives to a session: the engine's, with the replica's tag in
+        place of the beginning of its random part."""
+        made, tag = session.copy.session_id, self.limits.replica_tag
+        return f"{SESSION_PREFIX}{tag}{made[len(SESSION_PREFIX) + len(tag) :]}"
 
     def again(self, owner: Owner, settings: SessionConfig, life: SessionLife) -> Session:
         """Build a session that was open before, without its conversation. Its journal is new, and

@@ -44,6 +44,7 @@ class SessionLimits:
     off the event loop, for at most `tokenize_deadline_s`, after waiting at most `tokenize_wait_s`
     for their owner's turn. `allows_pinned`: whether the server keeps
     KV memory for pinned sessions. `stored_ttl_s`: of sessions on disk, None: as of all others.
+    `replica_tag`: what the random part of the ids begins with that sessions are given here.
     """
 
     default_ttl_s: float = 900.0
@@ -60,6 +61,7 @@ class SessionLimits:
     tokenize_deadline_s: float = 30.0
     tokenize_wait_s: float = 60.0
     allows_pinned: bool = True
+    replica_tag: str = ""
     journal: JournalLimits = field(default_factory=JournalLimits)
 
     def ttl_s(self, *, is_stored: bool) -> float:

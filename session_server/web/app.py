@@ -61,6 +61,9 @@ from session_server.web.shared_task import SharedTask
 from session_server.web.sockets import Sockets
 from session_server.web.websocket import session_endpoint
 
+Application = FastAPI
+"""What `create_app` returns, for those who do not name the web framework."""
+
 TICK_S: Final = 1.0
 LAG_PROBE_S: Final = 0.1
 

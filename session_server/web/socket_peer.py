@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, Protocol
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 from uvicorn.protocols.utils import ClientDisconnected
@@ -30,12 +31,31 @@ from session_server.web.keys import Credential
 from session_server.web.refusals import deny
 from session_server.web.requests import TICKET_PROTOCOL, authenticator_of, header_key, services_of
 from session_server.web.signal import Signal
-from session_server.web.websocket_guard import CONNECTION, GuardedWebSocket
+from session_server.web.websocket_guard import CONNECTION
 
 WRITE_BYTES: Final = 1 << 16
 """Bytes of frames that one write has. All that a step adds for a socket goes out together."""
 
 _logger: Final = logging.getLogger("session_server.web")
+
+
+class PeerConnection(Protocol):
+    """Name what a handler asks of the connection itself: a `GuardedWebSocket`, or a relayed one."""
+
+    writable: Signal
+
+    def set_behind(self, num_bytes: int) -> None:
+        """Count the frames that wait behind what the peer has not read."""
+
+    @property
+    def is_drained(self) -> bool:
+        """Return whether `drain` returns at once."""
+
+    async def drain(self) -> None:
+        """Wait until more may be written."""
+
+    def send_texts(self, texts: Sequence[bytes]) -> None:
+        """Send text messages. Call `drain` before. Raises ClientDisconnected."""
 
 
 class SocketPeer:
@@ -49,7 +69,7 @@ class SocketPeer:
         self._websocket = websocket
         self._subprotocol = subprotocol
         self._key_prefix = key_prefix
-        self._connection: GuardedWebSocket = websocket.scope["state"][CONNECTION]
+        self._connection: PeerConnection = websocket.scope["state"][CONNECTION]
         self._services = services_of(websocket)
         self._origin = ORIGIN.get()
         self._has_room = Signal()

@@ -12,7 +12,7 @@ import threading
 
 import pytest
 
-from session_server import wiring
+from session_server import serving
 from session_server.config import HttpOptions, Settings
 from session_server.core.events import EngineDied, EngineStats
 from session_server.metrics import log_handler
@@ -266,8 +266,8 @@ def test_a_server_tells_its_throughput_as_often_as_it_is_told_to(
 ) -> None:
     settings = Settings(http=HttpOptions(throughput_interval_s=5.0))
     metrics = ServerMetrics(now_s=lambda: clock[0])
-    observers = wiring._observers(settings, metrics, logging.getLogger("t"))
-    with caplog.at_level(logging.INFO, logger="t"):
+    observers = serving._observers(settings, metrics)
+    with caplog.at_level(logging.INFO, logger="session_server"):
         for generated in (0, 20, 40):
             for observe in observers:
                 observe(sample(generated=generated))

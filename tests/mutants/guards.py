@@ -517,8 +517,8 @@ EXIT_STATUS_IS_ZERO = Mutant(
     "A server whose engine was given up says that all went well.",
     "vllm#48966 (E7)",
     Edit(
-        "session_server.wiring:_serve_on",
-        "return EXIT_FAILED if engine.failed.done() else EXIT_OK",
+        "session_server.serving:_serve_on",
+        "return EXIT_FAILED if server.engine_failed.done() else EXIT_OK",
         "return EXIT_OK",
     ),
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 from msgspec import structs
 from websockets.exceptions import ConnectionClosed
 
-from session_server import wiring
+from session_server import serving, wiring
 from session_server.config import HttpOptions, Settings
 from session_server.core.commands import SubmitTurn
 from session_server.core.engine_client import EventListener
@@ -185,13 +184,10 @@ def test_e7_a_server_whose_engine_is_given_up_leaves_with_status_one() -> None:
     with (
         patch.object(wiring, "make_engine", lambda _: engine),
         patch.object(web_server, "serve", serve),
-        patch.object(wiring, "signal", signals),
+        patch.object(serving, "signal", signals),
     ):
         settings = Settings(http=HttpOptions(port=0))
-        logger = logging.getLogger("session_server")
-        status = asyncio.run(
-            asyncio.wait_for(wiring._serve(settings, wiring.Entrance(), logger), SOON_S)
-        )
+        status = asyncio.run(asyncio.wait_for(serving._serve(settings, wiring.Entrance()), SOON_S))
     assert raised == [signal.SIGTERM]
     assert status == 1
 

@@ -19,6 +19,7 @@ from session_server.core.commands import SubmitTurn
 from session_server.core.errors import Unauthorized
 from session_server.core.owner import ANONYMOUS, KEY_VARIABLE, Owner, TenantLimits
 from session_server.local_server import LocalServer
+from session_server.serving import serve
 from session_server.sessions.budget import RESERVED_PART
 from session_server.sessions.quotas import QuotaLimits
 from session_server.web import key_file
@@ -318,13 +319,13 @@ def test_an_address_for_operators_needs_a_port(admin_host: str) -> None:
 def test_serve_refuses_before_it_loads_anything(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(wiring, "configure_logging", lambda *_, **__: None)
-    monkeypatch.setattr(wiring, "open_model", None)
+    monkeypatch.setattr("session_server.serving.configure_logging", lambda *_, **__: None)
+    monkeypatch.setattr("session_server.serving.open_model", None)
     exposed = Settings(http=HttpOptions(host="0.0.0.0"))
-    assert wiring.serve(exposed) == wiring.EXIT_UNUSABLE
+    assert serve(exposed) == wiring.EXIT_UNUSABLE
     assert "--allow-open" in capsys.readouterr().err
     monkeypatch.setenv(KEY_VARIABLE, "")
-    assert wiring.serve(Settings()) == wiring.EXIT_UNUSABLE
+    assert serve(Settings()) == wiring.EXIT_UNUSABLE
     assert f"{KEY_VARIABLE}: the key is empty" in capsys.readouterr().err
     assert KEY_VARIABLE not in os.environ, "processes of the server inherit it"
 

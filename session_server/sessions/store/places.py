@@ -17,19 +17,20 @@ _PROGRAM: Final = "session-server"
 
 def default_directory(environment: Mapping[str, str], port: int) -> Path | None:
     """Return the store of the server on a port; None for a user without a home."""
-    stores = _stores(environment)
+    stores = state_directory(environment)
     return None if stores is None else stores / f"port-{port}"
 
 
 def found_directories(environment: Mapping[str, str]) -> list[Path]:
     """Return the stores of servers that were told of none, in order."""
-    stores = _stores(environment)
+    stores = state_directory(environment)
     found = [] if stores is None else stores.glob(f"*/{Database.FILE}")
     return sorted(path.parent for path in found)
 
 
-def _stores(environment: Mapping[str, str]) -> Path | None:
-    """Return the directory with the stores."""
+def state_directory(environment: Mapping[str, str]) -> Path | None:
+    """Return the directory with the stores, and with what is known of clusters; None for a user
+    without a home."""
     state, home = environment.get(STATE_VARIABLE, ""), environment.get("HOME", "")
     # A relative one is to be ignored, says the specification.
     if Path(state).is_absolute():
