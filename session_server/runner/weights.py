@@ -181,7 +181,7 @@ def _mixer(config: ModelConfig, index: int, tensors: WeightSource, prefix: str) 
     mixer = config.layers[index].mixer
     in_pool = config.pools[mixer.pool].index(index)
     if isinstance(mixer, ShortConvConfig):
-        return ShortConvMixer(in_pool, take_short_conv(mixer, tensors, f"{prefix}conv."))
+        return ShortConvMixer(in_pool, take_short_conv(mixer, config, tensors, f"{prefix}conv."))
     if isinstance(mixer, Mamba2Config):
         prefix += "mamba."
         return Mamba2Mixer(mixer, in_pool, take_mamba2(mixer, config, tensors, prefix))
