@@ -90,6 +90,15 @@ def make_tiers(settings: Settings, loaded: LoadedRunner, fingerprint: str) -> Kv
         threading.Thread(target=_remove_left, args=(left,), name="kv-removal", daemon=True).start()
     host_bytes = max(cache.host_kv_bytes, min(disk_bytes, _STAGING_BYTES))
     host_bytes = min(host_bytes, free_host_bytes() // _FREE_DIVISOR)
+    if (num_ranks := settings.model.tensor_parallel_size) > 1:
+        # Copies would have to be made, kept and read by every rank.
+        if disk_bytes:
+            raise ValueError(
+                f"--tensor-parallel-size {num_ranks}: KV of several ranks is not copied to disk; "
+                "leave out --disk-kv-bytes"
+            )
+        _LOG.info("KV that leaves the pools is computed again: --tensor-parallel-size")
+        host_bytes = 0
     if host_bytes == 0:
         return KvTiers(TierPolicy(), NoTiers())
     files = None

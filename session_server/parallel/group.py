@@ -77,6 +77,26 @@ class RankGroup:
             dist.broadcast(x, 0)
         return x
 
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks, which have one shape, on rank 0; nothing elsewhere.
+
+        Raises:
+            RankLost: another rank does not take part.
+        """
+        is_first = self.shard.rank == 0
+        parts = [torch.empty_like(x) for _ in range(self.shard.size)] if is_first else None
+        with _losing_ranks():
+            dist.gather(x, parts, 0)
+        return parts or []
+
+    def agree(self, holds: Tensor) -> Tensor:
+        """Return whether a bool scalar is true on every rank.
+
+        Raises:
+            RankLost: another rank does not take part.
+        """
+        return self.sum_(holds.to(torch.float32)) == self.shard.size
+
     def close(self) -> None:
         """Leave the group; the process may then make another."""
         dist.destroy_process_group()

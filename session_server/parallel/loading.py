@@ -10,7 +10,7 @@ import torch
 from cache.spec import CacheSpec
 from session_server.models.registry import load_config
 from session_server.parallel.messages import Allocate, Load
-from session_server.parallel.ranks import Ranks
+from session_server.parallel.ranks import Ranks, SplitHead
 from session_server.parallel.shard_reader import load_shard
 from session_server.parallel.sharding import shard_config
 from session_server.runner.capacity import free_bytes
@@ -94,6 +94,8 @@ def load_over(
         load_shard(path, of, ranks.group, dtype=TORCH_DTYPES[dtype], progress=progress)
         for path, of in checkpoints
     )
+    for index, each in enumerate((decoder, *drafts)):
+        each.head = SplitHead(ranks, index, each.head, config.vocab_size)
     free = min(ranks.await_loaded(), free_bytes(resolved.device))
     specs = [part.cache_spec(options.page_size, dtype, kv_dtype) for part in parts]
     stored = CacheSpec(tuple(g for spec in specs for g in spec.groups), options.page_size)

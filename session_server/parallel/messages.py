@@ -10,7 +10,7 @@ import numpy as np
 from msgspec.msgpack import Decoder, Encoder
 
 from cache.spec import Capacity
-from cache.types import PoolName, RowId, TableWrite
+from cache.types import PoolName, RowId, StateMoves, TableWrite
 from session_server.attention.base import Span
 from session_server.models.config import DTypeName
 
@@ -62,13 +62,32 @@ class Forward(msgspec.Struct, frozen=True, tag=True, gc=False):
         model: 0 for the model, 1 for the draft model.
         writes: changes of the page tables since the forward before.
         spans: the rows, in flat order.
-        is_probe: KV goes to the padding page, not to the pages of the rows.
     """
 
     model: int
     writes: tuple[Write, ...]
     spans: tuple[Span, ...]
-    is_probe: bool
+
+
+class Score(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Multiply `num_rows` hidden states, which follow in a collective, by the rank's rows of the LM
+    head; the scores go back in another. `model`: as in `Forward`."""
+
+    model: int
+    num_rows: int
+
+
+class Check(msgspec.Struct, frozen=True, tag=True):
+    """Probe a page along; the verdicts meet in a collective. See `core.batch.Probe`.
+
+    `writes`: as in `Forward`. `tokens`: bytes of int32.
+    """
+
+    writes: tuple[Write, ...]
+    row: RowId
+    start: int
+    tokens: bytes
+    states: StateMoves | None
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
@@ -84,7 +103,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     is_model: bool
 
 
-Message = Join | Load | Allocate | Forward
+Message = Join | Load | Allocate | Forward | Score | Check
 Answer = Loaded | Failed
 
 ENCODER: Final = Encoder()

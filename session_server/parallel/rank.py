@@ -12,7 +12,7 @@ import signal
 import socket
 import threading
 import traceback
-from dataclasses import replace
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -23,7 +23,7 @@ from cache.pool.page_table import PageTable
 from cache.spec import CacheSpec, LayerKind
 from cache.types import PoolName, RowId, TurnId, pages_for
 from session_server.attention.base import Span
-from session_server.core.batch import Batch, BatchRow
+from session_server.core.batch import Batch, BatchRow, Probe
 from session_server.engine_host.exit_codes import EXIT_BUG, EXIT_ORPHANED
 from session_server.engine_host.transport import FrameBuffer, frame
 from session_server.models.decoder import Decoder
@@ -35,12 +35,15 @@ from session_server.parallel.messages import (
     MESSAGES,
     Allocate,
     Answer,
+    Check,
     Failed,
     Forward,
     Join,
     Load,
     Loaded,
     Message,
+    Score,
+    Write,
     unpacked,
 )
 from session_server.parallel.shard_reader import load_shard
@@ -48,6 +51,7 @@ from session_server.parallel.sharding import Shard
 from session_server.runner.capacity import free_bytes
 from session_server.runner.inputs import InputBuilder
 from session_server.runner.paged_decoder import TORCH_DTYPES, PagedDecoder
+from session_server.runner.probe import probe_holds
 
 READ_BYTES: Final = 1 << 18
 
@@ -99,6 +103,10 @@ class _Rank:
         match message:
             case Forward():
                 self._forward(message)
+            case Score():
+                self._score(message)
+            case Check():
+                self._check(message)
             case Join():
                 device = torch.device(message.device)
                 if device.type == "cuda":
@@ -154,18 +162,30 @@ class _Rank:
     def _forward(self, message: Forward) -> None:
         assert self._group is not None
         assert self._inputs is not None, "pools are allocated first"
-        for write in unpacked(message.writes):
-            self._tables[write.pool].apply(write)
+        self._apply(message.writes)
         rows = tuple(_row(span) for span in message.spans)
         inputs = self._inputs.build(Batch(0, rows, ()))
-        if message.is_probe:
-            # The rows of a probe read their own pages and write to the padding page, which is 0.
-            slots = inputs.positions - message.spans[0].start
-            attention = replace(inputs.attention, slot_mapping=dict.fromkeys(self._tables, slots))
-            inputs = replace(inputs, attention=attention)
         self._group.share_(inputs.token_ids)
-        # Logits are computed by rank 0 alone.
+        # Only rank 0 needs hidden states: it sends those that are to be scored.
         self._models[message.model].forward(inputs, inputs.logits_indices[:0])
+
+    def _score(self, message: Score) -> None:
+        assert self._group is not None
+        decoder = self._decoders[message.model]
+        shape = (message.num_rows, decoder.config.hidden_size)
+        hidden = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
+        self._group.gather(decoder.head(self._group.share_(hidden)))
+
+    def _check(self, message: Check) -> None:
+        assert self._group is not None
+        self._apply(message.writes)
+        tokens = np.frombuffer(message.tokens, np.int32).copy()
+        probe = Probe(message.row, message.start, tokens, message.states)
+        self._group.agree(probe_holds(probe, self._models[0], self._tables))
+
+    def _apply(self, writes: Iterable[Write]) -> None:
+        for write in unpacked(writes):
+            self._tables[write.pool].apply(write)
 
 
 def _row(span: Span) -> BatchRow:

@@ -7,25 +7,32 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from cache.types import TableWrite
 from session_server.core.child_process import PROGRAM, start_child
+from session_server.core.batch import Probe
 from session_server.engine_host.transport import FrameBuffer, frame
 from session_server.models.errors import ModelError
+from session_server.models.layers.linear import Linear
 from session_server.parallel.group import RankGroup, RankLost
 from session_server.parallel.messages import (
     ANSWERS,
     ENCODER,
+    Check,
     Failed,
     Forward,
     Join,
     Loaded,
     Message,
+    Score,
     Write,
     packed,
 )
@@ -115,14 +122,35 @@ class Ranks:
         Raises:
             RankLost: a rank is gone, or rank 0 has failed where the others went on.
         """
-        spans = inputs.attention.spans
-        self.send(Forward(model, tuple(self._writes), spans, inputs.is_probe))
-        self._writes.clear()
-        self.group.share_(inputs.token_ids)
-        try:
+        if not inputs.is_probe:
+            self.send(Forward(model, self._take_writes(), inputs.attention.spans))
+            self.group.share_(inputs.token_ids)
+        with _in_step():
             yield
-        except (RuntimeError, MemoryError, IndexError) as error:
-            raise RankLost(f"rank 0 failed in a forward: {error}") from error
+
+    def score(self, model: int, head: Linear, hidden: Tensor) -> Tensor:
+        """Compute scores on all ranks: [n, hidden] -> [n, rows of the heads of all ranks].
+
+        `head`: rank 0's rows. Raises RankLost.
+        """
+        self.send(Score(model, len(hidden)))
+        hidden = self.group.share_(hidden.contiguous())
+        with _in_step():
+            return torch.cat(self.group.gather(head(hidden)), dim=1)
+
+    def begin_probe(self, probe: Probe) -> None:
+        """Have every rank probe a page; implements `OtherRanks.begin_probe`."""
+        tokens = probe.tokens.astype(np.int32).tobytes()
+        self.send(Check(self._take_writes(), probe.row, probe.start, tokens, probe.states))
+
+    def agree(self, holds: Tensor) -> Tensor:
+        """Return whether a page holds on every rank; implements `OtherRanks.agree`."""
+        return self.group.agree(holds)
+
+    def _take_writes(self) -> tuple[Write, ...]:
+        writes = tuple(self._writes)
+        self._writes.clear()
+        return writes
 
     def watch(self, report: Callable[[BaseException], None]) -> None:
         """Report a rank that ends, also while nothing is computed. `report`: called on a thread of
@@ -141,6 +169,32 @@ class Ranks:
         for process in self._processes:
             process.wait(EXIT_PATIENCE_S)
         self._meeting.cleanup()
+
+
+@dataclass(frozen=True, slots=True)
+class SplitHead:
+    """Compute the scores of the next token by the rows of an LM head that each rank has.
+
+    `model`: as in `Forward`. `rows`: those of rank 0.
+    """
+
+    ranks: Ranks
+    model: int
+    rows: Linear
+    vocab_size: int
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Compute [n, hidden] -> [n, vocab]; there may be padding behind the vocabulary."""
+        return self.ranks.score(self.model, self.rows, hidden)[:, : self.vocab_size]
+
+
+@contextmanager
+def _in_step() -> Iterator[None]:
+    """End the engine where rank 0 fails and the other ranks go on."""
+    try:
+        yield
+    except (RuntimeError, MemoryError, IndexError) as error:
+        raise RankLost(f"rank 0 failed in a forward: {error}") from error
 
 
 def _await_end(

@@ -18,7 +18,14 @@ from session_server.parallel.reduced import with_sums
 from session_server.parallel.sharding import Shard, fused_parts, is_summed_bias, shard_config
 from session_server.runner.checkpoint import Progress, Shape, WeightSource
 from session_server.runner.host_memory import return_freed_memory
-from session_server.runner.weights import build_decoder, expected_tensors, open_checkpoint
+from session_server.runner.weight_rows import as_dense
+from session_server.runner.weights import (
+    EMBEDDING,
+    HEAD,
+    build_decoder,
+    expected_tensors,
+    open_checkpoint,
+)
 
 
 class ShardedTensors(WeightSource):
@@ -42,9 +49,11 @@ class ShardedTensors(WeightSource):
         self._part = shard_config(config, shard.size)
         self._shapes = shapes
         self._shard = shard
+        self._embedding: Tensor | None = None
 
     def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
-        """Return the linear of a part."""
+        """Return the linear of a part: of the embedding, which is an LM head then, its rows."""
+        weight = self._head_rows(weight) if weight is self._embedding else weight
         return self._tensors.linear(weight, bias)
 
     def has(self, name: str) -> bool:
@@ -58,6 +67,8 @@ class ShardedTensors(WeightSource):
             CheckpointError: the tensor cannot be cut there, as where codes share a scale.
         """
         whole = self._tensors.take_as(dtype, name, *self._shapes[name])
+        if name == EMBEDDING:
+            self._embedding = whole
         if whole.shape != shape:
             return self._cut(name, whole, shape)
         is_layer = name.startswith("model.layers.")
@@ -67,6 +78,9 @@ class ShardedTensors(WeightSource):
 
     def take_linear(self, name: str, outputs: int, inputs: int) -> Weight:
         """Return a matrix; a part of one with codes comes as numbers, which torch computes with."""
+        if name in (HEAD, EMBEDDING):
+            whole = as_dense(self._tensors.take_linear(name, outputs, inputs))
+            return self._head_rows(whole).clone()  # the whole is freed
         if self._shapes[name] == (outputs, inputs):
             return self._tensors.take_linear(name, outputs, inputs)
         return self.take(name, outputs, inputs)
@@ -74,6 +88,15 @@ class ShardedTensors(WeightSource):
     def has_codes(self, name: str) -> bool:
         """Return whether a matrix that is not cut is stored as codes."""
         return self._tensors.has_codes(name)
+
+    def _head_rows(self, weight: Tensor) -> Tensor:
+        """Return the rank's rows of an LM head: equally many for each, zeros behind the last."""
+        num_rows = -(-len(weight) // self._shard.size)
+        first = self._shard.rank * num_rows
+        rows = weight[first : first + num_rows]
+        if len(rows) == num_rows:
+            return rows
+        return torch.cat((rows, rows.new_zeros(num_rows - len(rows), weight.shape[1])))
 
     def _cut(self, name: str, whole: Tensor, shape: Shape) -> Tensor:
         sizes = zip(whole.shape, shape, strict=True)

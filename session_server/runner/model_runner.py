@@ -22,7 +22,7 @@ from cache.pool.storage import KvPool
 from cache.pool.upload import upload
 from cache.spec import CacheSpec, Capacity, LayerKind
 from cache.types import PoolName, TableWrite, pages_for
-from session_server.core.batch import Batch, PendingStep
+from session_server.core.batch import Batch, PendingStep, Probe
 from session_server.models.config import DTypeName
 from session_server.models.decoder import Decoder
 from session_server.runner.constraints import Constraints, Masks
@@ -50,6 +50,13 @@ class OtherRanks(Protocol):
 
     def write(self, writes: Sequence[TableWrite]) -> None:
         """Apply table writes before the next forward."""
+
+    def begin_probe(self, probe: Probe) -> None:
+        """Have every rank probe a page, whose forward is not accompanied."""
+
+    def agree(self, holds: Tensor) -> Tensor:
+        """Return whether what was probed holds on every rank; a bool scalar on the device."""
+        ...
 
     def accompany(self, model: int, inputs: ForwardInputs) -> AbstractContextManager[None]:
         """Begin a forward of a model; the context is this rank's part of it.
@@ -200,8 +207,7 @@ class ModelRunner:
                 self._sampler.start(row.row, row.sampling)
                 self._constraints.start(row.row, row.sampling)
         if batch.probe is not None:
-            holds = probe_holds(batch.probe, self._model, self._tables)
-            return StepOutputs(batch, probe_holds=holds)
+            return StepOutputs(batch, probe_holds=self._probe(batch.probe))
         if not (batch.listed or batch.decoding):
             return StepOutputs(batch)
         inputs, drafts = self._build(batch)
@@ -220,6 +226,12 @@ class ModelRunner:
             # The last position has read the row's whole KV, so NaN or Inf in it appears here.
             outputs.finite = hidden[-len(inputs.unsampled) :].sum(dim=-1).isfinite()
         return outputs
+
+    def _probe(self, probe: Probe) -> Tensor:
+        if self._others is None:
+            return probe_holds(probe, self._model, self._tables)
+        self._others.begin_probe(probe)
+        return self._others.agree(probe_holds(probe, self._model, self._tables))
 
     def _build(self, batch: Batch) -> tuple[ForwardInputs, Tensor | None]:
         """Return the inputs of the forward, and the drafts that the draft model made for it."""
