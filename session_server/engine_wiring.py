@@ -35,7 +35,7 @@ from session_server.engine.config import (
 from session_server.engine.engine import Engine
 from session_server.engine_host.child import CannotStart, serve_engine
 from session_server.engine_host.loop import EngineAssembly
-from session_server.kv_tiers import keeps_files, make_tiers
+from session_server.kv_tiers import check_tiers, keeps_files, make_tiers
 from session_server.metrics.logging import configure_logging
 from session_server.models.checkpoint_files import CheckpointFiles
 from session_server.models.errors import DraftMismatch, ModelError
@@ -73,6 +73,7 @@ def build_engine(settings: Settings) -> EngineAssembly:
         ModelError: the checkpoint cannot be served.
         ValueError: the settings ask for what the machine or the model does not have.
     """
+    check_tiers(settings)
     directory = model_directory(settings.model)
     tokens = load_model_tokens(directory)
     eos_token_ids = tuple(sorted(tokens.eos_token_ids))
