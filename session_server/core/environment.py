@@ -1,4 +1,4 @@
-"""Read and set variables of the environment that are no settings: libraries read them as they load."""
+"""Read and set variables of the environment that are no settings; libraries read them."""
 
 from __future__ import annotations
 

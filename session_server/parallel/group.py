@@ -50,7 +50,7 @@ class RankGroup:
         with _losing_ranks():
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
-                store=dist.FileStore(str(store), shard.size),
+                store=dist.FileStore(str(store), shard.size),  # type: ignore[attr-defined]
                 rank=shard.rank,
                 world_size=shard.size,
                 timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),

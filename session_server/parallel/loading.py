@@ -1,4 +1,4 @@
-"""Load a model over several ranks: rank 0's part here, the other parts in their processes."""
+"""LoadPart a model over several ranks: rank 0's part here, the other parts in their processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from cache.spec import CacheSpec
 from session_server.models.registry import load_config
-from session_server.parallel.messages import Allocate, Load
+from session_server.parallel.messages import Allocate, LoadPart
 from session_server.parallel.ranks import Ranks, SplitHead
 from session_server.parallel.shard_reader import load_shard
 from session_server.parallel.sharding import shard_config
@@ -46,9 +46,7 @@ def torch_options(options: RunnerOptions, size: int) -> RunnerOptions:
             raise ValueError(f"{flag}: torch sees {num_devices} CUDA devices")
         device = torch.device("cuda", 0)
     is_auto = options.backend == "auto" and device.type == "cpu"
-    return replace(
-        options, device=str(device), backend="cpu" if is_auto else options.backend
-    )
+    return replace(options, device=str(device), backend="cpu" if is_auto else options.backend)
 
 
 def load_ranks(
@@ -75,7 +73,7 @@ def load_ranks(
 def load_over(
     ranks: Ranks, directory: Path, options: RunnerOptions, *, progress: Progress | None = None
 ) -> LoadedRunner:
-    """Load a checkpoint over ranks that are there, in place of what they had before.
+    """LoadPart a checkpoint over ranks that are there, in place of what they had before.
 
     `options`: those of `torch_options`. Raises what `load_ranks` raises.
     """
@@ -89,7 +87,7 @@ def load_over(
     num_threads = max(1, (options.num_threads or torch.get_num_threads()) // size)
     torch.set_num_threads(num_threads)
     directories = tuple(str(path) for path, _ in checkpoints)
-    ranks.send(Load(directories, dtype, kv_dtype, options.page_size, num_threads))
+    ranks.send(LoadPart(directories, dtype, kv_dtype, options.page_size, num_threads))
     decoder, *drafts = (
         load_shard(path, of, ranks.group, dtype=TORCH_DTYPES[dtype], progress=progress)
         for path, of in checkpoints

@@ -24,8 +24,8 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     device: str
 
 
-class Load(msgspec.Struct, frozen=True, tag=True):
-    """Load a rank's part of the model, and of a draft model; answered by `Loaded` or `Failed`.
+class LoadPart(msgspec.Struct, frozen=True, tag=True):
+    """LoadPart a rank's part of the model, and of a draft model; answered by `Loaded` or `Failed`.
 
     `directories`: the model's, then the draft model's, if there is one. `num_threads`: of a forward
     on a CPU.
@@ -103,7 +103,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     is_model: bool
 
 
-Message = Join | Load | Allocate | Forward | Score | Check
+Message = Join | LoadPart | Allocate | Forward | Score | Check
 Answer = Loaded | Failed
 
 ENCODER: Final = Encoder()

@@ -29,7 +29,7 @@ from session_server.engine_host.transport import FrameBuffer, frame
 from session_server.models.decoder import Decoder
 from session_server.models.errors import ModelError
 from session_server.models.registry import load_config
-from session_server.parallel.group import RankGroup
+from session_server.parallel.group import RankGroup, RankLost
 from session_server.parallel.messages import (
     ENCODER,
     MESSAGES,
@@ -39,8 +39,8 @@ from session_server.parallel.messages import (
     Failed,
     Forward,
     Join,
-    Load,
     Loaded,
+    LoadPart,
     Message,
     Score,
     Write,
@@ -50,7 +50,7 @@ from session_server.parallel.shard_reader import load_shard
 from session_server.parallel.sharding import Shard
 from session_server.runner.capacity import free_bytes
 from session_server.runner.inputs import InputBuilder
-from session_server.runner.paged_decoder import TORCH_DTYPES, PagedDecoder
+from session_server.runner.paged_decoder import TORCH_DTYPES, BackendName, PagedDecoder
 from session_server.runner.probe import probe_holds
 
 READ_BYTES: Final = 1 << 18
@@ -83,7 +83,9 @@ class _Rank:
             with torch.inference_mode():
                 while True:
                     self._handle(self._messages.get())
-        except BaseException:  # noqa: BLE001 - rank 0 reads so from the socket
+        except RankLost:
+            return EXIT_ORPHANED  # rank 0 notices too, and says so
+        except BaseException:  # noqa: BLE001 - rank 0 sees it by the socket's end
             traceback.print_exc()
             return EXIT_BUG
 
@@ -95,7 +97,9 @@ class _Rank:
                 for payload in buffer.feed(data):
                     self._messages.put(MESSAGES.decode(payload))
         except ConnectionError:
-            pass
+            pass  # killed with what this process has sent still unread
+        except BaseException:  # noqa: BLE001 - no message can be read any more
+            traceback.print_exc()
         finally:
             os._exit(EXIT_ORPHANED)
 
@@ -113,7 +117,7 @@ class _Rank:
                     device = torch.device("cuda", message.rank)
                 shard = Shard(message.rank, message.size)
                 self._group = RankGroup(shard, device, Path(message.store))
-            case Load():
+            case LoadPart():
                 self._answer(self._load(message))
             case Allocate():
                 self._allocate(message)
@@ -121,7 +125,7 @@ class _Rank:
     def _answer(self, answer: Answer) -> None:
         self._socket.sendall(frame(ENCODER.encode(answer)))
 
-    def _load(self, message: Load) -> Answer:
+    def _load(self, message: LoadPart) -> Answer:
         assert self._group is not None, "a rank joins first"
         torch.set_num_threads(message.num_threads)
         self._models, self._decoders = [], []
@@ -148,7 +152,7 @@ class _Rank:
             for group in spec.groups
             if group.kind is not LayerKind.RECURRENT
         }
-        backend = "cpu" if device.type == "cpu" else "torch"
+        backend: BackendName = "cpu" if device.type == "cpu" else "torch"
         self._models = [
             PagedDecoder(decoder, of, capacity, tables=self._tables, backend=backend)
             for decoder, of in zip(self._decoders, self._specs, strict=True)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from cache.types import TableWrite
-from session_server.core.child_process import PROGRAM, start_child
 from session_server.core.batch import Probe
+from session_server.core.child_process import PROGRAM, start_child
 from session_server.engine_host.transport import FrameBuffer, frame
 from session_server.models.errors import ModelError
 from session_server.models.layers.linear import Linear
@@ -71,6 +71,8 @@ class Ranks:
             join = Join(rank, size, str(store), device.type)
             ours.sendall(frame(ENCODER.encode(join)))
         self.group = RankGroup(Shard(0, size), device, store)
+        if device.type == "cpu":
+            self._meeting.cleanup()  # NCCL goes on reading the file, gloo does not
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -98,7 +100,8 @@ class Ranks:
             ValueError: the same, not because of the checkpoint.
             RankLost: one of them is gone.
         """
-        return min(self._loaded(rank, each).free_bytes for rank, each in enumerate(self._sockets, 1))
+        loaded = [self._loaded(rank, each) for rank, each in enumerate(self._sockets, 1)]
+        return min(each.free_bytes for each in loaded)
 
     def _loaded(self, rank: int, connection: socket.socket) -> Loaded:
         buffer = FrameBuffer()

@@ -88,6 +88,7 @@ def test_two_ranks_say_what_the_whole_model_says_guessed_or_not(
     family: str,
     page_size: int,
     chunk: int,
+    *,
     checkpoints: Mapping[str, Path],
     references: Mapping[str, Reference],
     monkeypatch: pytest.MonkeyPatch,
@@ -119,7 +120,7 @@ def test_what_does_not_divide_is_held_in_copies(name: str, tmp_path: Path) -> No
 def test_a_draft_model_is_split_like_the_model(
     family: str, checkpoints: Mapping[str, Path], references: Mapping[str, Reference]
 ) -> None:
-    """The strange family guesses wrong nearly always; a deepseek can be helped by its like alone."""
+    """A strange family guesses wrong nearly always; only its like can help a deepseek."""
     stranger = family if family.startswith("deepseek") else "qwen2"
     held = new_talks(8)
     setup = Setup(family, 4, 7, overlap=True, speculation=Speculation(4, Drafter.MODEL))

@@ -20,7 +20,7 @@ from session_server.models.errors import ModelError
 from session_server.parallel import group
 from session_server.parallel.group import RankLost
 from session_server.parallel.loading import load_over, torch_options
-from session_server.parallel.messages import Load
+from session_server.parallel.messages import LoadPart
 from session_server.parallel.ranks import Ranks
 from session_server.runner.loader import LoadedRunner, RunnerOptions
 from tests.rig.processes import assert_gone
@@ -80,7 +80,7 @@ def test_what_rank_0_fails_at_alone_ends_the_forward_for_all(
 
 
 def test_a_rank_says_what_it_cannot_load(ranks: Ranks, tmp_path: object) -> None:
-    ranks.send(Load((str(tmp_path),), "float32", "float32", 16, 1))
+    ranks.send(LoadPart((str(tmp_path),), "float32", "float32", 16, 1))
     with pytest.raises(ModelError, match=r"^rank 1: "):
         ranks.await_loaded()
     loaded(ranks)  # and can load another
