@@ -71,6 +71,7 @@ COMMANDS: Final[Mapping[str, Subcommand]] = {
 
 _CHILDREN: Final[Mapping[str, tuple[str, str]]] = {
     "_engine": ("session_server.engine_wiring", "run_engine_process"),
+    "_rank": ("session_server.parallel.rank", "run_rank"),
     "_grammar": ("session_server.text.grammar_child", "serve_grammars"),
     "_template": ("session_server.text.template_child", "serve_template"),
 }

@@ -129,7 +129,16 @@ class ModelOptions(_Section):
         "(cpu) or for any device (torch); auto: native on a CPU if it was built, else torch",
     )
     threads: Annotated[int | None, Bound("threads", "a forward uses no more")] = _setting(
-        None, "CPU threads of a forward; all cores by default", ge=1, le=1024
+        None, "CPU threads of a forward, of all ranks together; all cores by default", ge=1, le=1024
+    )
+    tensor_parallel_size: Annotated[
+        int, Bound("ranks", "a model whose heads do not divide is refused: exit status 2")
+    ] = _setting(
+        1,
+        "ranks that hold a part of the model each: GPUs, or processes on a CPU; with more than one "
+        "torch computes, without the native kernels, and KV is not copied out of the pools",
+        ge=1,
+        le=64,
     )
     draft_path: str | None = _setting(None, "draft model: a small model with the same vocabulary")
     random_seed: Annotated[int | None, Bound("", "limits nothing")] = _setting(

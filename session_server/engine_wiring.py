@@ -35,11 +35,12 @@ from session_server.engine.config import (
 from session_server.engine.engine import Engine
 from session_server.engine_host.child import CannotStart, serve_engine
 from session_server.engine_host.loop import EngineAssembly
-from session_server.kv_tiers import keeps_files, make_tiers
+from session_server.kv_tiers import check_tiers, keeps_files, make_tiers
 from session_server.metrics.logging import configure_logging
 from session_server.models.checkpoint_files import CheckpointFiles
 from session_server.models.errors import DraftMismatch, ModelError
 from session_server.models.hub import resolve_model
+from session_server.parallel.loading import load_ranks
 from session_server.runner import native
 from session_server.runner.capacity import MemoryLimits
 from session_server.runner.grammar_cache import GrammarCache
@@ -49,6 +50,9 @@ from session_server.text.model_text import ModelTokens, load_model_tokens
 
 _LOG: Final = logging.getLogger("session_server.engine")
 _PROGRESS_INTERVAL_S: Final = 2.0
+Report = Callable[[BaseException], None]
+"""Told of what ends the engine; any thread may call it."""
+
 _NO_TOKENS: Final = np.empty(0, np.int32)
 
 CHUNK_S: Final = 0.1
@@ -69,6 +73,7 @@ def build_engine(settings: Settings) -> EngineAssembly:
         ModelError: the checkpoint cannot be served.
         ValueError: the settings ask for what the machine or the model does not have.
     """
+    check_tiers(settings)
     directory = model_directory(settings.model)
     tokens = load_model_tokens(directory)
     eos_token_ids = tuple(sorted(tokens.eos_token_ids))
@@ -77,7 +82,7 @@ def build_engine(settings: Settings) -> EngineAssembly:
     paths = filter(None, (directory, draft)) if keeps_files(settings) else ()
     checkpoints = [CheckpointFiles(path) for path in paths]
     started_s = time.monotonic()
-    loaded = load_runner(directory, options, progress=_progress_logger())
+    loaded, watch = _load(directory, options, settings.model.tensor_parallel_size)
     _log_model(loaded, time.monotonic() - started_s)
     _log_pools(loaded)
     fingerprint = _fingerprint(checkpoints)
@@ -114,7 +119,19 @@ def build_engine(settings: Settings) -> EngineAssembly:
     )
     ready = _ready(loaded, engine, eos_token_ids, tiers.policy)
     compile_ = GrammarCache(grammars).compile
-    return EngineAssembly(engine, loaded.runner, ready, compile_, tiers.carrier)
+    return EngineAssembly(engine, loaded.runner, ready, compile_, tiers.carrier, watch)
+
+
+def _load(
+    directory: Path, options: RunnerOptions, num_ranks: int
+) -> tuple[LoadedRunner, Callable[[Report], None]]:
+    """Load the model, over several ranks or here; return what reports a rank that ends, too."""
+    if num_ranks == 1:
+        return load_runner(directory, options, progress=_progress_logger()), lambda report: None
+    loaded, ranks = load_ranks(directory, options, num_ranks, progress=_progress_logger())
+    pids = " ".join(map(str, ranks.pids))
+    _LOG.info("model is split over ranks=%d; processes of the others: %s", num_ranks, pids)
+    return loaded, ranks.watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +209,8 @@ def _log_model(loaded: LoadedRunner, elapsed_s: float) -> None:
     if loaded.quantization is not None:
         _LOG.info("weights are quantized: %s", loaded.quantization)
     if loaded.device == "cpu" and loaded.runner.backend_name != "native":
-        _LOG.warning("torch computes: %s", native.WHY_MISSING or "--attention-backend asks for it")
+        why = native.WHY_MISSING or "--attention-backend or --tensor-parallel-size asks for it"
+        _LOG.warning("torch computes: %s", why)
 
 
 def _fingerprint(checkpoints: Sequence[CheckpointFiles]) -> str:

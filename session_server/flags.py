@@ -50,6 +50,7 @@ FLAGS: Final = (
     Flag(("--device",), "model", "device"),
     Flag(("--context-length",), "model", "context_length"),
     Flag(("--quantize",), "model", "quantize"),
+    Flag(("--tensor-parallel-size", "--tp-size", "--tp"), "model", "tensor_parallel_size"),
     Flag(("--attention-backend",), "model", "attention_backend"),
     Flag(("--threads",), "model", "threads"),
     Flag(("--speculative-draft-model-path",), "model", "draft_path"),

@@ -13,10 +13,10 @@ from session_server.core.nearest import did_you_mean, nearest
 UNSUPPORTED_FLAGS: Final[Mapping[str, str]] = {
     flag: reason
     for reason, flags in {
-        "a model runs on one device": (
-            "--tp --tp-size --tensor-parallel-size --pp --pp-size --pipeline-parallel-size --dp "
-            "--dp-size --data-parallel-size --ep --ep-size --expert-parallel-size "
-            "--enable-expert-parallel --enable-dp-attention --base-gpu-id --gpu-id-step"
+        "a model is split by --tensor-parallel-size alone, over the first GPUs": (
+            "--pp --pp-size --pipeline-parallel-size --dp --dp-size --data-parallel-size --ep "
+            "--ep-size --expert-parallel-size --enable-expert-parallel --enable-dp-attention "
+            "--base-gpu-id --gpu-id-step"
         ),
         "a server runs on one machine": (
             "--nnodes --node-rank --dist-init-addr --dist-timeout --distributed-executor-backend "

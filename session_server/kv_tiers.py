@@ -75,6 +75,20 @@ def keeps_files(settings: Settings) -> bool:
     return settings.cache.disk_kv_bytes > 0 and isinstance(settings.sessions.store, Path)
 
 
+def check_tiers(settings: Settings) -> None:
+    """Refuse tiers that the settings exclude, before anything is loaded.
+
+    Raises:
+        ValueError: KV of several ranks would go to disk.
+    """
+    num_ranks = settings.model.tensor_parallel_size
+    if num_ranks > 1 and settings.cache.disk_kv_bytes:
+        raise ValueError(
+            f"--tensor-parallel-size {num_ranks}: KV of several ranks is not copied to disk; leave "
+            "out --disk-kv-bytes"
+        )
+
+
 def make_tiers(settings: Settings, loaded: LoadedRunner, fingerprint: str) -> KvTiers:
     """Return the tiers that the settings ask for: files only in the store that they name.
 
@@ -90,6 +104,9 @@ def make_tiers(settings: Settings, loaded: LoadedRunner, fingerprint: str) -> Kv
         threading.Thread(target=_remove_left, args=(left,), name="kv-removal", daemon=True).start()
     host_bytes = max(cache.host_kv_bytes, min(disk_bytes, _STAGING_BYTES))
     host_bytes = min(host_bytes, free_host_bytes() // _FREE_DIVISOR)
+    if settings.model.tensor_parallel_size > 1 and host_bytes:
+        _LOG.info("KV that leaves the pools is computed again: --tensor-parallel-size")
+        host_bytes = 0  # every rank would have to make, keep and read its own copies
     if host_bytes == 0:
         return KvTiers(TierPolicy(), NoTiers())
     files = None

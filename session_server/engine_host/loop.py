@@ -43,6 +43,7 @@ class EngineAssembly:
     """Hold what a factory builds: an engine, its runner, and the event that introduces it.
 
     `compile`: compiles grammars for the runner. `carrier`: copies KV out of its pools and back.
+    `watch`: has something that the runner depends on report its end, on a thread of its own.
     """
 
     engine: Engine
@@ -50,6 +51,7 @@ class EngineAssembly:
     ready: EngineReady
     compile: Compile = refuse
     carrier: TierCarrier = field(default_factory=NoTiers)
+    watch: Callable[[Callable[[BaseException], None]], None] = lambda report: None
 
 
 class EngineLoop:
@@ -84,6 +86,7 @@ class EngineLoop:
         self._stepping = threading.Lock()
         self._is_blocked = True
         self._crash: BaseException | None = None
+        assembly.watch(self._fail)
 
     def pulse(self) -> EnginePulse:
         """Return whether steps are completed. Any thread may call it."""

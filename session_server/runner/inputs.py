@@ -31,7 +31,7 @@ class ForwardInputs:
     prompt logprobs, row after row of `prompt_rows`; then the last token of each row of `unsampled`,
     which shows whether the row's KV is finite. `sampled`, `prompt_rows`, `unsampled`: indices into
     the rows of the batch, the second of those that ask for prompt logprobs. `sample_spans`: the
-    positions each row of `sampled` samples.
+    positions each row of `sampled` samples. `is_probe`: KV is written to the padding page.
     """
 
     token_ids: Tensor
@@ -42,6 +42,7 @@ class ForwardInputs:
     prompt_rows: tuple[int, ...]
     unsampled: tuple[int, ...]
     sample_spans: tuple[SampleSpan, ...]
+    is_probe: bool = False
 
     @property
     def num_choices(self) -> int:

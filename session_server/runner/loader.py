@@ -148,7 +148,7 @@ def load_runner(
     _set_num_threads(options.num_threads, resolved.backend)
     checkpoints = [(directory, config)]
     if options.draft is not None:
-        checkpoints.append(_draft_of((directory, config), options.draft, resolved.max_context_len))
+        checkpoints.append(draft_of((directory, config), options.draft, resolved.max_context_len))
 
     def load(source: Path, of: ModelConfig, stored_as: native.WeightFormat) -> Decoder:
         linears = linear_factory(resolved.backend, stored_as)
@@ -215,7 +215,7 @@ def _set_num_threads(num_threads: int | None, backend: ComputeBackend) -> None:
     torch.set_num_threads(num_threads)
 
 
-def _draft_of(model: _Checkpoint, draft_path: Path, max_context_len: int) -> _Checkpoint:
+def draft_of(model: _Checkpoint, draft_path: Path, max_context_len: int) -> _Checkpoint:
     """Return a draft model's checkpoint, which can draft for the model."""
     (path, of_model), of_draft = model, load_config(draft_path)
     cannot = f"the model in {draft_path} cannot draft for the one in {path}"

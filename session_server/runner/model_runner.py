@@ -6,9 +6,11 @@ With a draft model, its forwards come first: they write its own KV and propose t
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Final, cast
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Final, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +22,7 @@ from cache.pool.storage import KvPool
 from cache.pool.upload import upload
 from cache.spec import CacheSpec, Capacity, LayerKind
 from cache.types import PoolName, TableWrite, pages_for
-from session_server.core.batch import Batch, PendingStep
+from session_server.core.batch import Batch, PendingStep, Probe
 from session_server.models.config import DTypeName
 from session_server.models.decoder import Decoder
 from session_server.runner.constraints import Constraints, Masks
@@ -41,6 +43,27 @@ from session_server.runner.verification import verify
 
 PROMPT_LOGPROB_BLOCK: Final = 128
 """Prompt positions whose logits are computed at a time: [128, vocab], not [prompt, vocab]."""
+
+
+class OtherRanks(Protocol):
+    """Stand for the ranks that hold the other parts of a model."""
+
+    def write(self, writes: Sequence[TableWrite]) -> None:
+        """Apply table writes before the next forward."""
+
+    def begin_probe(self, probe: Probe) -> None:
+        """Have every rank probe a page, whose forward is not accompanied."""
+
+    def agree(self, holds: Tensor) -> Tensor:
+        """Return whether what was probed holds on every rank; a bool scalar on the device."""
+        ...
+
+    def accompany(self, model: int, inputs: ForwardInputs) -> AbstractContextManager[None]:
+        """Begin a forward of a model; the context is this rank's part of it.
+
+        What fails in the context leaves the ranks out of step and raises what ends the engine.
+        """
+        ...
 
 
 class ModelRunner:
@@ -89,6 +112,18 @@ class ModelRunner:
             draft_spec = draft.config.cache_spec(page_size, draft.dtype_name, kv_dtype)
             model = PagedDecoder(draft, draft_spec, capacity, tables=self._tables, backend=backend)
             self._draft = DraftModel(model, self._tables, self._sampler, num_rows=num_rows)
+        self._others: OtherRanks | None = None
+
+    def lead(self, others: OtherRanks) -> None:
+        """Have other ranks compute every forward along, each with its part of the models."""
+        self._others = others
+        for index, model in enumerate(self._models):
+            model.accompany = partial(others.accompany, index)
+
+    @property
+    def _models(self) -> list[PagedDecoder]:
+        """Return the model, then the draft model if there is one."""
+        return [self._model] if self._draft is None else [self._model, self._draft.model]
 
     @property
     def pools(self) -> Mapping[PoolName, KvPool]:
@@ -102,9 +137,8 @@ class ModelRunner:
 
     def paged_tensors(self) -> Mapping[PoolName, Sequence[PagedTensor]]:
         """Return what is kept of a page, by pool: the model's, then the draft model's."""
-        models = [self._model] if self._draft is None else [self._model, self._draft.model]
         tensors: dict[PoolName, list[PagedTensor]] = {}
-        for model in models:
+        for model in self._models:
             for pool, each in model.pools.items():
                 tensors.setdefault(pool, []).append(PagedTensor(each.storage, each.page_axis))
             if (states := model.states) is not None:
@@ -160,7 +194,9 @@ class ModelRunner:
         hidden = self._model.forward(inputs, inputs.logits_indices)
         return self._model.logits(hidden[: len(hidden) - len(inputs.unsampled)])
 
-    def _apply_table_writes(self, writes: Iterable[TableWrite]) -> None:
+    def _apply_table_writes(self, writes: Sequence[TableWrite]) -> None:
+        if self._others is not None:
+            self._others.write(writes)
         for write in writes:
             self._tables[write.pool].apply(write)
 
@@ -171,8 +207,7 @@ class ModelRunner:
                 self._sampler.start(row.row, row.sampling)
                 self._constraints.start(row.row, row.sampling)
         if batch.probe is not None:
-            holds = probe_holds(batch.probe, self._model, self._tables)
-            return StepOutputs(batch, probe_holds=holds)
+            return StepOutputs(batch, probe_holds=self._probe(batch.probe))
         if not (batch.listed or batch.decoding):
             return StepOutputs(batch)
         inputs, drafts = self._build(batch)
@@ -191,6 +226,12 @@ class ModelRunner:
             # The last position has read the row's whole KV, so NaN or Inf in it appears here.
             outputs.finite = hidden[-len(inputs.unsampled) :].sum(dim=-1).isfinite()
         return outputs
+
+    def _probe(self, probe: Probe) -> Tensor:
+        if self._others is None:
+            return probe_holds(probe, self._model, self._tables)
+        self._others.begin_probe(probe)
+        return self._others.agree(probe_holds(probe, self._model, self._tables))
 
     def _build(self, batch: Batch) -> tuple[ForwardInputs, Tensor | None]:
         """Return the inputs of the forward, and the drafts that the draft model made for it."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Final, Literal
 
 import torch
@@ -27,6 +28,9 @@ from session_server.runner.inputs import ForwardInputs
 
 if TYPE_CHECKING:
     from session_server.runner.native.decoder import NativeDecoder
+
+Accompany = Callable[[ForwardInputs], AbstractContextManager[None]]
+"""Begin a forward on other ranks; what it returns is entered while this rank computes."""
 
 BackendName = Literal["auto", "native", "cpu", "torch"]
 
@@ -111,6 +115,7 @@ class PagedDecoder:
                 device=device,
             )
             self._add(group, pages, tables[group.pool])
+        self.accompany: Accompany = lambda _: nullcontext()
         self._native: NativeDecoder | None = None
         if self.backend_name == "native":
             from session_server.runner.native.decoder import NativeDecoder
@@ -152,10 +157,12 @@ class PagedDecoder:
         """
         if self._native is not None:
             return self._native.forward(inputs, logits_indices)
-        plans = {name: backend.plan(inputs.attention) for name, backend in self._backends.items()}
-        return self.decoder.forward(
-            inputs.token_ids, inputs.positions, attention=plans, logits_indices=logits_indices
-        )
+        with self.accompany(inputs):
+            attention, backends = inputs.attention, self._backends.items()
+            plans = {name: backend.plan(attention) for name, backend in backends}
+            return self.decoder.forward(
+                inputs.token_ids, inputs.positions, attention=plans, logits_indices=logits_indices
+            )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute the scores of the next token: [n, hidden] -> float32 [n, vocab]."""

@@ -19,20 +19,22 @@ from session_server.runner.checkpoint import WeightSource
 from session_server.runner.weight_rows import join_rows
 
 
-def take_short_conv(mixer: ShortConvConfig, tensors: WeightSource, prefix: str) -> ShortConvWeights:
+def take_short_conv(
+    mixer: ShortConvConfig, config: ModelConfig, tensors: WeightSource, prefix: str
+) -> ShortConvWeights:
     """Load a short convolution; `prefix` begins its tensors' names."""
-    size = mixer.channels
+    hidden, size = config.hidden_size, mixer.channels
 
     def bias(name: str, length: int) -> Tensor | None:
         return tensors.take(f"{prefix}{name}.bias", length) if mixer.bias else None
 
-    inputs = tensors.take_linear(f"{prefix}in_proj.weight", 3 * size, size)
-    output = tensors.take_linear(f"{prefix}out_proj.weight", size, size)
+    inputs = tensors.take_linear(f"{prefix}in_proj.weight", 3 * size, hidden)
+    output = tensors.take_linear(f"{prefix}out_proj.weight", hidden, size)
     return ShortConvWeights(
         inputs=tensors.linear(inputs, bias("in_proj", 3 * size)),
         taps=_taps(tensors, f"{prefix}conv", size, mixer.conv_kernel_size),
         bias=bias("conv", size),
-        output=tensors.linear(output, bias("out_proj", size)),
+        output=tensors.linear(output, bias("out_proj", hidden)),
     )
 
 

@@ -46,8 +46,8 @@ from session_server.runner.native import WeightFormat
 from session_server.runner.recurrent_weights import take_gated_delta, take_mamba2, take_short_conv
 from session_server.runner.weight_rows import join_rows, reorder_rows
 
-_HEAD: Final = "lm_head.weight"
-_EMBEDDING: Final = "model.embed_tokens.weight"
+HEAD: Final = "lm_head.weight"
+EMBEDDING: Final = "model.embed_tokens.weight"
 
 _NORM_NAMES: Final[dict[NormPlacement, tuple[str | None, ...]]] = {
     NormPlacement.PRE: ("input_layernorm", None, "post_attention_layernorm", None),
@@ -142,17 +142,17 @@ def _ignorable(config: ModelConfig, names: Iterable[str]) -> set[str]:
     behind = tuple(f"model.layers.{index}." for index in further)
     ignorable = {name for name in names if name.startswith(behind)}
     ignorable |= {f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(num_layers)}
-    return ignorable | {_HEAD} if config.tie_word_embeddings else ignorable
+    return ignorable | {HEAD} if config.tie_word_embeddings else ignorable
 
 
 def build_decoder(config: ModelConfig, tensors: WeightSource) -> Decoder:
     """Build a decoder from the tensors of a checkpoint, or of any other source."""
     shape = (config.vocab_size, config.hidden_size)
-    embedding = tensors.take(_EMBEDDING, *shape)
+    embedding = tensors.take(EMBEDDING, *shape)
     layers = [_layer(config, index, tensors) for index in range(len(config.layers))]
     gain = _gain(config.norm, tensors, f"model.{config.spelling.final_norm}", config.hidden_size)
     norm = RmsNorm(gain.mul_(config.norm.final_scale), config.norm.rms_norm_eps)
-    name = _EMBEDDING if config.tie_word_embeddings else _HEAD
+    name = EMBEDDING if config.tie_word_embeddings else HEAD
     # Codes are multiplied as they are, however the embedding itself is read.
     is_shared = config.tie_word_embeddings and not tensors.has_codes(name)
     head = embedding if is_shared else tensors.take_linear(name, *shape)
@@ -181,7 +181,7 @@ def _mixer(config: ModelConfig, index: int, tensors: WeightSource, prefix: str) 
     mixer = config.layers[index].mixer
     in_pool = config.pools[mixer.pool].index(index)
     if isinstance(mixer, ShortConvConfig):
-        return ShortConvMixer(in_pool, take_short_conv(mixer, tensors, f"{prefix}conv."))
+        return ShortConvMixer(in_pool, take_short_conv(mixer, config, tensors, f"{prefix}conv."))
     if isinstance(mixer, Mamba2Config):
         prefix += "mamba."
         return Mamba2Mixer(mixer, in_pool, take_mamba2(mixer, config, tensors, prefix))

@@ -1238,6 +1238,18 @@ ENGINE = (
         "it ends at once",
     ),
     _constant(
+        "parallel.group:COLLECTIVE_TIMEOUT_S",
+        "time that a rank waits for the others in a forward, or at a start to meet them",
+        "s",
+        _DIES,
+    ),
+    _constant(
+        "parallel.ranks:EXIT_PATIENCE_S",
+        "time for ranks to end that could not be loaded",
+        "s",
+        "they end by themselves",
+    ),
+    _constant(
         "core.engine_client:STOP_TIMEOUT_S",
         "time for the last forwards of an engine that stops; with KV on disk, --drain-timeout more",
         "s",

@@ -544,6 +544,8 @@ BOUND_NOTHING = frozenset(
         "session_server.engine_host.child:READ_BYTES",
         "session_server.engine_host.process:READ_BYTES",
         "session_server.models.checkpoint_files:PIECE_BYTES",
+        "session_server.parallel.rank:READ_BYTES",
+        "session_server.parallel.ranks:READ_BYTES",
         "session_server.models.checkpoint_files:_READ_BYTES",
         "session_server.runner.host_memory:LOADING_THRESHOLD",
         "session_server.runner.host_memory:SERVING_THRESHOLD",

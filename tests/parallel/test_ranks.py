@@ -1,0 +1,106 @@
+"""Ranks that die, hang or fail: rank 0 ends its forward with what ends the engine, never with a
+step that is tried again."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from session_server.demo import MODEL_DIR
+from session_server.models.errors import ModelError
+from session_server.parallel import group
+from session_server.parallel.group import RankLost
+from session_server.parallel.loading import load_over, torch_options
+from session_server.parallel.messages import LoadPart
+from session_server.parallel.ranks import Ranks
+from session_server.runner.loader import LoadedRunner, RunnerOptions
+from tests.rig.processes import assert_gone
+from tests.runner.rows import Rows
+
+ROOT = Path(__file__).resolve().parents[2]
+OPTIONS = RunnerOptions(page_size=16, num_rows=4, device="cpu", max_context_len=512)
+TOKENS = np.arange(3, 40, dtype=np.int32)
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    """Two ranks, of which rank 0 is not patient."""
+    monkeypatch.setattr(group, "COLLECTIVE_TIMEOUT_S", 10.0)
+    found = Ranks(2, torch.device("cpu"))
+    yield found
+    for pid in found.pids:
+        os.kill(pid, signal.SIGKILL)
+    found.close()
+
+
+def loaded(ranks: Ranks) -> LoadedRunner:
+    return load_over(ranks, MODEL_DIR, torch_options(OPTIONS, 2))
+
+
+def test_a_rank_that_is_killed_ends_the_forward_and_is_reported_at_once(ranks: Ranks) -> None:
+    rows = Rows(loaded(ranks).runner, page_size=16)
+    rows.compute(1, TOKENS, (20, 17))
+    reported: queue.Queue[BaseException] = queue.Queue()
+    ranks.watch(reported.put)
+    os.kill(ranks.pids[0], signal.SIGKILL)
+    assert str(reported.get(timeout=30)) == "rank 1 is gone"
+    with pytest.raises(RankLost, match="a rank is gone"):
+        rows.run(rows.row(1, TOKENS[:1], start=37))
+
+
+def test_a_rank_that_hangs_ends_the_forward(ranks: Ranks) -> None:
+    rows = Rows(loaded(ranks).runner, page_size=16)
+    rows.compute(1, TOKENS, (20,))
+    os.kill(ranks.pids[0], signal.SIGSTOP)
+    with pytest.raises(RankLost, match="a rank is gone or hangs"):
+        rows.run(rows.row(1, TOKENS[20:21], start=20))
+
+
+def test_what_rank_0_fails_at_alone_ends_the_forward_for_all(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = loaded(ranks).runner
+    rows = Rows(runner, page_size=16)
+
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr("session_server.models.decoder.Decoder.forward", fail)
+    with pytest.raises(RankLost, match="rank 0 failed in a forward: no room"):
+        rows.run(rows.row(1, TOKENS))
+
+
+def test_a_rank_says_what_it_cannot_load(ranks: Ranks, tmp_path: object) -> None:
+    ranks.send(LoadPart((str(tmp_path),), "float32", "float32", 16, 1))
+    with pytest.raises(ModelError, match=r"^rank 1: "):
+        ranks.await_loaded()
+    loaded(ranks)  # and can load another
+
+
+_LEADER = """
+import time, torch
+from session_server.parallel.ranks import Ranks
+print(*Ranks(2, torch.device("cpu")).pids, flush=True)
+time.sleep(600)
+"""
+
+
+def test_ranks_end_with_rank_0_whatever_ends_it() -> None:
+    leader = subprocess.Popen(
+        [sys.executable, "-c", _LEADER], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert leader.stdout is not None
+    pids = [int(word) for word in leader.stdout.readline().split()]
+    assert len(pids) == 1
+    leader.kill()
+    leader.communicate()
+    assert_gone(pids)
