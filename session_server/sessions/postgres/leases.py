@@ -17,7 +17,7 @@ from psycopg_pool import ConnectionPool
 
 from session_server.sessions.postgres.connections import Connection
 from session_server.sessions.postgres.listening import RELEASED, Listener, channel_of
-from session_server.sessions.postgres.reads import NO_REPLICA, Reads
+from session_server.sessions.postgres.reads import NO_REPLICA, PostgresReads
 from session_server.sessions.postgres.schema import COLUMNS
 from session_server.sessions.store.lock import StoreUnusable
 from session_server.sessions.store.ownership import HeldBy, Joined, LeaseLost
@@ -59,7 +59,7 @@ class _Free(NamedTuple):
     number: int
 
 
-class Leases(Reads):
+class Leases(PostgresReads):
     """Hold sessions for one replica, once it has joined. Any thread may call this."""
 
     def __init__(self, pool: ConnectionPool[Connection], conninfo: str, place: str) -> None:

@@ -46,7 +46,7 @@ _FoundT = TypeVar("_FoundT")
 Values = Sequence[Any] | dict[str, Any]
 
 
-class Reads:
+class PostgresReads:
     """Read the rows of a store as of the last commit, from any thread. Each call raises
     psycopg.Error, and waits no longer than `connections` says."""
 
