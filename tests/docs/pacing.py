@@ -129,13 +129,13 @@ SLICES = (
         _NEXT,
     ),
     _constant(
-        "sessions.postgres.listening:_SLICE_S",
+        "sessions.postgres.notifications:_SLICE_S",
         "time that one look for notifications of PostgreSQL takes",
         "s",
         "another look follows",
     ),
     _constant(
-        "sessions.postgres.watchdog:_LOOK_S",
+        "sessions.postgres.answer_watch:_LOOK_S",
         "time between two looks for answers of PostgreSQL that are late",
         "s",
         "another look follows",

@@ -9,13 +9,13 @@ from typing import Any, Final, TypeVar
 import psycopg
 from psycopg_pool import ConnectionPool
 
+from session_server.sessions.postgres.answer_watch import AnswerWatch
 from session_server.sessions.postgres.connections import (
     ANSWER_WAIT_S,
     MAX_READERS,
     Connection,
 )
 from session_server.sessions.postgres.schema import COLUMNS
-from session_server.sessions.postgres.watchdog import Watchdog
 from session_server.sessions.store.pieces import first_rows
 from session_server.sessions.store.records import Holding, Parts, RecordRow, SessionRow
 from session_server.sessions.store.schema import RECORD_COLUMNS
@@ -54,7 +54,7 @@ class PostgresReads:
 
     def __init__(self, pool: ConnectionPool[Connection]) -> None:
         self._pool = pool
-        self._watchdog = Watchdog()
+        self._answers = AnswerWatch()
 
     def find(self, owner_id: str, session_id: str) -> SessionRow | None:
         """Return a session as of the last commit."""
@@ -206,7 +206,7 @@ class PostgresReads:
             with self._pool.connection() as connection:
                 until_s = time.monotonic() + ANSWER_WAIT_S
                 try:
-                    with self._watchdog.watch(connection, ANSWER_WAIT_S):
+                    with self._answers.watch(connection, ANSWER_WAIT_S):
                         return ask(connection)
                 except psycopg.OperationalError:
                     is_late = time.monotonic() >= until_s

@@ -1,4 +1,4 @@
-"""`Watchdog`: end connections on which an answer is awaited for too long.
+"""`AnswerWatch`: end connections on which an answer is awaited for too long.
 
 PostgreSQL bounds its statements itself, but not its commits: one that waits for a standby waits for
 ever, and so does whoever has asked a server that is frozen, while its system goes on to acknowledge
@@ -25,7 +25,7 @@ _logger: Final = logging.getLogger("session_server.store")
 _LOOK_S: Final = 0.5
 
 
-class Watchdog:
+class AnswerWatch:
     """Watch connections on a thread of its own, until it is closed."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Watchdog:
 
         self._lock = threading.Lock()
         self._is_over = threading.Event()
-        threading.Thread(target=self._run, name="store-watchdog", daemon=True).start()
+        threading.Thread(target=self._run, name="store-answers", daemon=True).start()
 
     @contextlib.contextmanager
     def watch(self, connection: Connection, wait_s: float) -> Iterator[None]:
