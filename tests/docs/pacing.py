@@ -137,7 +137,7 @@ SLICES = (
         _NEXT,
     ),
     _constant(
-        "sessions.postgres.listening:_SLICE_S",
+        "sessions.postgres.notifications:_SLICE_S",
         "time that one look for notifications of PostgreSQL takes",
         "s",
         "another look follows",

@@ -236,6 +236,23 @@ def test_a_lease_ends_by_the_clock_of_the_database_and_is_renewed_before(join: J
         ours.renew(LEASE_S)
 
 
+def test_a_lease_that_is_being_renewed_is_not_over(
+    join: Join, lapse: Callable[..., None], url: str
+) -> None:
+    """The statement that renews it began in time, and is not committed yet."""
+    ours, others = join(), join()
+    row = put(ours)
+    lapse(ours)
+    with ThreadPoolExecutor(1) as threads:
+        with psycopg.connect(url) as connection:
+            query = "UPDATE session_server.replicas SET expires = expires + '60s' WHERE id = %s"
+            connection.execute(query, (ours.replica_id,))
+            taking = threads.submit(others.take, "alice", "s1")
+            assert_waits(taking)
+        assert isinstance(taking.result(SOON_S), HeldBy)
+    append(ours, row, b"one")
+
+
 def test_time_is_that_of_the_database(join: Join, postgres: Postgres) -> None:
     ours = join()
     query = "SELECT extract(epoch FROM clock_timestamp())::double precision"

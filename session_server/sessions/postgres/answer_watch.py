@@ -34,7 +34,7 @@ class AnswerWatch:
 
         self._lock = threading.Lock()
         self._is_over = threading.Event()
-        threading.Thread(target=self._run, name="store-watchdog", daemon=True).start()
+        threading.Thread(target=self._run, name="store-answers", daemon=True).start()
 
     @contextlib.contextmanager
     def watch(self, connection: Connection, wait_s: float) -> Iterator[None]:

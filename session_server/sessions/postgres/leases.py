@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from psycopg_pool import ConnectionPool
 
 from session_server.sessions.postgres.connections import Connection
-from session_server.sessions.postgres.listening import RELEASED, ReplicaListener, channel_of
+from session_server.sessions.postgres.notifications import RELEASED, Notifications, channel_of
 from session_server.sessions.postgres.reads import NO_REPLICA, PostgresReads
 from session_server.sessions.postgres.schema import COLUMNS
 from session_server.sessions.store.lock import StoreUnusable
@@ -65,7 +65,7 @@ class Leases(PostgresReads):
     def __init__(self, pool: ConnectionPool[Connection], conninfo: str, place: str) -> None:
         super().__init__(pool)
         self._conninfo, self._place = conninfo, place
-        self._listener: ReplicaListener | None = None
+        self._listener: Notifications | None = None
 
     def join(self, address: str, lease_s: float) -> Joined:
         """Become a replica that others reach at an address, for so many seconds. Whatever this
@@ -74,7 +74,7 @@ class Leases(PostgresReads):
         joined = self._over_pool(partial(self._join, address, lease_s))
         self._stop_listening()
         self.replica_id = joined.replica_id
-        self._listener = ReplicaListener(self._conninfo, joined.replica_id)
+        self._listener = Notifications(self._conninfo, joined.replica_id)
         return joined
 
     def _join(self, address: str, lease_s: float, connection: Connection) -> Joined:
@@ -204,7 +204,7 @@ class Leases(PostgresReads):
         query = f"SELECT FROM sessions WHERE number = %(number)s AND {_HELD}"
         return not self._read(query, {"number": held.number, "holder": held.replica_id})
 
-    def _listening(self) -> ReplicaListener:
+    def _listening(self) -> Notifications:
         if self._listener is None:
             raise LeaseLost("this replica has not joined")
         return self._listener

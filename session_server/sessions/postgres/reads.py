@@ -54,7 +54,7 @@ class PostgresReads:
 
     def __init__(self, pool: ConnectionPool[Connection]) -> None:
         self._pool = pool
-        self._watchdog = AnswerWatch()
+        self._answers = AnswerWatch()
 
     def find(self, owner_id: str, session_id: str) -> SessionRow | None:
         """Return a session as of the last commit."""
@@ -206,7 +206,7 @@ class PostgresReads:
             with self._pool.connection() as connection:
                 until_s = time.monotonic() + ANSWER_WAIT_S
                 try:
-                    with self._watchdog.watch(connection, ANSWER_WAIT_S):
+                    with self._answers.watch(connection, ANSWER_WAIT_S):
                         return ask(connection)
                 except psycopg.OperationalError:
                     is_late = time.monotonic() >= until_s

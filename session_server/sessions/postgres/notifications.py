@@ -23,7 +23,7 @@ def channel_of(replica_id: int) -> str:
     return f"session_server_asked_{replica_id}"
 
 
-class ReplicaListener:
+class Notifications:
     """Listen over one connection, for any number of threads: one of those that wait reads it, and
     the others are told what it has heard."""
 
