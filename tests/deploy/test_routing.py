@@ -61,9 +61,9 @@ def test_an_id_names_the_replica_that_gave_it() -> None:
 
 
 def test_the_ids_that_a_replica_gives_begin_with_its_tag_and_are_as_long_as_any() -> None:
-    plain, tagged = World(), World(limits=SessionLimits(replica_tag=TAG))
-    ids = {tagged.create() for _ in range(8)}
-    assert len(ids) == 8
-    assert {tag_in(each) for each in ids} == {TAG}
-    assert {len(each) for each in ids} == {len(plain.create())}
-    assert tagged.create(session_id="s_ada") == "s_ada", "a client's own id stays as it is"
+    with World() as plain, World(limits=SessionLimits(replica_tag=TAG)) as tagged:
+        ids = {tagged.create() for _ in range(8)}
+        assert len(ids) == 8
+        assert {tag_in(each) for each in ids} == {TAG}
+        assert {len(each) for each in ids} == {len(plain.create())}
+        assert tagged.create(session_id="s_ada") == "s_ada", "a client's own id stays as it is"
