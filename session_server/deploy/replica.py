@@ -57,10 +57,9 @@ class Replica:
         settings, key = self._settings, self._environment_key
         serving.start_log(settings)
         given = None if key is None else key.get_secret_value()
+        entrance = make_entrance(settings.http, given, replica_tag=self._tag)
         self._server = await self._resources.enter_async_context(
-            serving.running_server(
-                settings, make_entrance(settings.http, given), replica_tag=self._tag
-            )
+            serving.running_server(settings, entrance)
         )
         max_bytes = settings.http.max_message_bytes
         self._requests = RelayedRequests(self._server.app, max_body_bytes=max_bytes)

@@ -84,7 +84,7 @@ def test_twelve_sessions_stay_where_they_were_opened(cluster: Cluster) -> None:
                 assert seen.json()["turns"] == 1, "over HTTP and the socket it is one session"
             for session_id in ids[6:]:
                 async with open_socket(cluster, session_id) as socket:
-                    end = await socket.ask("t2")
+                    end = await socket.ask("again")
                     assert end["type"] == "turn.completed", end
             held = Counter(map(tag_of_session, ids))
             rows = {row["replica"]: row["sessions"] for row in cluster.status()}

@@ -35,6 +35,12 @@ def scope(path: str, query: str = "", root: str = "", **headers: str) -> dict[st
         (scope("/v1/sessions", idempotency_key="once"), "once"),
         (scope("/v1/sessions", x_session_id="ada", idempotency_key="once"), "ada"),
         (scope("/metrics", f"replica={TAG}"), key_for(TAG)),
+        ({**scope("/v1/sessions/s_1/ws"), "subprotocols": ["kvsession.v1"]}, "s_1"),
+        (
+            {**scope("/v1/sessions/s_1/ws"), "subprotocols": ["kvsession.v1", f"ticket.{TAG}xY_-"]},
+            key_for(TAG),
+        ),
+        ({**scope("/v1/sessions/s_1/ws"), "subprotocols": ["ticket.xyz"]}, "s_1"),
         (scope("/v1/sessions/new/ws"), None),
         (scope("/v1/sessions"), None),
         (scope("/v1/chat/completions", authorization="Bearer k"), None),
