@@ -186,6 +186,12 @@ sanitizers: $(STAMPS)/prove ## run the kernels' tests under ASan, UBSan and TSan
 	$(SAY) 'sanitizers: address, undefined behavior, threads'
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(TEST_ENV) $(BIN)/python -m tests.sanitizers
 
+.PHONY: cluster
+cluster: export PROVE := 1
+cluster: $(STAMPS)/ray ## replicas under Ray Serve: sticky, replaced, grown, taken down (installs Ray)
+	$(SAY) 'cluster: two replicas, from the command line to the last process'
+	@$(TEST_ENV) $(BIN)/python -m pytest tests/deploy
+
 .PHONY: everything
 everything: export PROVE := 1
 everything: test ## make test with every combination of settings
@@ -216,7 +222,7 @@ browser: $(STAMPS)/prove ## drive the page in Chromium (CHROMIUM=PATH; needs Nod
 	$(SAY) 'browser: the page and the dashboard in Chromium'
 	@CLIENTS=$(CLIENTS) $(TEST_ENV) $(BIN)/python -m pytest tests/browser $(if $(KEYS),-k '$(KEYS)')
 
-PROOFS ?= everything cpus sanitizers sglang fuzz schemathesis structured oracle agents observe clients browser chaos crashes torn-disk load seeded soak \
+PROOFS ?= everything cpus sanitizers sglang fuzz schemathesis structured oracle agents observe clients browser cluster chaos crashes torn-disk load seeded soak \
 	mutation
 
 .PHONY: prove
@@ -284,4 +290,9 @@ $(STAMPS)/dev: $(STAMPS)/runtime pyproject.toml
 $(STAMPS)/prove: $(STAMPS)/dev pyproject.toml
 	$(SAY) 'setup: what make prove needs besides'
 	@$(PIP) install --quiet --editable '.[dev,prove]'
+	@touch $@
+
+$(STAMPS)/ray: $(STAMPS)/dev pyproject.toml
+	$(SAY) 'setup: Ray Serve'
+	@$(PIP) install --quiet --editable '.[dev,ray]'
 	@touch $@

@@ -140,14 +140,9 @@ async def _serve(settings: Settings, entrance: Entrance) -> int:
 
 
 @contextlib.asynccontextmanager
-async def running_server(
-    settings: Settings, entrance: Entrance, *, replica_tag: str = ""
-) -> AsyncIterator[RunningServer]:
+async def running_server(settings: Settings, entrance: Entrance) -> AsyncIterator[RunningServer]:
     """Run a server that does not listen, and stop it after the block. Whoever hands requests to its
     `app` runs the lifespan of that, and drains before the block ends.
-
-    Args:
-        replica_tag: what the random part of the ids begins with that sessions are given here.
 
     Raises:
         Unusable: the model or the store cannot be used.
@@ -156,7 +151,7 @@ async def running_server(
     """
     async with (
         _opened_model(settings) as model,
-        _running(settings, entrance, model, replica_tag=replica_tag) as server,
+        _running(settings, entrance, model) as server,
     ):
         yield server
 
@@ -179,13 +174,13 @@ async def _opened_model(settings: Settings) -> AsyncIterator[_Model]:
 
 @contextlib.asynccontextmanager
 async def _running(
-    settings: Settings, entrance: Entrance, model: _Model, *, replica_tag: str = ""
+    settings: Settings, entrance: Entrance, model: _Model
 ) -> AsyncIterator[RunningServer]:
     try:
         async with wiring.opened_store(settings, model.text, os.environ) as store:
             engine = wiring.make_engine(wiring.with_store(settings, store))
             manager = wiring.make_manager(
-                settings, engine, model.text, store, replica_tag=replica_tag
+                settings, engine, model.text, store, replica_tag=entrance.replica_tag
             )
             metrics = ServerMetrics(now_s=time.monotonic)
             async with _started(settings, manager, metrics, model) as ready:

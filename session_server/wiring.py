@@ -86,18 +86,24 @@ _MAX_TURNS: Final = 16_384
 
 @dataclass(frozen=True, slots=True)
 class Entrance:
-    """Hold what clients show to the server, and what it shows to them."""
+    """Hold what clients show to the server, and what it shows to them.
+
+    `replica_tag`: of one server of several; its tickets and the ids of its sessions begin with it.
+    """
 
     keys: KeyRing = field(default_factory=KeyRing)
     certificate: Certificate | None = None
+    replica_tag: str = ""
 
 
-def make_entrance(http: HttpOptions, environment_key: str | None) -> Entrance:
+def make_entrance(
+    http: HttpOptions, environment_key: str | None, *, replica_tag: str = ""
+) -> Entrance:
     """Return what clients show and are shown. Raises ValueError: it cannot be used, or the server
     would be open to everybody; the message says what to do."""
     keys = load_keys(http, environment=environment_key)
     check_exposure(http, keys)
-    return Entrance(keys, load_certificate(http))
+    return Entrance(keys, load_certificate(http), replica_tag)
 
 
 def load_keys(http: HttpOptions, *, environment: str | None) -> KeyRing:
@@ -371,6 +377,7 @@ def _web_settings(settings: Settings, entrance: Entrance) -> WebSettings:
         replay_bytes=settings.sessions.replay_bytes,
         drain_s=http.drain_s,
         responses_ws=http.responses_ws,
+        replica_tag=entrance.replica_tag,
     )
 
 

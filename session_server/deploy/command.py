@@ -47,6 +47,7 @@ from session_server.deploy.head import (
     Head,
     HeadFailed,
     Record,
+    check_reachable,
     is_running,
     read_record,
     remove_record,
@@ -67,6 +68,9 @@ from session_server.terminal import make_table
 from session_server.web.listener import bind
 
 _ACTIONS: Final = ("up", "status", "down")
+AUTO: Final = "auto"
+"""Stands for the address of the Ray cluster that Ray finds on this machine."""
+
 _COUNTS: Final = ("sessions", "turns", "waiting", "KV use")
 
 WITHOUT_RAY: Final = (
@@ -238,6 +242,8 @@ def _found(args: argparse.Namespace, settings: Settings) -> tuple[Record | None,
 @contextlib.contextmanager
 def _joined(address: str, head: Head | None) -> Iterator[ModuleType]:
     """Return what deploys, connected to a Ray inside the block: one of ours, or that of others."""
+    if address != AUTO:
+        check_reachable(address)
     if head is not None:
         show_token(head.directory)
     from session_server.deploy import ray_cluster

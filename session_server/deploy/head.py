@@ -26,6 +26,7 @@ import msgspec
 from session_server.config import LOOPBACK
 from session_server.sessions.store.places import state_directory
 
+CONNECT_TIMEOUT_S: Final = 5.0
 START_TIMEOUT_S: Final = 60.0
 STOP_TIMEOUT_S: Final = 30.0
 LOG_FILE: Final = "ray.log"
@@ -96,6 +97,18 @@ def start_head(num_cpus: int) -> Head:
             raise HeadFailed("\n".join(("Ray did not start; its last lines:", *lines)))
         time.sleep(_LOOK_S)
     return head
+
+
+def check_reachable(address: str) -> None:
+    """Raise ClusterFailed if nothing listens at HOST:PORT: Ray itself tries for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+    except (OSError, ValueError) as error:
+        raise ClusterFailed(
+            f"no Ray cluster answers at {address}: `ray start --head` starts one, and without "
+            "--address `session-server cluster up` does"
+        ) from error
 
 
 def show_token(directory: str) -> None:

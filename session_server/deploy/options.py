@@ -27,8 +27,30 @@ HEALTH_TIMEOUT_S: Final = 10.0
 STOP_MARGIN_S: Final = 10.0
 """Seconds that stopping may take longer than the drain and the engine do."""
 
-LOOK_S: Final = 0.25
+ANSWERED_LOOK_S: Final = 0.25
 """Seconds between two looks of Ray whether a replica that stops has answered everything."""
+
+TOLD_LOOK_S: Final = 0.1
+"""Seconds between two looks of a replica whether it was told to stop."""
+
+CLUSTER_LOOK_S: Final = 0.5
+"""Seconds between two looks of a command that waits for replicas."""
+
+UNREADY_LIMIT_S: Final = 60.0
+"""Seconds without an engine after which a replica is replaced, although the engine may still be
+started again."""
+
+STALLED_LIMIT_S: Final = 60.0
+"""Seconds without a step of the engine after which a replica is replaced."""
+
+LAST_ANSWERS_S: Final = 2.0
+"""Seconds that requests have to end by themselves once no turn runs in a replica that stops."""
+
+REPORT_DEADLINE_S: Final = 5.0
+"""Seconds that `cluster status` waits for a replica to say what it does."""
+
+MEMORY_DEADLINE_S: Final = 2.0
+"""Seconds that a replica waits for its engine to say how full KV is."""
 
 UPSCALE_DELAY_S: Final = 15.0
 DOWNSCALE_DELAY_S: Final = 300.0
@@ -117,7 +139,7 @@ def deployment_options(settings: Settings, options: ReplicaOptions) -> dict[str,
     stops drains first: Ray waits for that, and for the engine.
     """
     http = settings.http
-    stop_s = http.drain_s + CLOSE_WAIT_S + 2 * STOP_TIMEOUT_S + STOP_MARGIN_S
+    stop_s = http.drain_s + CLOSE_WAIT_S + LAST_ANSWERS_S + 2 * STOP_TIMEOUT_S + STOP_MARGIN_S
     scale: dict[str, Any] = {"num_replicas": options.count.least}
     if not options.count.is_fixed:
         scale = {
@@ -134,7 +156,7 @@ def deployment_options(settings: Settings, options: ReplicaOptions) -> dict[str,
         "name": APPLICATION,
         "max_ongoing_requests": http.max_connections + REQUESTS_BESIDE,
         "graceful_shutdown_timeout_s": stop_s,
-        "graceful_shutdown_wait_loop_s": LOOK_S,
+        "graceful_shutdown_wait_loop_s": ANSWERED_LOOK_S,
         "health_check_period_s": HEALTH_PERIOD_S,
         "health_check_timeout_s": HEALTH_TIMEOUT_S,
         "ray_actor_options": {

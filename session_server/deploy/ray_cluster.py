@@ -11,23 +11,19 @@ from functools import partial
 from typing import Any, Final
 
 import ray
-from pydantic import SecretStr
 from ray import serve
-from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from session_server.config import HttpOptions, Settings
+from session_server.deploy.application import make_application
 from session_server.deploy.head import ClusterFailed
 from session_server.deploy.options import (
     APPLICATION,
+    CLUSTER_LOOK_S,
+    REPORT_DEADLINE_S,
     ReplicaOptions,
-    deployment_options,
-    replica_settings,
 )
-from session_server.deploy.replica import Replica
 from session_server.deploy.routing import key_for, tag_of
 
-REPORT_DEADLINE_S: Final = 5.0
-LOOK_S: Final = 0.5
 _GONE: Final = ("NOT_STARTED", "DELETED")
 _RUNNING: Final = "RUNNING"
 
@@ -51,10 +47,7 @@ def joined(address: str) -> Iterator[None]:
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-        raise ClusterFailed(
-            f"no Ray cluster answers at {address}: `ray start --head` starts one, and without "
-            "--address `session-server cluster up` does"
-        ) from error
+        raise ClusterFailed(f"cannot join the Ray cluster at {address}: {error}") from error
     try:
         yield
     finally:
@@ -77,13 +70,7 @@ def deploy(
             root of their paths, a replica did not start, or not in time.
     """
     _start_proxies(settings.http)
-    told = deployment_options(settings, options)
-    told["request_router_config"] = RequestRouterConfig(**told["request_router_config"])
-    if "autoscaling_config" in told:
-        told["autoscaling_config"] = AutoscalingConfig(**told["autoscaling_config"])
-    key = None if environment_key is None else SecretStr(environment_key)
-    deployment = serve.deployment(**told)(Replica)
-    application = deployment.bind(replica_settings(settings, options), key)
+    application = make_application(settings, environment_key, options)
     before = {each["replica_id"] for each in _replicas()}
     serve.run_many(
         [serve.RunTarget(application, name=APPLICATION, route_prefix="/")],
@@ -145,7 +132,7 @@ def _wait_until_ready(
                 f"{options.num_cpus:g} CPUs and {options.num_gpus:g} GPUs, and {free:g} CPUs of "
                 f"the cluster are free. Ray Serve says: {_why(application)}"
             )
-        time.sleep(LOOK_S)
+        time.sleep(CLUSTER_LOOK_S)
 
 
 def _why(application: Mapping[str, Any]) -> str:
@@ -192,7 +179,7 @@ def take_down(*, on_progress: Progress) -> None:
         serve.delete(APPLICATION, _blocking=False)
         while APPLICATION in _applications():
             on_progress(f"{len(_replicas())} replicas drain")
-            time.sleep(LOOK_S)
+            time.sleep(CLUSTER_LOOK_S)
     if not _applications():
         serve.shutdown()
 

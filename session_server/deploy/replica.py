@@ -20,26 +20,18 @@ from session_server import serving
 from session_server.config import Settings
 from session_server.core.errors import EngineUnavailable
 from session_server.deploy.autoscaling import KV_USE, TURNS
+from session_server.deploy.options import (
+    LAST_ANSWERS_S,
+    MEMORY_DEADLINE_S,
+    STALLED_LIMIT_S,
+    TOLD_LOOK_S,
+    UNREADY_LIMIT_S,
+)
 from session_server.deploy.routing import tag_of
 from session_server.metrics.logging import LOGGER_NAME
 from session_server.web.drain import drain
 from session_server.web.relayed import RelayedRequests
 from session_server.wiring import make_entrance
-
-LOOK_S: Final = 0.1
-"""Seconds between two looks whether this replica was told to stop."""
-
-UNREADY_LIMIT_S: Final = 60.0
-"""Seconds without an engine after which the replica is replaced, although the engine may still be
-started again."""
-
-STALLED_LIMIT_S: Final = 60.0
-"""Seconds without a step of the engine after which the replica is replaced."""
-
-LAST_ANSWERS_S: Final = 2.0
-"""Seconds that requests have to end by themselves once no turn runs."""
-
-MEMORY_DEADLINE_S: Final = 2.0
 
 _logger: Final = logging.getLogger(LOGGER_NAME)
 
@@ -65,10 +57,9 @@ class Replica:
         settings, key = self._settings, self._environment_key
         serving.start_log(settings)
         given = None if key is None else key.get_secret_value()
+        entrance = make_entrance(settings.http, given, replica_tag=self._tag)
         self._server = await self._resources.enter_async_context(
-            serving.running_server(
-                settings, make_entrance(settings.http, given), replica_tag=self._tag
-            )
+            serving.running_server(settings, entrance)
         )
         max_bytes = settings.http.max_message_bytes
         self._requests = RelayedRequests(self._server.app, max_body_bytes=max_bytes)
@@ -88,7 +79,7 @@ class Replica:
         """Wait until Ray wants this replica to stop, then end what would keep it from that: Ray
         itself waits until no request is open, and tells nobody, and every socket is one."""
         while not _is_stopping():
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(TOLD_LOOK_S)
         await drain(self._server.services, self._server.app.state.sockets)
         await asyncio.sleep(LAST_ANSWERS_S)
         self._requests.end_all()

@@ -1,13 +1,14 @@
 """Say which replica a request belongs to, from what is known before its body is read.
 
-The key of a request is, in this order: the session, conversation or response in its path, the
-replica that the query names (`?replica=TAG`), a header in which clients name their conversation
-(`x-session-id` first), and its idempotency key. Requests of one key go to one replica. A request
-without a key goes to any replica, and so does the opening of a session.
+The key of a request is, in this order: the ticket that its handshake offers, the session,
+conversation or response in its path, the replica that the query names (`?replica=TAG`), a header in
+which clients name their conversation (`x-session-id` first), and its idempotency key. Requests of
+one key go to one replica. A request without a key goes to any replica, and so does the opening of a
+session.
 
-The ids that a replica gives to sessions begin with its tag, so whoever comes back to one finds the
-replica that opened it. Other keys, and those of a replica that is gone, are hashed to one of those
-that there are.
+The ids that a replica gives to sessions begin with its tag, and so do its tickets: whoever comes
+back with one finds the replica that made it. Other keys, and those of a replica that is gone, are
+hashed to one of those that there are.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from urllib.parse import parse_qs
 
 from session_server.core.ids import SESSION_PREFIX
 from session_server.web.headers import CONVERSATION_NAMES, IDEMPOTENCY_KEY
+from session_server.web.requests import TICKET_PROTOCOL
 
 TAG_CHARS: Final = 8
 """Hex digits of a tag, of the 32 that an id has: 96 random bits remain, which cannot be guessed."""
@@ -54,8 +56,21 @@ def tag_in(key: str) -> str | None:
 
 def routing_key(scope: Mapping[str, Any]) -> str | None:
     """Return the key of a request with this ASGI scope; None if any replica may have it."""
-    key = _key_in_path(scope) or _key_in_query(scope) or _key_in_headers(scope.get("headers", ()))
+    key = (
+        _key_in_ticket(scope)
+        or _key_in_path(scope)
+        or _key_in_query(scope)
+        or _key_in_headers(scope.get("headers", ()))
+    )
     return key[:MAX_KEY_CHARS] if key else None
+
+
+def _key_in_ticket(scope: Mapping[str, Any]) -> str | None:
+    """Return the key of the replica that made the ticket of a handshake: no other can redeem it."""
+    offers = map(str, scope.get("subprotocols", ()))
+    ticket = next((each for each in offers if each.startswith(TICKET_PROTOCOL)), "")
+    key = key_for(ticket.removeprefix(TICKET_PROTOCOL))
+    return key_for(tag) if (tag := tag_in(key)) else None
 
 
 def _key_in_path(scope: Mapping[str, Any]) -> str | None:

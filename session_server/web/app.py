@@ -112,7 +112,9 @@ def create_app(services: AppServices) -> FastAPI:
     routers = ROUTERS if settings.admin_port is None else PUBLIC_ROUTERS
     app = _guarded_app(settings, routers, lifespan=_lifespan)
     app.state.services = services
-    app.state.authenticator = Authenticator(services.settings.keys, now_s=services.now_s)
+    app.state.authenticator = Authenticator(
+        settings.keys, now_s=services.now_s, replica_tag=settings.replica_tag
+    )
     app.state.readers = Readers(services)
     services.sessions.exits.count_readers = app.state.readers.num_readers
     app.state.sglang = SGLangState(services.sessions)

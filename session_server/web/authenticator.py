@@ -28,10 +28,10 @@ class Revocable(Protocol):
 class Authenticator:
     """Tell whose a key or a ticket is, and list what is open by the digest of its key."""
 
-    def __init__(self, keys: KeyRing, *, now_s: Callable[[], float]) -> None:
+    def __init__(self, keys: KeyRing, *, now_s: Callable[[], float], replica_tag: str = "") -> None:
         self._keys = keys
         self._revocables: dict[str, set[Revocable]] = {}
-        self.tickets = Tickets(now_s)
+        self.tickets = Tickets(now_s, tag=replica_tag)
 
     @property
     def is_open(self) -> bool:

@@ -47,6 +47,7 @@ class WebSettings:
     certificate: Certificate | None = None
     admin_host: str = "127.0.0.1"
     admin_port: int | None = None
+    replica_tag: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,10 +37,14 @@ class _Unused:
 
 
 class Tickets:
-    """Hold the digests of tickets that nobody has used, each with what it stands for."""
+    """Hold the digests of tickets that nobody has used, each with what it stands for.
 
-    def __init__(self, now_s: Callable[[], float]) -> None:
+    `tag`: what tickets begin with; of a replica, which alone can redeem them.
+    """
+
+    def __init__(self, now_s: Callable[[], float], *, tag: str = "") -> None:
         self._now_s = now_s
+        self._tag = tag
         self._unused: OrderedDict[str, _Unused] = OrderedDict()
         """By digest. All live equally long, so the first is the first to expire; a plain map would
         look for it among all that were dropped before it."""
@@ -56,13 +60,13 @@ class Tickets:
         """Return a new ticket. Raises QuotaExceeded, ServerBusy."""
         self.drop_expired()
         self._budget.take(credential.owner, TICKET_BYTES)
-        ticket = secrets.token_urlsafe(TICKET_RANDOM_BYTES)
+        ticket = f"{self._tag}{secrets.token_urlsafe(TICKET_RANDOM_BYTES)}"
         self._unused[digest_of(ticket)] = _Unused(credential, self._now_s() + TICKET_TTL_S)
         return ticket
 
     def redeem(self, ticket: str) -> Credential | None:
         """Use a ticket up, and return what it stands for; None if it was used or has expired."""
-        if len(ticket) != _TICKET_CHARS:
+        if len(ticket) != len(self._tag) + _TICKET_CHARS:
             return None
         # A map by digests: the time this takes reveals nothing about a ticket.
         digest = digest_of(ticket)

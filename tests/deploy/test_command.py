@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,15 @@ def test_what_was_never_started_is_down_and_has_no_status(
     assert json.loads(capsys.readouterr().out) == {"url": None, "replicas": []}
 
 
+@pytest.mark.usefixtures("ray_is_there")
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1", "[::1]:x"])
+def test_a_ray_that_does_not_answer_is_told_at_once(
+    address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["cluster", "status", "--address", address]) == 1
+    assert f"no Ray cluster answers at {address}: `ray start --head`" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", [["walk"], [], ["up", "--replicas", "0"], ["up", "--replicaz"]])
 def test_other_words_are_refused(words: list[str]) -> None:
     with pytest.raises(SystemExit) as refused:
@@ -120,7 +130,8 @@ def test_only_a_process_of_ours_is_ended(tmp_path: Path) -> None:
             assert not is_running(Head("", stranger.pid, str(directory)))
             stop_head(Head("", stranger.pid, str(tmp_path / "gone")))
             assert stranger.poll() is None
-            assert is_running(Head("", ours.pid, str(directory)))
+            while not is_running(Head("", ours.pid, str(directory))):
+                time.sleep(0.01)  # until it runs its own program
             stop_head(Head("", ours.pid, str(directory)))
             assert not is_running(Head("", ours.pid, str(directory)))
             assert not directory.exists()

@@ -35,6 +35,12 @@ def scope(path: str, query: str = "", root: str = "", **headers: str) -> dict[st
         (scope("/v1/sessions", idempotency_key="once"), "once"),
         (scope("/v1/sessions", x_session_id="ada", idempotency_key="once"), "ada"),
         (scope("/metrics", f"replica={TAG}"), key_for(TAG)),
+        ({**scope("/v1/sessions/s_1/ws"), "subprotocols": ["kvsession.v1"]}, "s_1"),
+        (
+            {**scope("/v1/sessions/s_1/ws"), "subprotocols": ["kvsession.v1", f"ticket.{TAG}xY_-"]},
+            key_for(TAG),
+        ),
+        ({**scope("/v1/sessions/s_1/ws"), "subprotocols": ["ticket.xyz"]}, "s_1"),
         (scope("/v1/sessions/new/ws"), None),
         (scope("/v1/sessions"), None),
         (scope("/v1/chat/completions", authorization="Bearer k"), None),
@@ -61,9 +67,9 @@ def test_an_id_names_the_replica_that_gave_it() -> None:
 
 
 def test_the_ids_that_a_replica_gives_begin_with_its_tag_and_are_as_long_as_any() -> None:
-    plain, tagged = World(), World(limits=SessionLimits(replica_tag=TAG))
-    ids = {tagged.create() for _ in range(8)}
-    assert len(ids) == 8
-    assert {tag_in(each) for each in ids} == {TAG}
-    assert {len(each) for each in ids} == {len(plain.create())}
-    assert tagged.create(session_id="s_ada") == "s_ada", "a client's own id stays as it is"
+    with World() as plain, World(limits=SessionLimits(replica_tag=TAG)) as tagged:
+        ids = {tagged.create() for _ in range(8)}
+        assert len(ids) == 8
+        assert {tag_in(each) for each in ids} == {TAG}
+        assert {len(each) for each in ids} == {len(plain.create())}
+        assert tagged.create(session_id="s_ada") == "s_ada", "a client's own id stays as it is"

@@ -1399,6 +1399,79 @@ ENGINE = (
     ),
 )
 
+_REPLACED = "the replica is replaced, and its sessions end"
+
+REPLICAS = (
+    _constant("deploy.options:MAX_REPLICAS", "replicas of a cluster", "replicas", "exit status 2"),
+    _constant(
+        "deploy.options:REQUESTS_BESIDE",
+        "requests of a replica beside its connections",
+        "requests",
+        "another replica is asked",
+    ),
+    _constant(
+        "deploy.routing:MAX_KEY_CHARS",
+        "characters of what a request is routed by",
+        "characters",
+        "the rest does not count",
+    ),
+    _constant(
+        "deploy.options:HEALTH_TIMEOUT_S",
+        "time for a replica to say that it is healthy",
+        "s",
+        f"three times in a row: {_REPLACED}",
+    ),
+    _constant("deploy.options:UNREADY_LIMIT_S", "time without an engine", "s", _REPLACED),
+    _constant(
+        "deploy.options:STALLED_LIMIT_S", "time without a step of the engine", "s", _REPLACED
+    ),
+    _constant(
+        "deploy.options:LAST_ANSWERS_S",
+        "time for requests to end once a drain is over",
+        "s",
+        "they are ended",
+    ),
+    _constant(
+        "deploy.options:STOP_MARGIN_S",
+        "time for a replica to stop, beside the drain and the engine",
+        "s",
+        "its process is killed",
+    ),
+    _constant(
+        "deploy.options:REPORT_DEADLINE_S",
+        "time for a replica to say what it does",
+        "s",
+        "`cluster status` shows no answer",
+    ),
+    _constant(
+        "deploy.options:MEMORY_DEADLINE_S",
+        "time for an engine to say how full KV is",
+        "s",
+        "it counts as empty",
+    ),
+    _constant(
+        "deploy.autoscaling:TARGET_TURNS",
+        "turns per replica, as a share of `--max-running-requests`",
+        "",
+        "a range of replicas grows",
+    ),
+    _constant(
+        "deploy.autoscaling:TARGET_KV_USE",
+        "KV that is held, as a share",
+        "",
+        "a range of replicas grows",
+    ),
+    _constant(
+        "deploy.options:UPSCALE_DELAY_S", "time above either before it grows", "s", "it grows"
+    ),
+    _constant("deploy.options:DOWNSCALE_DELAY_S", "time below both", "s", "it shrinks"),
+    _constant("deploy.head:CONNECT_TIMEOUT_S", "time for a Ray to answer", "s", "exit status 1"),
+    _constant("deploy.head:START_TIMEOUT_S", "time for a Ray to start", "s", "exit status 1"),
+    _constant(
+        "deploy.head:STOP_TIMEOUT_S", "time for a Ray of our own to end", "s", "it is killed"
+    ),
+)
+
 FORWARD = (
     _constant(
         "attention.cpu:MAX_PADDED_BYTES",
@@ -1426,6 +1499,7 @@ GROUPS: dict[str, tuple[Constant, ...]] = {
     "Sessions and turns": SESSIONS,
     "Checkpoints": CHECKPOINTS,
     "The engine": ENGINE,
+    "Replicas": REPLICAS,
     "Logs": LOGS,
     "Done at a time (no answer depends on these)": pacing.SLICES,
     "Kept for reading (no answer depends on these)": pacing.RECORDS,

@@ -557,6 +557,15 @@ BOUND_NOTHING = frozenset(
         "cache.spec:STATES_IN_FLIGHT",
         "cache.spec:STATES_PER_ROW",
         "session_server.engine.memory:NUM_LEVELS",
+        # Of replicas: the length of a tag, how often somebody looks, over what loads are averaged.
+        "session_server.deploy.routing:TAG_CHARS",
+        "session_server.deploy.head:_LOOK_S",
+        "session_server.deploy.head:_TAIL_LINES",
+        "session_server.deploy.options:ANSWERED_LOOK_S",
+        "session_server.deploy.options:CLUSTER_LOOK_S",
+        "session_server.deploy.options:HEALTH_PERIOD_S",
+        "session_server.deploy.options:LOOK_BACK_S",
+        "session_server.deploy.options:TOLD_LOOK_S",
         # Defaults of settings, which the table of settings shows.
         "session_server.runner.capacity:CPU_FRACTION",
         "session_server.runner.capacity:DEVICE_FRACTION",

@@ -13,6 +13,13 @@ import pytest
 import yaml
 
 from session_server.config import Settings
+from session_server.deploy.options import (
+    APPLICATION,
+    ReplicaOptions,
+    deployment_options,
+    replica_count,
+    replica_settings,
+)
 from session_server.flags import FLAGS
 from session_server.sessions.store.places import default_directory
 from session_server.sources import CONFIG_VARIABLE, PLACES, PREFIX, read_sources, variable_of
@@ -160,3 +167,31 @@ def test_workflows_and_templates_are_what_they_should_be() -> None:
     assert set(matrix["python"]) == said
     for path in (ROOT / ".github").rglob("*.yml"):
         assert yaml.safe_load(path.read_text("utf-8"))
+
+
+def test_the_rayservice_names_what_there_is() -> None:
+    service = yaml.safe_load(read("rayservice.yaml"))["spec"]
+    told = yaml.safe_load(service["serveConfigV2"])
+    (application,) = told["applications"]
+    module, _, name = application["import_path"].partition(":")
+    source = (ROOT / f"{module.replace('.', '/')}.py").read_text("utf-8")  # it imports Ray
+    assert f"\ndef {name}(args" in source
+    assert all(f'"{argument}"' in source for argument in application["args"])
+    assert application["name"] == APPLICATION
+    count = replica_count(application["args"]["replicas"])
+    (workers,) = service["rayClusterConfig"]["workerGroupSpecs"]
+    assert (count.least, count.most) == (workers["minReplicas"], workers["maxReplicas"])
+    assert str(told["http_options"]["port"]) == PORT
+    templates = [workers["template"], service["rayClusterConfig"]["headGroupSpec"]["template"]]
+    for template in (each["spec"] for each in templates):
+        (container,) = template["containers"]
+        environment = {each["name"]: each["value"] for each in container["env"]}
+        settings = read_sources({}, environment=environment, file=None).settings
+        options = ReplicaOptions(count, 4.0, 1.0)
+        stop_s = deployment_options(replica_settings(settings, options), options)
+        assert template["terminationGracePeriodSeconds"] > stop_s["graceful_shutdown_timeout_s"]
+        mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
+        assert {str(Path(environment["SESSION_SERVER_API_KEY_FILE"]).parent), "/models"} == mounted
+        assert {mount["name"] for mount in container["volumeMounts"]} == {
+            volume["name"] for volume in template["volumes"]
+        }

@@ -69,6 +69,16 @@ def test_tickets_are_random_and_kept_as_digests() -> None:
     assert not any(ticket in repr(vars(tickets)) for ticket in issued)
 
 
+def test_a_ticket_of_one_of_several_servers_says_whose_it_is() -> None:
+    ours, others = Tickets(Clock(), tag="0a1b2c3d"), Tickets(Clock(), tag="ffffffff")
+    ticket = ours.issue(credential())
+    assert ticket.startswith("0a1b2c3d")
+    assert len(ticket) == len("0a1b2c3d") + len(Tickets(Clock()).issue(credential()))
+    assert others.redeem(ticket) is None
+    assert ours.redeem(ticket.removeprefix("0a1b2c3d")) is None
+    assert ours.redeem(ticket) == credential()
+
+
 def test_tickets_of_an_owner_are_bounded_until_they_are_used_or_expire() -> None:
     clock = Clock()
     tickets = Tickets(clock)

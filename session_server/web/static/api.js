@@ -97,10 +97,14 @@ export class Api extends EventTarget {
     throw await refusal(response);
   }
 
-  /** @returns {Promise<string[]>} the subprotocols that one WebSocket offers, a ticket for it included */
-  async protocols() {
+  /**
+   * @param {string} sessionId whose server makes the ticket
+   * @returns {Promise<string[]>} what its WebSocket offers, a ticket included
+   */
+  async protocols(sessionId) {
     if (!this.key) return [SUBPROTOCOL];
-    const { ticket } = await this.post('/v1/ws-ticket');
+    const headers = { 'x-session-id': sessionId };
+    const { ticket } = await this.request('POST', '/v1/ws-ticket', { headers });
     return [SUBPROTOCOL, `ticket.${ticket}`];
   }
 }

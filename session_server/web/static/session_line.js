@@ -39,7 +39,8 @@ export class SessionLine extends EventTarget {
     const { protocol, host } = location;
     const path = `/v1/sessions/${encodeURIComponent(this.session.id)}/ws`;
     const url = `${protocol === 'https:' ? 'wss:' : 'ws:'}//${host}${path}`;
-    const socket = new SessionSocket({ url, protocols: () => this.#api.protocols(), epoch });
+    const protocols = () => this.#api.protocols(this.session.id);
+    const socket = new SessionSocket({ url, protocols, epoch });
     for (const kind of ['frame', 'state', 'replayed']) {
       socket.addEventListener(
         kind,
