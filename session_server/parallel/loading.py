@@ -45,7 +45,7 @@ def torch_options(options: RunnerOptions, size: int) -> RunnerOptions:
         if options.device not in ("auto", "cuda"):
             raise ValueError(f"{flag} uses the first {size} GPUs: give --device cuda")
         if (num_devices := torch.cuda.device_count()) < size:
-            raise ValueError(f"{flag}: torch sees {num_devices} CUDA devices")
+            raise ValueError(f"{flag}: CUDA devices that torch sees: {num_devices}")
         device = torch.device("cuda", 0)
     is_auto = options.backend == "auto" and device.type == "cpu"
     return replace(options, device=str(device), backend="cpu" if is_auto else options.backend)

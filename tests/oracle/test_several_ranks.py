@@ -17,7 +17,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 from cache.types import RowId, Tokens
-from session_server.core.batch import Batch, Probe
+from session_server.core.batch import Batch, Probe, PromptLogprobRange
 from session_server.core.ids import SessionId
 from session_server.engine import drafting
 from session_server.engine.config import Drafter, Speculation
@@ -25,6 +25,7 @@ from session_server.models.errors import CheckpointError
 from session_server.parallel.loading import load_over, torch_options
 from session_server.parallel.ranks import Ranks
 from session_server.runner.loader import LoadedRunner, RunnerOptions, load_runner
+from session_server.runner.model_runner import PROMPT_LOGPROB_BLOCK
 from tests.depth import IS_PROOF, at_depth
 from tests.models.raw_configs import VOCAB_SIZE
 from tests.oracle import talks as talks_of
@@ -168,7 +169,7 @@ def test_codes_are_cut_as_the_numbers_they_stand_for(name: str, tmp_path: Path) 
 
 def test_codes_that_share_a_scale_stay_together_or_are_refused(tmp_path: Path) -> None:
     path, _ = mxfp4(tmp_path, intermediate_size=96)
-    with pytest.raises(CheckpointError, match="blocks cannot be split in 2$"):
+    with pytest.raises(CheckpointError, match=r"blocks cannot be split in 2$"):
         load(Setup("mxfp4", 16, 64, overlap=False), path)
 
 
@@ -212,6 +213,22 @@ def test_a_page_is_probed_by_all_ranks_together(checkpoints: Mapping[str, Path])
     rows.compute(2, tokens[::-1].copy(), (12,))
     assert (holds(1), holds(2)) == (True, False)
     rows.run(rows.row(1, tokens[:1], start=12))  # the ranks are still in step
+
+
+def test_prompts_are_scored_by_all_ranks_block_by_block(checkpoints: Mapping[str, Path]) -> None:
+    tokens = np.random.default_rng(1).integers(3, VOCAB_SIZE, 200).astype(np.int32)
+
+    def scores(loaded: LoadedRunner) -> list[float]:
+        asked = PromptLogprobRange(0, tokens[1:], 1)
+        rows = Rows(loaded.runner, page_size=16, pages_per_row=16)
+        (result,) = rows.run(rows.row(1, tokens, prompt_logprobs=asked))
+        return [each.logprob for each in result.prompt_logprobs]
+
+    setup = Setup("qwen2", 16, 64, overlap=False, max_total_tokens=1024)
+    whole = RunnerOptions(page_size=16, num_rows=8, device="cpu", max_context_len=512)
+    split = scores(load(setup, checkpoints["qwen2"]))
+    assert len(split) == len(tokens) - 1 > PROMPT_LOGPROB_BLOCK
+    assert split == pytest.approx(scores(load_runner(checkpoints["qwen2"], whole)), abs=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
