@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from cache.spec import CacheSpec, LayerKind
-from session_server.config import Settings
+from session_server.config import CacheOptions, Settings
 from session_server.core.kv_place import KV_DIRECTORY
 from session_server.core.tier_orders import TierCarrier
 from session_server.engine.config import TierPolicy
@@ -76,16 +76,19 @@ def keeps_files(settings: Settings) -> bool:
 
 
 def check_tiers(settings: Settings) -> None:
-    """Refuse tiers that the settings exclude, before anything is loaded.
+    """Refuse tiers that were asked for and cannot be had, before anything is loaded.
 
     Raises:
-        ValueError: KV of several ranks would go to disk.
+        ValueError: KV of several ranks would be copied.
     """
-    num_ranks = settings.model.tensor_parallel_size
-    if num_ranks > 1 and settings.cache.disk_kv_bytes:
+    num_ranks, cache = settings.model.tensor_parallel_size, settings.cache
+    # A size that is the default was hardly asked for; it has no effect then.
+    is_default = cache.host_kv_bytes in (0, CacheOptions().host_kv_bytes)
+    if num_ranks > 1 and (cache.disk_kv_bytes or not is_default):
+        flag = "--disk-kv-bytes" if cache.disk_kv_bytes else "--host-kv-bytes"
         raise ValueError(
-            f"--tensor-parallel-size {num_ranks}: KV of several ranks is not copied to disk; leave "
-            "out --disk-kv-bytes"
+            f"--tensor-parallel-size {num_ranks}: KV of several ranks is not copied out of the "
+            f"pools; leave out {flag}"
         )
 
 

@@ -41,6 +41,27 @@ def test_a_disk_without_a_store_has_no_effect_and_that_is_said(
     assert "--store" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("sizes", "flag"),
+    [
+        ({"disk_kv_bytes": 1 << 30}, "--disk-kv-bytes"),
+        ({"host_kv_bytes": 1 << 20}, "--host-kv-bytes"),
+    ],
+)
+def test_copies_of_several_ranks_are_refused(sizes: dict[str, int], flag: str) -> None:
+    model = ModelOptions(tensor_parallel_size=2)
+    with pytest.raises(ValueError, match=f"^--tensor-parallel-size 2: .*leave out {flag}$"):
+        build_engine(Settings(model=model, cache=CacheOptions(**sizes)))
+
+
+def test_several_ranks_keep_no_copies_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    settings = Settings(model=ModelOptions(tensor_parallel_size=2))
+    with caplog.at_level(logging.INFO, "session_server.engine"):
+        tiers = make_tiers(settings, cast("LoadedRunner", None), "fingerprint")
+    assert tiers.policy.host_bytes == 0
+    assert "--tensor-parallel-size" in caplog.text
+
+
 def layout(directory: Path = DEMO_MODEL, fingerprint: str = "model", **options: Any) -> Layout:
     """What the files of a model's KV must agree on."""
     options = {"page_size": 16, "num_rows": 4, "dtype": "float32"} | options

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from cache.spec import CacheSpec
+from session_server.models.errors import ModelError
 from session_server.models.registry import load_config
 from session_server.parallel.messages import Allocate, LoadPart
 from session_server.parallel.ranks import Ranks, SplitHead
@@ -43,7 +45,7 @@ def torch_options(options: RunnerOptions, size: int) -> RunnerOptions:
         if options.device not in ("auto", "cuda"):
             raise ValueError(f"{flag} uses the first {size} GPUs: give --device cuda")
         if (num_devices := torch.cuda.device_count()) < size:
-            raise ValueError(f"{flag}: torch sees {num_devices} CUDA devices")
+            raise ValueError(f"{flag}: CUDA devices that torch sees: {num_devices}")
         device = torch.device("cuda", 0)
     is_auto = options.backend == "auto" and device.type == "cpu"
     return replace(options, device=str(device), backend="cpu" if is_auto else options.backend)
@@ -88,10 +90,15 @@ def load_over(
     torch.set_num_threads(num_threads)
     directories = tuple(str(path) for path, _ in checkpoints)
     ranks.send(LoadPart(directories, dtype, kv_dtype, options.page_size, num_threads))
-    decoder, *drafts = (
-        load_shard(path, of, ranks.group, dtype=TORCH_DTYPES[dtype], progress=progress)
-        for path, of in checkpoints
-    )
+    try:
+        decoder, *drafts = (
+            load_shard(path, of, ranks.group, dtype=TORCH_DTYPES[dtype], progress=progress)
+            for path, of in checkpoints
+        )
+    except (ModelError, ValueError):
+        with suppress(ModelError, ValueError):
+            ranks.await_loaded()  # they fail at the same tensor
+        raise
     for index, each in enumerate((decoder, *drafts)):
         each.head = SplitHead(ranks, index, each.head, config.vocab_size)
     free = min(ranks.await_loaded(), free_bytes(resolved.device))

@@ -26,6 +26,7 @@ from session_server.parallel.group import RankGroup, RankLost
 from session_server.parallel.messages import (
     ANSWERS,
     ENCODER,
+    Answer,
     Check,
     Failed,
     Forward,
@@ -100,19 +101,12 @@ class Ranks:
             ValueError: the same, not because of the checkpoint.
             RankLost: one of them is gone.
         """
-        loaded = [self._loaded(rank, each) for rank, each in enumerate(self._sockets, 1)]
-        return min(each.free_bytes for each in loaded)
-
-    def _loaded(self, rank: int, connection: socket.socket) -> Loaded:
-        buffer = FrameBuffer()
-        while data := connection.recv(READ_BYTES):
-            for payload in buffer.feed(data):
-                answer = ANSWERS.decode(payload)
-                if isinstance(answer, Failed):
-                    kind = ModelError if answer.is_model else ValueError
-                    raise kind(f"rank {rank}: {answer.message}")
-                return answer
-        raise RankLost(f"rank {rank} is gone")
+        answers = [_answer(rank, each) for rank, each in enumerate(self._sockets, 1)]
+        for rank, answer in enumerate(answers, 1):
+            if isinstance(answer, Failed):
+                kind = ModelError if answer.is_model else ValueError
+                raise kind(f"rank {rank}: {answer.message}")
+        return min(answer.free_bytes for answer in answers if isinstance(answer, Loaded))
 
     def write(self, writes: Sequence[TableWrite]) -> None:
         """Apply table writes before the next forward; implements `OtherRanks.write`."""
@@ -198,6 +192,14 @@ def _in_step() -> Iterator[None]:
         yield
     except (RuntimeError, MemoryError, IndexError) as error:
         raise RankLost(f"rank 0 failed in a forward: {error}") from error
+
+
+def _answer(rank: int, connection: socket.socket) -> Answer:
+    buffer = FrameBuffer()
+    while data := connection.recv(READ_BYTES):
+        for payload in buffer.feed(data):
+            return ANSWERS.decode(payload)
+    raise RankLost(f"rank {rank} is gone")
 
 
 def _await_end(

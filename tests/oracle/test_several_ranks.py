@@ -6,7 +6,7 @@ The processes of the ranks are started once, and load one family after the other
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,24 +14,33 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Type
 
 from cache.types import RowId, Tokens
-from session_server.core.batch import Batch, Probe
+from session_server.core.batch import Batch, Probe, PromptLogprobRange
 from session_server.core.ids import SessionId
 from session_server.engine import drafting
 from session_server.engine.config import Drafter, Speculation
+from session_server.models.errors import CheckpointError
 from session_server.parallel.loading import load_over, torch_options
 from session_server.parallel.ranks import Ranks
 from session_server.runner.loader import LoadedRunner, RunnerOptions, load_runner
+from session_server.runner.model_runner import PROMPT_LOGPROB_BLOCK
 from tests.depth import IS_PROOF, at_depth
 from tests.models.raw_configs import VOCAB_SIZE
 from tests.oracle import talks as talks_of
-from tests.oracle.checkpoints import reference_logits, write_checkpoint
+from tests.oracle import test_gguf as gguf_sizes
+from tests.oracle import test_packed as packed_formats
+from tests.oracle.checkpoints import reference_logits, to_mxfp4, write_checkpoint
 from tests.oracle.conftest import ALL_FAMILIES
+from tests.oracle.gguf_files import write_gguf
 from tests.oracle.talks import Reference, Setup, Talk, assert_like_reference, load, run_talks
 from tests.runner.rows import Rows
 
 NUM_RANKS = 2
+Write = Callable[[Path], tuple[Path, Path]]
+"""Write a checkpoint into a directory; return it, and one of floats that it stands for."""
+
 TURNS = ((20, 1, 3), (7, 5, 1), (1, 33, 2))
 PAGES_AND_CHUNKS = at_depth(((4, 7),), proof=((1, 64), (4, 7), (16, 5), (64, 19)))
 
@@ -116,6 +125,54 @@ def test_what_does_not_divide_is_held_in_copies(name: str, tmp_path: Path) -> No
         assert_like_reference(talk, lambda tokens: reference_logits(directory, tokens))
 
 
+def gguf(family: str, kind: Type) -> Write:
+    def write(directory: Path) -> tuple[Path, Path]:
+        twin = write_checkpoint(family, directory / "twin", **gguf_sizes.SIZES)
+        return write_gguf(twin, directory / "model.gguf", lambda _: kind), twin
+
+    return write
+
+
+def awq(directory: Path) -> tuple[Path, Path]:
+    twin = write_checkpoint("qwen2", directory / "twin", **packed_formats.SIZES)
+    return packed_formats.FORMATS["awq"].write(twin, directory / "packed"), twin
+
+
+def single_experts(directory: Path) -> tuple[Path, Path]:
+    return (packed_formats.write_experts(directory),) * 2
+
+
+def mxfp4(directory: Path, intermediate_size: int = 128) -> tuple[Path, Path]:
+    sizes = {"hidden_size": 64, "intermediate_size": intermediate_size}
+    written = write_checkpoint("gpt_oss", directory, **sizes)
+    to_mxfp4(written)
+    return written, written
+
+
+FORMATS: Mapping[str, Write] = {
+    "gguf_4": gguf("llama", Type.Q4_0),
+    "gguf_8_with_one_matrix_for_both_ends": gguf("qwen2", Type.Q8_0),
+    "awq": awq,
+    "single_experts": single_experts,
+    "mxfp4": mxfp4,
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_codes_are_cut_as_the_numbers_they_stand_for(name: str, tmp_path: Path) -> None:
+    path, twin = FORMATS[name](tmp_path)
+    held = new_talks(4)
+    run_talks(Setup(name, 16, 64, overlap=False), path, held)
+    for talk in held:
+        assert_like_reference(talk, lambda tokens: reference_logits(twin, tokens))
+
+
+def test_codes_that_share_a_scale_stay_together_or_are_refused(tmp_path: Path) -> None:
+    path, _ = mxfp4(tmp_path, intermediate_size=96)
+    with pytest.raises(CheckpointError, match=r"blocks cannot be split in 2$"):
+        load(Setup("mxfp4", 16, 64, overlap=False), path)
+
+
 @pytest.mark.parametrize("family", ALL_FAMILIES if IS_PROOF else ("gemma2", "granitemoehybrid"))
 def test_a_draft_model_is_split_like_the_model(
     family: str, checkpoints: Mapping[str, Path], references: Mapping[str, Reference]
@@ -156,6 +213,22 @@ def test_a_page_is_probed_by_all_ranks_together(checkpoints: Mapping[str, Path])
     rows.compute(2, tokens[::-1].copy(), (12,))
     assert (holds(1), holds(2)) == (True, False)
     rows.run(rows.row(1, tokens[:1], start=12))  # the ranks are still in step
+
+
+def test_prompts_are_scored_by_all_ranks_block_by_block(checkpoints: Mapping[str, Path]) -> None:
+    tokens = np.random.default_rng(1).integers(3, VOCAB_SIZE, 200).astype(np.int32)
+
+    def scores(loaded: LoadedRunner) -> list[float]:
+        asked = PromptLogprobRange(0, tokens[1:], 1)
+        rows = Rows(loaded.runner, page_size=16, pages_per_row=16)
+        (result,) = rows.run(rows.row(1, tokens, prompt_logprobs=asked))
+        return [each.logprob for each in result.prompt_logprobs]
+
+    setup = Setup("qwen2", 16, 64, overlap=False, max_total_tokens=1024)
+    whole = RunnerOptions(page_size=16, num_rows=8, device="cpu", max_context_len=512)
+    split = scores(load(setup, checkpoints["qwen2"]))
+    assert len(split) == len(tokens) - 1 > PROMPT_LOGPROB_BLOCK
+    assert split == pytest.approx(scores(load_runner(checkpoints["qwen2"], whole)), abs=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
