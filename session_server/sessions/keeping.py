@@ -35,7 +35,7 @@ def keep_sessions(
         sessions.on_disk = stored
         quotas.room_makers.delete = stored.make_room
         return
-    shared = SharedSessions(restorer, lease)
+    shared = SharedSessions(restorer, lease, logs)
     sessions.on_disk = shared
     lease.on_lost = exits.lose_all
     shared.give_up = partial(exits.give_up, is_lost=False)

@@ -187,6 +187,13 @@ class SessionLogs:
         elif not self.is_dated(session):
             self.touch(session)
 
+    def part_from(self, session: Session) -> None:
+        """Write nothing more of a session that is another replica's from now on: what could not be
+        written is lost, as its client was told that it may be."""
+        self._behind.pop(session, None)
+        if session.life.log is not None:
+            session.life.log.has_moved = True
+
     def is_dated(self, session: Session) -> bool:
         """Return whether the store has when a session expires, as the clock is now."""
         place = session.life.log

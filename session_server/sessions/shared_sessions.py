@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Final
@@ -25,6 +26,7 @@ from session_server.sessions.bugs import log_bug
 from session_server.sessions.registry import SessionRegistry
 from session_server.sessions.restoring import Restorer, is_spare, reading, refusing
 from session_server.sessions.session import Session
+from session_server.sessions.session_logs import SessionLogs
 from session_server.sessions.store.backend import SharedDatabase
 from session_server.sessions.store.lease import Lease
 from session_server.sessions.store.ownership import HeldBy
@@ -45,6 +47,9 @@ ADOPTED_AT_ONCE: Final = 4
 ENTRIES_APPLIED: Final = 16
 """Entries of a log that are applied before others are served."""
 
+RECOUNT_S: Final = 30.0
+"""How long what other replicas keep for an owner is not counted against what it may have."""
+
 MAX_LOOKED_UP: Final = 4096
 """Ids that were looked up last; what is asked of them next is answered without the database."""
 
@@ -54,8 +59,8 @@ _Key = tuple[str, str]
 class SharedSessions:
     """Take, find and give up the sessions of a shared store."""
 
-    def __init__(self, restorer: Restorer, lease: Lease) -> None:
-        self._restorer, self._lease = restorer, lease
+    def __init__(self, restorer: Restorer, lease: Lease, logs: SessionLogs) -> None:
+        self._restorer, self._lease, self._logs = restorer, lease, logs
         self._loading: dict[_Key, asyncio.Task[None]] = {}
         self._at_once = asyncio.Semaphore(ADOPTED_AT_ONCE)
         self._looked_up: dict[_Key, int | None] = {}
@@ -67,6 +72,7 @@ class SharedSessions:
         """Sessions that are no longer in memory, and still to be released."""
 
         self._tasks: set[asyncio.Task[None]] = set()
+        self._recounted_s = -math.inf
         self.give_up: Callable[[Session], None] = lambda _session: None
         lease.on_asked = self._on_asked
 
@@ -204,7 +210,7 @@ class SharedSessions:
     def on_left(self, session: Session) -> None:
         """Release a session that has left the memory, once all of it is written."""
         key = session.owner.owner_id, session.session_id
-        task = self._spawn(self._release(session.life.order))
+        task = self._spawn(self._part_from(session))
         self._leaving[key] = task
 
         def is_gone(_task: asyncio.Task[None]) -> None:
@@ -213,8 +219,16 @@ class SharedSessions:
 
         task.add_done_callback(is_gone)
 
+    async def _recount(self) -> None:
+        with reading(self._store):
+            await self._restorer.ends.recount()
+
+    async def _part_from(self, session: Session) -> None:
+        await self._logs.flush()
+        self._logs.part_from(session)
+        await self._release(session.life.order)
+
     async def _release(self, number: int) -> None:
-        await self._restorer.ends.flush()
         # Where that fails it is this replica's until somebody asks again, or its lease is over.
         with contextlib.suppress(*self._store.read_errors):
             await self._lease.read(partial(self._database.release, [number]))
@@ -316,5 +330,9 @@ class SharedSessions:
             self._restorer.ends.delete(row)
 
     def expire(self, now_s: float) -> bool:
-        """Delete some whose time is over; see `StoredEnds.expire`."""
+        """Delete some whose time is over; see `StoredEnds.expire`. Count now and then what owners
+        have, because other replicas add to it."""
+        if now_s >= self._recounted_s + RECOUNT_S:
+            self._recounted_s = now_s
+            self._spawn(self._recount())
         return self._restorer.ends.expire(now_s)

@@ -80,9 +80,16 @@ class StoredEnds:
             owned.recount(owner, holding.num_sessions)
             stored.recount(owner, holding.num_bytes)
 
-    async def flush(self) -> None:
-        """Wait until all that has changed so far in sessions is written, or could not be."""
-        await self._parts.logs.flush()
+    async def recount(self) -> None:
+        """Count anew what owners have in a store that others share, those of whom this replica has
+        something in memory. Raises `read_errors`."""
+        assert self._store.lease is not None, "a store of this server alone"
+        owners = [owner.owner_id for owner in self._parts.quotas.sessions.owners]
+        database = self._store.lease.database
+        found = await self._store.lease.read(partial(database.holdings_of, owners))
+        nothing = dict.fromkeys(owners, Holding("", 0, 0, 0))
+        held = nothing | {holding.owner_id: holding for holding in found}
+        self._recount(each._replace(owner_id=owner_id) for owner_id, each in held.items())
 
     def delete(self, row: SessionRow) -> None:
         """Delete a session whose time is not over."""

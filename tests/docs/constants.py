@@ -563,6 +563,12 @@ SESSIONS = (
         "`session_moved`",
     ),
     _constant(
+        "sessions.shared_sessions:RECOUNT_S",
+        "time for which what other replicas keep for an owner is not counted",
+        "s",
+        "it is counted then, and further sessions are refused",
+    ),
+    _constant(
         "sessions.shared_sessions:ADOPTED_AT_ONCE",
         "sessions that one replica reads at once from a shared store",
         "sessions",

@@ -12,6 +12,7 @@ import pytest
 from session_server.core.errors import SessionExists, SessionMoved, SessionNotFound
 from session_server.core.session_events import TurnEnd
 from session_server.sessions.postgres.database import PostgresDatabase
+from session_server.sessions.shared_sessions import RECOUNT_S
 from session_server.sessions.store.lease import Lease
 from session_server.sessions.store.session_store import SessionStore
 from tests.sessions.world import OWNER, World, completed, turn
@@ -217,6 +218,20 @@ def test_sessions_of_all_replicas_are_listed(cluster: Cluster) -> None:
     for replica in (first, second):
         page = replica.world.do(replica.world.manager.list(OWNER))
         assert sorted(view.session_id for view in page.sessions) == sorted(names)
+
+
+def test_what_owners_have_in_other_replicas_counts_some_time_later(cluster: Cluster) -> None:
+    first, second = cluster.start(), cluster.start()
+    first.world.create(session_id="mine", is_stored=True)
+    names = [second.world.create(session_id=f"s{number}", is_stored=True) for number in range(5)]
+    for name in names:
+        completed(second.say(name, "a"))
+    quotas = first.world.manager._quotas
+    assert quotas.owned_sessions.held_by(OWNER) < 6
+    first.world.now_s += RECOUNT_S
+    cluster.loop.call_soon(first.world.manager.tick)
+    cluster.until(lambda: quotas.owned_sessions.held_by(OWNER) == 6)
+    assert quotas.stored_bytes.held_by(OWNER) >= second.world.manager._quotas.stored_bytes.total > 0
 
 
 def test_what_a_replica_held_is_free_once_it_has_ended(cluster: Cluster) -> None:

@@ -81,6 +81,19 @@ class PostgresReads:
         )
         return [Holding(*found) for found in self._read(query)]
 
+    def holdings_of(self, owner_ids: Sequence[str]) -> list[Holding]:
+        """Return what some owners have, with the bytes of their records. Looks at all of it."""
+        query = (
+            "SELECT owner, sum(num)::bigint, sum(bytes)::bigint, sum(retired)::bigint FROM ("
+            "SELECT owner, count(*) FILTER (WHERE expires > 0) AS num,"
+            " sum(num_bytes + octet_length(settings)) AS bytes,"
+            " coalesce(sum(num_bytes) FILTER (WHERE expires = 0), 0) AS retired"
+            " FROM sessions WHERE owner = ANY(%(owners)s) GROUP BY owner"
+            " UNION ALL SELECT owner, 0, sum(num_bytes), 0 FROM records"
+            " WHERE owner = ANY(%(owners)s) GROUP BY owner) AS held GROUP BY owner"
+        )
+        return [Holding(*found) for found in self._read(query, {"owners": list(owner_ids)})]
+
     def expired(self, after: tuple[float, int], until_s: float, *, limit: int) -> list[SessionRow]:
         """Return up to `limit` sessions that expire before a time, behind one that is given by when
         it expires and its number; without those that another live replica holds, which knows better

@@ -138,6 +138,9 @@ class SharedDatabase(StoreDatabase, Protocol):
     network does.
     """
 
+    def holdings_of(self, owner_ids: Sequence[str]) -> list[Holding]:
+        """Return what some owners have."""
+
     def find_record(self, owner_id: str, record_id: str) -> RecordRow | None:
         """Return a record by its id."""
 
