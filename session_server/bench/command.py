@@ -61,6 +61,7 @@ _TURNS: Final = range(22, 10_001)
 _OWNERS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {
         "turns": frozenset({"sessions"}),
+        "shared_store": frozenset({"store"}),
         "plot": frozenset({"sessions", "peers"}),
         **dict.fromkeys(peers_flags.NAMES, frozenset({"peers"})),
         **dict.fromkeys(tiers.NAMES, frozenset({"tiers"})),
@@ -81,6 +82,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="turns of the session, 22 to 10000 (default: 300)",
+    )
+    kept = parser.add_argument_group("store", "Flags of the benchmark `store`.")
+    kept.add_argument(
+        "--shared-store",
+        metavar="URL",
+        help="postgresql:// of an empty database: measure a server that keeps sessions there too",
     )
     peers_flags.add_arguments(parser)
     tiers.add_arguments(parser)

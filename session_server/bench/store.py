@@ -29,7 +29,9 @@ from session_server.client import SessionClient, TurnText, connect
 from session_server.local_server import LocalServer
 from session_server.sessions.store.database import Database
 
-KINDS: Final = ("--durability turn", "--store none")
+PLAIN: Final = "--store none"
+SQLITE: Final = "--durability turn"
+SHARED: Final = "--store postgresql://"
 _FEW_TURNS: Final = 4
 _COMMITS: Final = "session_server_store_commit_seconds"
 _P99: Final = 0.99
@@ -39,7 +41,7 @@ _P99: Final = 0.99
 class StoreWorkload:
     """Configure `num_rounds` rounds of `num_sessions` at a time, each with `num_turns` turns of
     `num_new` tokens in and `num_outputs` out; and starts with so many `stored` sessions. `model`: a
-    directory; None for the embedded one."""
+    directory; None for the embedded one. `shared`: the URL of a database to measure as well."""
 
     num_sessions: int = 64
     num_turns: int = 16
@@ -48,6 +50,12 @@ class StoreWorkload:
     num_rounds: int = 9
     stored: tuple[int, ...] = (0, 1_000, 100_000)
     model: Path | None = None
+    shared: str | None = None
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Return which servers are measured beside each other."""
+        return (SQLITE, *([SHARED] if self.shared else []), PLAIN)
 
     @property
     def flags(self) -> list[str]:
@@ -58,7 +66,7 @@ class StoreWorkload:
     @property
     def total_steps(self) -> int:
         """Return the number of rounds of either kind, and of starts."""
-        return self.num_rounds * len(KINDS) + len(self.stored)
+        return self.num_rounds * len(self.kinds) + len(self.stored)
 
 
 def workload(args: argparse.Namespace) -> StoreWorkload:
@@ -68,20 +76,22 @@ def workload(args: argparse.Namespace) -> StoreWorkload:
         ValueError: `--model` cannot be used; the message says which would do.
     """
     model = one_checkpoint(args)
-    return StoreWorkload() if model is None else StoreWorkload(model=model, num_turns=_FEW_TURNS)
+    if model is None:
+        return StoreWorkload(shared=args.shared_store)
+    return StoreWorkload(model=model, num_turns=_FEW_TURNS, shared=args.shared_store)
 
 
 def measure(load: StoreWorkload, *, on_step: Callable[[], None]) -> dict[str, Any]:
     """Return medians over the rounds, by kind, the times of commits, and those of starts."""
     with tempfile.TemporaryDirectory(prefix="session-server-bench-") as directory:
-        store = Path(directory) / "store"
-        with (
-            LocalServer([*load.flags, "--store", str(store)]) as durable,
-            LocalServer(load.flags) as forgetful,
-        ):
-            urls = dict(zip(KINDS, (durable.url, forgetful.url), strict=True))
+        stores = {SQLITE: str(Path(directory) / "store"), SHARED: load.shared or "", PLAIN: "none"}
+        with contextlib.ExitStack() as running:
+            urls = {
+                kind: running.enter_context(LocalServer([*load.flags, "--store", stores[kind]])).url
+                for kind in load.kinds
+            }
             kinds = asyncio.run(_alternate(urls, load, on_step))
-            commits = _commits(durable.url)
+            commits = {kind: _commits(urls[kind]) for kind in load.kinds if kind != PLAIN}
         starts = {}
         for number in load.stored:
             starts[f"{number:,}"] = {
@@ -92,7 +102,7 @@ def measure(load: StoreWorkload, *, on_step: Callable[[], None]) -> dict[str, An
         "num_sessions": load.num_sessions,
         "num_rounds": load.num_rounds,
         "kinds": kinds,
-        "commits": {"": commits},
+        "commits": commits,
         "starts": starts,
     }
 
@@ -104,9 +114,10 @@ SHEETS: Final = (
         ("",),
         {
             "turns/s": "{turns_per_s:.0f}",
-            "ratio": "{turns_ratio:.3f}",
+            "of without": "{turns_ratio:.3f}",
+            "of SQLite": "{turns_of_sqlite:.3f}",
             "first token, ms": "{first_token_ms:.1f}",
-            "of without": "{first_token_ratio:.3f}",
+            "as long as without": "{first_token_ratio:.3f}",
         },
     ),
     Sheet(
@@ -134,18 +145,21 @@ async def _alternate(
 ) -> dict[str, Any]:
     for url in urls.values():
         await _round(url, load, 0)  # warms up
-    rounds: dict[str, list[_Round]] = {kind: [] for kind in KINDS}
+    rounds: dict[str, list[_Round]] = {kind: [] for kind in load.kinds}
     for number in range(load.num_rounds):
-        for kind in KINDS if number % 2 else reversed(KINDS):
+        for kind in load.kinds if number % 2 else reversed(load.kinds):
             rounds[kind].append(await _round(urls[kind], load, 1 + number))
             on_step()
-    plain = rounds[KINDS[1]]
-    return {kind: _figures(values, plain) for kind, values in rounds.items()}
+    plain, sqlite = rounds[PLAIN], rounds[SQLITE]
+    return {kind: _figures(values, plain, sqlite) for kind, values in rounds.items()}
 
 
-def _figures(rounds: list[_Round], plain: list[_Round]) -> dict[str, float]:
+def _figures(rounds: list[_Round], plain: list[_Round], sqlite: list[_Round]) -> dict[str, float]:
     pairs = list(zip(rounds, plain, strict=True))
     return {
+        "turns_of_sqlite": statistics.median(
+            a.turns_per_s / b.turns_per_s for a, b in zip(rounds, sqlite, strict=True)
+        ),
         "turns_per_s": statistics.median(each.turns_per_s for each in rounds),
         "turns_ratio": statistics.median(a.turns_per_s / b.turns_per_s for a, b in pairs),
         "first_token_ms": statistics.median(each.first_token_ms for each in rounds),
