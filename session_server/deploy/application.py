@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from argparse import ArgumentTypeError
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from pydantic import SecretStr
 from ray import serve
@@ -26,7 +26,7 @@ from session_server.deploy.options import (
 )
 from session_server.deploy.replica import Replica
 
-_ARGUMENTS = {"replicas": "2", "replica_cpus": "1", "replica_gpus": "0"}
+_ARGUMENTS: Final = {"replicas": "2", "replica_cpus": "1", "replica_gpus": "0"}
 
 
 def make_application(

@@ -108,7 +108,7 @@ def test_other_words_are_refused(words: list[str]) -> None:
 
 
 def test_what_was_started_is_remembered_by_its_port(tmp_path: Path) -> None:
-    record = Record("http://127.0.0.1:1", "127.0.0.1:2", Head("127.0.0.1:2", 3, "/tmp/x"))
+    record = Record("http://127.0.0.1:1", "127.0.0.1:2", Head("127.0.0.1:2", 3, "/run/x"))
     write_record(1, record)
     assert (read_record(1), read_record(2)) == (record, None)
     (path,) = tmp_path.rglob("port-1.json")
