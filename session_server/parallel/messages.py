@@ -28,7 +28,7 @@ class Join(msgspec.Struct, frozen=True, tag=True):
 
 
 class LoadPart(msgspec.Struct, frozen=True, tag=True):
-    """LoadPart a rank's part of the model, and of a draft model; answered by `Loaded` or `Failed`.
+    """Load a rank's part of the model, and of a draft model; answered by `Loaded` or `Failed`.
 
     `directories`: the model's, then the draft model's, if there is one. `num_threads`: of a forward
     on a CPU.
