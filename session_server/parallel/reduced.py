@@ -1,4 +1,4 @@
-"""Sum what ranks compute: two sums a layer, behind its mixer and its feed-forward, and one before."""
+"""Sum what ranks compute: of the embedding, and of each layer its mixer and its feed-forward."""
 
 from __future__ import annotations
 
