@@ -50,7 +50,16 @@ class Decoder:
     Layers are plain callables, not `nn.Module`: Python overhead bounds a step of a small model.
     """
 
-    __slots__ = ("config", "embedding", "embedding_scale", "head", "layers", "norm", "ropes")
+    __slots__ = (
+        "config",
+        "embed",
+        "embedding",
+        "embedding_scale",
+        "head",
+        "layers",
+        "norm",
+        "ropes",
+    )
 
     def __init__(
         self,
@@ -67,6 +76,7 @@ class Decoder:
         """
         self.config = config
         self.embedding = embedding
+        self.embed = self._look_up
         self.norm = norm
         self.head = head
         # Rounded to the embedding's dtype: families are trained with the rounded factor.
@@ -115,7 +125,7 @@ class Decoder:
         Returns:
             [n, hidden], normalized for the LM head.
         """
-        hidden = functional.embedding(token_ids, self.embedding)
+        hidden = self.embed(token_ids)
         if self.embedding_scale != 1.0:
             hidden.mul_(self.embedding_scale)
         phases = [*[rope.phases(positions) for rope in self.ropes], positions]
@@ -130,6 +140,9 @@ class Decoder:
         if logits_indices is not None:
             hidden = hidden.index_select(0, logits_indices)
         return self.norm(hidden)
+
+    def _look_up(self, token_ids: Tensor) -> Tensor:
+        return functional.embedding(token_ids, self.embedding)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute the scores of the next token: [n, hidden] -> float32 [n, vocab]."""

@@ -1,4 +1,4 @@
-"""LoadPart a model over several ranks: rank 0's part here, the other parts in their processes."""
+"""Load a model over several ranks: rank 0's part here, the other parts in their processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from session_server.parallel.messages import Allocate, LoadPart
 from session_server.parallel.ranks import Ranks, SplitHead
 from session_server.parallel.shard_reader import load_shard
 from session_server.parallel.sharding import shard_config
-from session_server.runner.capacity import free_bytes
+from session_server.runner.capacity import MemoryLimits, free_bytes
 from session_server.runner.checkpoint import Progress
 from session_server.runner.loader import (
     LoadedRunner,
@@ -75,7 +75,7 @@ def load_ranks(
 def load_over(
     ranks: Ranks, directory: Path, options: RunnerOptions, *, progress: Progress | None = None
 ) -> LoadedRunner:
-    """LoadPart a checkpoint over ranks that are there, in place of what they had before.
+    """Load a checkpoint over ranks that are there, in place of what they had before.
 
     `options`: those of `torch_options`. Raises what `load_ranks` raises.
     """
@@ -101,15 +101,9 @@ def load_over(
         raise
     for index, each in enumerate((decoder, *drafts)):
         each.head = SplitHead(ranks, index, each.head, config.vocab_size)
-    free = min(ranks.await_loaded(), free_bytes(resolved.device))
     specs = [part.cache_spec(options.page_size, dtype, kv_dtype) for part in parts]
     stored = CacheSpec(tuple(g for spec in specs for g in spec.groups), options.page_size)
-    limits = options.memory
-    if limits.free_bytes is None:
-        # Ranks on CPUs share the memory of the host.
-        is_shared = resolved.device.type == "cpu"
-        limits = replace(limits, free_bytes=free // size if is_shared else free)
-    plan = resolved.capacity(stored, limits)
+    plan = resolved.capacity(stored, _limits(options.memory, ranks))
     ranks.send(Allocate(plan.capacity))
     runner = ModelRunner(
         decoder,
@@ -131,3 +125,13 @@ def load_over(
         resolved.weights,
         draft_config=checkpoints[1][1] if drafts else None,
     )
+
+
+def _limits(given: MemoryLimits, ranks: Ranks) -> MemoryLimits:
+    """Wait until every rank has loaded its part; return the limits of what each has left."""
+    device, num_ranks = ranks.group.device, ranks.group.shard.size
+    free = min(ranks.await_loaded(), free_bytes(device))
+    if given.free_bytes is not None:
+        return given
+    # Ranks on CPUs share the memory of the host.
+    return replace(given, free_bytes=free // num_ranks if device.type == "cpu" else free)

@@ -16,7 +16,10 @@ from session_server.models.config import DTypeName
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
-    """Make a group. `store`: the file by which ranks find each other. `device`: cpu or cuda."""
+    """Answer `Here`, then meet the other ranks.
+
+    `store`: the file by which ranks find each other. `device`: cpu or cuda.
+    """
 
     rank: int
     size: int
@@ -25,7 +28,7 @@ class Join(msgspec.Struct, frozen=True, tag=True):
 
 
 class LoadPart(msgspec.Struct, frozen=True, tag=True):
-    """LoadPart a rank's part of the model, and of a draft model; answered by `Loaded` or `Failed`.
+    """Load a rank's part of the model, and of a draft model; answered by `Loaded` or `Failed`.
 
     `directories`: the model's, then the draft model's, if there is one. `num_threads`: of a forward
     on a CPU.
@@ -90,6 +93,10 @@ class Check(msgspec.Struct, frozen=True, tag=True):
     states: StateMoves | None
 
 
+class Here(msgspec.Struct, frozen=True, tag=True):
+    """Tell that a rank's process has started, and meets the others now."""
+
+
 class Loaded(msgspec.Struct, frozen=True, tag=True):
     """Tell that a rank has its part of the weights, and the free bytes of its device."""
 
@@ -104,7 +111,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 Message = Join | LoadPart | Allocate | Forward | Score | Check
-Answer = Loaded | Failed
+Answer = Here | Loaded | Failed
 
 ENCODER: Final = Encoder()
 MESSAGES: Final[Decoder[Message]] = Decoder(Message)

@@ -38,6 +38,7 @@ from session_server.parallel.messages import (
     Check,
     Failed,
     Forward,
+    Here,
     Join,
     Loaded,
     LoadPart,
@@ -116,6 +117,7 @@ class _Rank:
                 if device.type == "cuda":
                     device = torch.device("cuda", message.rank)
                 shard = Shard(message.rank, message.size)
+                self._answer(Here())
                 self._group = RankGroup(shard, device, Path(message.store))
             case LoadPart():
                 self._answer(self._load(message))

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,6 +42,9 @@ from session_server.runner.inputs import ForwardInputs
 
 READ_BYTES: Final = 1 << 12
 
+START_TIMEOUT_S: Final = 60.0
+"""Seconds that the process of a rank may take to start, which imports torch."""
+
 EXIT_PATIENCE_S: Final = 5.0
 """Seconds that the ranks may take to end once their sockets are closed."""
 
@@ -64,6 +67,15 @@ class Ranks:
         self._writes: list[Write] = []
         # The file by which ranks find each other; nobody else may write it.
         self._meeting = TemporaryDirectory(prefix="session-server-ranks-")
+        try:
+            self.group = self._meet(size, device)
+        except BaseException:
+            self._end_processes()
+            raise
+        if device.type == "cpu":
+            self._meeting.cleanup()  # NCCL goes on reading the file, gloo does not
+
+    def _meet(self, size: int, device: torch.device) -> RankGroup:
         store = Path(self._meeting.name) / "store"
         for rank in range(1, size):
             ours, process = start_child([*PROGRAM, "_rank"])
@@ -71,9 +83,11 @@ class Ranks:
             self._processes.append(process)
             join = Join(rank, size, str(store), device.type)
             ours.sendall(frame(ENCODER.encode(join)))
-        self.group = RankGroup(Shard(0, size), device, store)
-        if device.type == "cpu":
-            self._meeting.cleanup()  # NCCL goes on reading the file, gloo does not
+        for rank, each in enumerate(self._sockets, 1):
+            each.settimeout(START_TIMEOUT_S)
+            _answer(rank, each)
+            each.settimeout(None)
+        return RankGroup(Shard(0, size), device, store)
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -160,8 +174,12 @@ class Ranks:
     def close(self) -> None:
         """End the ranks, and wait for them."""
         self.group.close()
+        self._end_processes()
+
+    def _end_processes(self) -> None:
         for each in self._sockets:
-            each.shutdown(socket.SHUT_RDWR)
+            with suppress(OSError):  # the peer is gone
+                each.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads, too
             each.close()
         for process in self._processes:
             process.wait(EXIT_PATIENCE_S)
@@ -195,10 +213,14 @@ def _in_step() -> Iterator[None]:
 
 
 def _answer(rank: int, connection: socket.socket) -> Answer:
+    """Wait for what a rank answers. Raises RankLost."""
     buffer = FrameBuffer()
-    while data := connection.recv(READ_BYTES):
-        for payload in buffer.feed(data):
-            return ANSWERS.decode(payload)
+    try:
+        while data := connection.recv(READ_BYTES):
+            for payload in buffer.feed(data):
+                return ANSWERS.decode(payload)
+    except OSError as error:
+        raise RankLost(f"rank {rank} does not answer: {error}") from error
     raise RankLost(f"rank {rank} is gone")
 
 

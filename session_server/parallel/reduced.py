@@ -1,4 +1,4 @@
-"""Sum what ranks compute of a layer: two sums a layer, behind its mixer and its feed-forward."""
+"""Sum what ranks compute: of the embedding, and of each layer its mixer and its feed-forward."""
 
 from __future__ import annotations
 
@@ -8,12 +8,31 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from session_server.models.config import LayerConfig, ModelConfig
 from session_server.models.decoder import Decoder, DecoderLayer, Mixer
 from session_server.models.layers.attention import GqaMixer
 from session_server.models.layers.norm import ProjectionNorm
 from session_server.parallel.group import RankGroup
+
+
+@dataclass(frozen=True, slots=True)
+class SummedEmbedding:
+    """Look tokens up in a rank's rows of the embedding, and sum over ranks.
+
+    `rows`: [vocab / ranks, hidden], those of rank 0 first.
+    """
+
+    rows: Tensor
+    group: RankGroup
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """Embed tokens: int64 [tokens] -> [tokens, hidden]."""
+        own = token_ids - self.group.shard.rank * len(self.rows)
+        is_elsewhere = (own < 0) | (own >= len(self.rows))
+        hidden = functional.embedding(own.masked_fill(is_elsewhere, 0), self.rows)
+        return self.group.sum_(hidden.masked_fill_(is_elsewhere.unsqueeze(1), 0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +77,11 @@ class SummedProjectionNorm(ProjectionNorm):
 
 
 def with_sums(decoder: Decoder, config: ModelConfig, group: RankGroup) -> Decoder:
-    """Put sums behind the layers that a rank's decoder has a part of; `config` is of the whole."""
+    """Put sums behind the embedding, and behind the layers that a rank's decoder has a part of.
+
+    `config`: of the whole model.
+    """
+    decoder.embed = SummedEmbedding(decoder.embedding, group)
     decoder.layers = tuple(
         (_summed(layer, whole, part, group), rope, pool)
         for (layer, rope, pool), whole, part in zip(

@@ -49,11 +49,9 @@ class ShardedTensors(WeightSource):
         self._part = shard_config(config, shard.size)
         self._shapes = shapes
         self._shard = shard
-        self._embedding: Tensor | None = None
 
     def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
-        """Return the linear of a part: of the embedding, which is an LM head then, its rows."""
-        weight = self._head_rows(weight) if weight is self._embedding else weight
+        """Return the linear of a part."""
         return self._tensors.linear(weight, bias)
 
     def has(self, name: str) -> bool:
@@ -61,14 +59,14 @@ class ShardedTensors(WeightSource):
         return self._tensors.has(name)
 
     def take_as(self, dtype: torch.dtype, name: str, *shape: int) -> Tensor:
-        """Return the rank's part, of this shape.
+        """Return the rank's part, of this shape; of the embedding its rows.
 
         Raises:
             CheckpointError: the tensor cannot be cut there, as where codes share a scale.
         """
         whole = self._tensors.take_as(dtype, name, *self._shapes[name])
         if name == EMBEDDING:
-            self._embedding = whole
+            return self._vocabulary_rows(whole)
         if whole.shape != shape:
             return self._cut(name, whole, shape)
         is_layer = name.startswith("model.layers.")
@@ -79,8 +77,7 @@ class ShardedTensors(WeightSource):
     def take_linear(self, name: str, outputs: int, inputs: int) -> Weight:
         """Return a matrix; a part of one with codes comes as numbers, which torch computes with."""
         if name in (HEAD, EMBEDDING):
-            whole = as_dense(self._tensors.take_linear(name, outputs, inputs))
-            return self._head_rows(whole).clone()  # the whole is freed
+            return self._vocabulary_rows(as_dense(self._tensors.take_linear(name, outputs, inputs)))
         if self._shapes[name] == (outputs, inputs):
             return self._tensors.take_linear(name, outputs, inputs)
         return self.take(name, outputs, inputs)
@@ -89,13 +86,14 @@ class ShardedTensors(WeightSource):
         """Return whether a matrix that is not cut is stored as codes."""
         return self._tensors.has_codes(name)
 
-    def _head_rows(self, weight: Tensor) -> Tensor:
-        """Return the rank's rows of an LM head: equally many for each, zeros behind the last."""
+    def _vocabulary_rows(self, weight: Tensor) -> Tensor:
+        """Return the rank's rows of [vocab, hidden]: equally many for each, zeros behind the last.
+
+        A copy, so that the whole is freed.
+        """
         num_rows = -(-len(weight) // self._shard.size)
         first = self._shard.rank * num_rows
         rows = weight[first : first + num_rows]
-        if len(rows) == num_rows:
-            return rows
         return torch.cat((rows, rows.new_zeros(num_rows - len(rows), weight.shape[1])))
 
     def _cut(self, name: str, whole: Tensor, shape: Shape) -> Tensor:

@@ -2,8 +2,8 @@
 
 Heads, the inner elements of feed-forwards and channels are cut into equal consecutive parts, one
 for each rank. What follows the cut projection adds up: output projections have a part of their
-inputs, and the sum over ranks is the layer's output. Norms, routers, latents, embeddings and the LM
-head are whole on every rank.
+inputs, and the sum over ranks is the layer's output. The embedding and the LM head are cut by
+rows of the vocabulary. Norms, routers and the projections to latents are whole on every rank.
 
 Recurrent layers are cut where groups of heads stay whole: a short convolution by channels, the
 gated delta rule by key heads, Mamba2 by groups, whose heads share a norm and the B and C

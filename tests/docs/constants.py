@@ -1245,9 +1245,15 @@ ENGINE = (
     ),
     _constant(
         "parallel.group:COLLECTIVE_TIMEOUT_S",
-        "time that a rank waits for the others in a forward, or at a start to meet them",
+        "time that a rank waits for the others in a forward",
         "s",
         _DIES,
+    ),
+    _constant(
+        "parallel.ranks:START_TIMEOUT_S",
+        "time for the process of a rank to start",
+        "s",
+        "a start that did not succeed; one of a server ends with status 2",
     ),
     _constant(
         "parallel.ranks:EXIT_PATIENCE_S",

@@ -21,8 +21,9 @@ from session_server.core.batch import Batch, Probe, PromptLogprobRange
 from session_server.core.ids import SessionId
 from session_server.engine import drafting
 from session_server.engine.config import Drafter, Speculation
-from session_server.models.errors import CheckpointError
+from session_server.models.errors import CheckpointError, ModelError
 from session_server.parallel.loading import load_over, torch_options
+from session_server.parallel.messages import LoadPart
 from session_server.parallel.ranks import Ranks
 from session_server.runner.loader import LoadedRunner, RunnerOptions, load_runner
 from session_server.runner.model_runner import PROMPT_LOGPROB_BLOCK
@@ -229,6 +230,14 @@ def test_prompts_are_scored_by_all_ranks_block_by_block(checkpoints: Mapping[str
     split = scores(load(setup, checkpoints["qwen2"]))
     assert len(split) == len(tokens) - 1 > PROMPT_LOGPROB_BLOCK
     assert split == pytest.approx(scores(load_runner(checkpoints["qwen2"], whole)), abs=1e-4)
+
+
+def test_a_rank_says_what_it_cannot_load_and_loads_the_next(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.send(LoadPart((str(tmp_path),), "float32", "float32", 16, 1))
+    with pytest.raises(ModelError, match=r"^rank 1: "):
+        ranks.await_loaded()
+    directory = write_checkpoint("llama", tmp_path)
+    assert load(Setup("llama", 4, 64, overlap=False), directory).runner.pools
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])

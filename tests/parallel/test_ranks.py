@@ -16,11 +16,9 @@ import pytest
 import torch
 
 from session_server.demo import MODEL_DIR
-from session_server.models.errors import ModelError
 from session_server.parallel import group
 from session_server.parallel.group import RankLost
 from session_server.parallel.loading import load_over, torch_options
-from session_server.parallel.messages import LoadPart
 from session_server.parallel.ranks import Ranks
 from session_server.runner.loader import LoadedRunner, RunnerOptions
 from tests.rig.processes import assert_gone
@@ -32,9 +30,10 @@ TOKENS = np.arange(3, 40, dtype=np.int32)
 
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
-    """Two ranks, of which rank 0 is not patient."""
-    monkeypatch.setattr(group, "COLLECTIVE_TIMEOUT_S", 10.0)
+def ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    """Two ranks; a parameter says how long rank 0 waits for the other."""
+    patience_s = getattr(request, "param", group.COLLECTIVE_TIMEOUT_S)
+    monkeypatch.setattr(group, "COLLECTIVE_TIMEOUT_S", patience_s)
     found = Ranks(2, torch.device("cpu"))
     yield found
     for pid in found.pids:
@@ -57,6 +56,13 @@ def test_a_rank_that_is_killed_ends_the_forward_and_is_reported_at_once(ranks: R
         rows.run(rows.row(1, TOKENS[:1], start=37))
 
 
+def test_a_rank_that_does_not_come_up_is_missed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("session_server.parallel.ranks.PROGRAM", (sys.executable, "-c", "exit(3)"))
+    with pytest.raises(RankLost, match=r"rank 1 (is gone|does not answer)"):
+        Ranks(2, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("ranks", [6.0], indirect=True)
 def test_a_rank_that_hangs_ends_the_forward(ranks: Ranks) -> None:
     rows = Rows(loaded(ranks).runner, page_size=16)
     rows.compute(1, TOKENS, (20,))
@@ -77,13 +83,6 @@ def test_what_rank_0_fails_at_alone_ends_the_forward_for_all(
     monkeypatch.setattr("session_server.models.decoder.Decoder.forward", fail)
     with pytest.raises(RankLost, match="rank 0 failed in a forward: no room"):
         rows.run(rows.row(1, TOKENS))
-
-
-def test_a_rank_says_what_it_cannot_load(ranks: Ranks, tmp_path: object) -> None:
-    ranks.send(LoadPart((str(tmp_path),), "float32", "float32", 16, 1))
-    with pytest.raises(ModelError, match=r"^rank 1: "):
-        ranks.await_loaded()
-    loaded(ranks)  # and can load another
 
 
 _LEADER = """
