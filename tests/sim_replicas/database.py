@@ -401,8 +401,9 @@ class SimDatabase:
         self._ask(lambda: self.server.ask_for(held))
 
     def asked(self, timeout_s: float) -> list[int]:
-        """Return nothing: without a way there is nobody who could ask meanwhile."""
-        return []
+        """Wait for what others ask this replica to release; return the numbers."""
+        me = self.replica_id
+        return self._ask(lambda: self.server.take_asked(me, timeout_s))
 
 
 def _check_bounds(row: SessionRow) -> None:

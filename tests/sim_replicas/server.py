@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 from msgspec import structs
@@ -25,9 +26,19 @@ IDLE_TIMEOUT_S: Final = 5.0
 """How long a transaction may do nothing before the database ends it; as in
 `sessions.postgres.connections`."""
 
+LOCK_WAIT_S: Final = 8.0
+"""How long a statement waits for another transaction; as there."""
+
+_UNLOCKED: Final = "a transaction has ended"
+
 
 class Waits(Exception):
-    """Report a statement that waits for a lock: ask again when a transaction has ended."""
+    """Report a statement that waits for something: ask again when `DatabaseServer.on_ready` names
+    it. After `timeout_s` it gets `otherwise`; None: an error."""
+
+    def __init__(self, what: str, timeout_s: float, otherwise: object = None) -> None:
+        super().__init__(what)
+        self.what, self.timeout_s, self.otherwise = what, timeout_s, otherwise
 
 
 class Member(NamedTuple):
@@ -56,8 +67,11 @@ class DatabaseServer:
         self.members: dict[int, Member] = {}
         self.reached: Counter[str] = Counter()
         self.on_committed: Callable[[Sequence[Change]], None] = lambda _changes: None
-        self.on_unlocked: Callable[[], None] = lambda: None
-        self.on_asked: Callable[[int, int], None] = lambda _replica_id, _number: None
+        self.on_ready: Callable[[str], None] = lambda _what: None
+        self.after: Callable[[float, Callable[[], None]], None] = lambda _delay_s, _run: None
+        self.asked: dict[int, list[int]] = {}
+        """Of each replica that listens: what others have asked of it."""
+
         self._open: list[Transaction] = []
         self._num_joined = 0
 
@@ -136,7 +150,17 @@ class DatabaseServer:
 
     def ask_for(self, held: HeldBy) -> None:
         """Tell the holder of a session that another replica asks for it."""
-        self.on_asked(held.replica_id, held.number)
+        if held.replica_id in self.asked:
+            self.asked[held.replica_id].append(held.number)
+            self.on_ready(_asked(held.replica_id))
+
+    def take_asked(self, replica_id: int, timeout_s: float) -> list[int]:
+        """Return what was asked of a replica since it listens, each session once. Raises Waits."""
+        asked = self.asked.setdefault(replica_id, [])
+        if not asked:
+            raise Waits(_asked(replica_id), timeout_s, [])
+        self.asked[replica_id] = []
+        return list(dict.fromkeys(asked))
 
     def _free(self, numbers: Sequence[int]) -> None:
         for number in numbers:
@@ -149,7 +173,7 @@ class DatabaseServer:
     def _bury(self, replica_id: int) -> None:
         if self._is_locked(replica_id):
             self.reached["burying waits for a commit"] += 1
-            raise Waits
+            raise Waits(_UNLOCKED, LOCK_WAIT_S)
         self.members.pop(replica_id, None)
 
     def _is_locked(self, replica_id: int) -> bool:
@@ -162,6 +186,7 @@ class DatabaseServer:
         self.check(replica_id)
         begun = Transaction(replica_id)
         self._open.append(begun)
+        self.after(IDLE_TIMEOUT_S, partial(self.end, begun))
         return begun
 
     def commit(self, begun: Transaction, tables: Tables, changes: Sequence[Change]) -> None:
@@ -179,12 +204,16 @@ class DatabaseServer:
         if not begun.is_over:
             begun.is_over = True
             self._open.remove(begun)
-            self.on_unlocked()
+            self.on_ready(_UNLOCKED)
 
     def end_all(self) -> None:
         """End every transaction, as a database that is started again does."""
         for begun in list(self._open):
             self.end(begun)
+
+
+def _asked(replica_id: int) -> str:
+    return f"replica {replica_id} is asked"
 
 
 def _whom(holder: int | None, replica_id: int) -> str:
