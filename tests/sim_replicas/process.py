@@ -216,11 +216,12 @@ class Process:
 
     def kill(self) -> None:
         """Let it end as `kill -9` does: what it has sent may still arrive."""
+        if self.state == "dead":
+            return
         self.state = "dead"
         self.link.mode = "silent"
         for _ in range(8):
-            tasks = asyncio.all_tasks(self.loop)
-            for task in tasks:
+            for task in list(self.loop.tasks):
                 task.cancel()
             self.loop.drain()
         self.loop.close()

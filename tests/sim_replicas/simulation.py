@@ -103,7 +103,7 @@ class Simulation:
             server,
             Waiting(self.schedule, server),
             draws,
-            QuotaLimits(sessions=memory),
+            quotas(memory),
             draws.pick("engine step", (0.002, 0.02, 0.2)),
         )
         self.machines = [Machine(site, f"http://replica-{n}") for n in range(num_replicas)]
@@ -240,15 +240,21 @@ class _WallClock:
         return wall_s
 
 
+def quotas(num_sessions: int = 10_000) -> QuotaLimits:
+    """Return limits with room for so many sessions in memory."""
+    return QuotaLimits(sessions=num_sessions)
+
+
 @contextlib.contextmanager
-def _watched(bugs: _Bugs) -> Iterator[None]:
-    """Have clocks be virtual, and what is logged be looked at."""
+def watched() -> Iterator[_Bugs]:
+    """Have clocks be virtual, and what is logged as a bug of ours be collected."""
+    bugs = _Bugs()
     logger = logging.getLogger("session_server")
     propagates, logger.propagate = logger.propagate, False
     logger.addHandler(bugs)
     try:
         with mock.patch("session_server.sessions.opening.time", _WallClock):
-            yield
+            yield bugs
     finally:
         logger.removeHandler(bugs)
         logger.propagate = propagates
@@ -256,9 +262,8 @@ def _watched(bugs: _Bugs) -> Iterator[None]:
 
 def run(seed: int, *, max_steps: int = MAX_STEPS) -> Report:
     """Simulate one seed. Raises Failure."""
-    bugs = _Bugs()
     simulation = Simulation(seed)
-    with _watched(bugs):
+    with watched() as bugs:
         try:
             simulation.run(max_steps)
             _check(bugs)

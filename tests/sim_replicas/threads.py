@@ -104,6 +104,15 @@ class ReplicaLoop(VirtualLoop):
         super().__init__(lambda: 0.0)
         self.wall_s = wall_s
         self.threads: SimThreads | None = None
+        self.tasks: dict[asyncio.Task[Any], None] = {}
+        """Those that are not done, in the order in which they were made."""
+
+    def create_task(self, *args: Any, **kwargs: Any) -> asyncio.Task[Any]:
+        """See `asyncio`."""
+        task: asyncio.Task[Any] = super().create_task(*args, **kwargs)
+        self.tasks[task] = None
+        task.add_done_callback(self.tasks.pop)
+        return task
 
     def _write_to_self(self) -> None:
         """Wake nobody: nobody sleeps."""
