@@ -106,7 +106,7 @@ class Client:
         if judge.facts and draws.happens("one name twice", 200):
             facts = judge.facts[list(judge.facts)[-1]]
             if facts.gone_s is None and not facts.may_go:
-                name, ttl_s = facts.name, facts.ttl_s
+                name, ttl_s, facts.is_opened_twice = facts.name, facts.ttl_s, True
         judge.opened(name, ttl_s)
         return self._town.requests.create(process, name, ttl_s)
 

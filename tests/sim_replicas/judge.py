@@ -41,7 +41,8 @@ class Facts:
     it was said to be gone for good. `said`: the turns that were told to be durable, in that order,
     with the id of their answer. `after`: those that had been when a turn was sent first. `cut`:
     turns that a rewind may have dropped; `dropped`: those that it has. `num_inherited`: of those of
-    another session, in which it was forked.
+    another session, in which it was forked. `is_opened_twice`: two clients open one of this name;
+    when one of theirs is gone the other may be there.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Facts:
     cut: set[str] = field(default_factory=set)
     dropped: set[str] = field(default_factory=set)
     num_inherited: int = 0
+    is_opened_twice: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,9 @@ class Judge:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self.facts: dict[str, Facts] = {}
-        self.logs: dict[int, Log] = {}
+        self.logs: dict[tuple[int, str], Log] = {}
+        """By number and name: a number may be given again, once nothing has it."""
+
         self.name_of: Callable[[int], str] = str
 
     # -- what is committed
@@ -83,9 +87,10 @@ class Judge:
     def committed(self, changes: Sequence[Change]) -> None:
         """Take note of a commit. Raises Broken."""
         for change in changes:
-            log = self.logs.get(change.number)
+            key = change.number, self.name_of(change.number)
+            log = self.logs.get(key)
             if log is None:
-                log = self.logs[change.number] = Log(self.name_of(change.number))
+                log = self.logs[key] = Log(key[1])
             self._check_epoch(log, change)
             if change.is_whole:
                 log.tokens, log.items = array("i"), []
@@ -135,13 +140,15 @@ class Judge:
         facts = self.facts[name]
         facts.after.setdefault(turn_id, tuple(facts.said))
 
-    def durable(self, begun: Begun, turn_id: str, item_id: str) -> None:
-        """Take note of a turn that was told to be durable. Raises Broken."""
+    def durable(self, begun: Begun, turn_id: str, item_id: str, *, is_news: bool) -> None:
+        """Take note of a turn that was told to be durable, as news or once more. Raises Broken."""
         facts = begun.facts
         self.found(begun)
         if facts.said.setdefault(turn_id, item_id) != item_id:
             raise Broken("twice", f"{facts.name}: turn {turn_id} has two answers")
-        self.used(facts)
+        facts.is_there = True
+        if is_news:
+            self.used(facts)
 
     def used(self, facts: Facts) -> None:
         """Take note of a session that was used, which is durable."""
@@ -158,11 +165,12 @@ class Judge:
         if begun.is_there and not facts.may_go and not self.may_expire(facts):
             raise Broken("lost", f"{facts.name} is not found")
         if begun.is_there:
-            facts.gone_s = self._clock()
+            self.gone(begun)
 
     def gone(self, begun: Begun) -> None:
         """Take note of a session that was told to be deleted."""
-        begun.facts.gone_s = self._clock()
+        if not begun.facts.is_opened_twice:
+            begun.facts.gone_s = self._clock()
 
     def may_expire(self, facts: Facts) -> bool:
         """Return whether a session may have expired: no clock goes that wrong."""

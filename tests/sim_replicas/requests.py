@@ -60,7 +60,7 @@ class Requests:
     async def turn(self, process: Process, begun: Begun, request: TurnRequest) -> bool:
         """Run a turn, or be told of it again; return whether it need not be sent any more."""
         try:
-            end = await self._end_of(process, begun, request)
+            end, is_news = await self._end_of(process, begun, request)
         except SessionServerError as error:
             self._refused(error, "turn", begun)
             return isinstance(error, SessionNotFound)
@@ -73,11 +73,14 @@ class Requests:
         kind = f"cut {end.reason}" if isinstance(end, TurnCancelled) else "completed"
         self.reached[f"turn: {kind}, durable {end.outcome.is_durable}"] += 1
         if is_kept and end.outcome.is_durable:
-            self.judge.durable(begun, request.turn_id, end.outcome.item_id)
+            self.judge.durable(begun, request.turn_id, end.outcome.item_id, is_news=is_news)
             return True
         return False
 
-    async def _end_of(self, process: Process, begun: Begun, request: TurnRequest) -> TurnEnd:
+    async def _end_of(
+        self, process: Process, begun: Begun, request: TurnRequest
+    ) -> tuple[TurnEnd, bool]:
+        """Return how a turn has ended, and whether that was told for the first time."""
         manager, name = process.manager, begun.facts.name
         ended: asyncio.Future[TurnEnd] = asyncio.get_running_loop().create_future()
 
@@ -88,15 +91,15 @@ class Requests:
         view = await manager.submit(OWNER, name, request, hooks=TurnHooks(on_end=on_end))
         if view.end is not None:
             self.reached["turn: told again"] += 1
-            return view.end
+            return view.end, False
         while True:
             done, _ = await asyncio.wait([ended], timeout=_LOOK_S)
             if done:
-                return ended.result()
+                return ended.result(), True
             await manager.load(OWNER, name)
             found = manager.turn(OWNER, name, request.turn_id)
             if found.end is not None:
-                return found.end
+                return found.end, False
 
     async def read(self, process: Process, begun: Begun) -> tuple[str, ...]:
         """Read a conversation; return the ids of its answers."""

@@ -14,6 +14,7 @@ from unittest import mock
 from session_server.core.sampling import SamplingParams
 from session_server.core.session_events import TokenInput, TurnRequest
 from session_server.sessions.quotas import QuotaLimits
+from session_server.sessions.store.disk_health import QUIET_S
 from tests.sim.draws import Draws
 from tests.sim_replicas.clients import Client
 from tests.sim_replicas.faults import Weather
@@ -28,8 +29,9 @@ UNIX_S: Final = 1_700_000_000.0
 MAX_STEPS: Final = 6000
 """Of one seed, before all is put right."""
 
-SETTLE_S: Final = 60.0
-"""Within what time every session can be used again once nothing goes wrong any more."""
+SETTLE_S: Final = QUIET_S + 30.0
+"""Within what time every session can be used again once nothing goes wrong any more. A store that
+could not be read counts as failing for a while, in which nothing leaves the memory for others."""
 
 REST_S: Final = 30.0
 """After what time nothing is left of what replicas were doing."""
@@ -127,7 +129,7 @@ class Simulation:
 
     def _name_of(self, number: int) -> str:
         held = self.server.tables.sessions.get(number)
-        return f"number {number}" if held is None else held.row.name
+        return "" if held is None else held.row.name
 
     def run(self, max_steps: int) -> None:
         """Let all happen. Raises Broken."""
@@ -206,7 +208,7 @@ class Simulation:
             elif facts.is_there and not facts.may_go and not self.judge.may_expire(facts):
                 if row is None:
                     raise Broken("lost", f"{name} is not in the database")
-                self.judge.read(begun, self.judge.logs[row.number].items)
+                self.judge.read(begun, self.judge.logs[row.number, name].items)
 
     def end(self) -> None:
         """Let all replicas end."""
