@@ -10,6 +10,7 @@ import pytest
 from session_server.core.errors import ServerBusy, SessionMoved, SessionServerError
 from session_server.core.sampling import SamplingParams
 from session_server.core.session_events import TokenInput, TurnRequest
+from session_server.sessions.store.disk_health import QUIET_S
 from session_server.sessions.views import OpenRequest
 from tests.sim.draws import Draws
 from tests.sim_replicas.link import Waiting
@@ -143,3 +144,13 @@ def test_a_deletion_that_was_refused_is_not_told_to_be_durable(quiet: Quiet) -> 
     lose(quiet, replica)
     view = quiet.do(replica, replica.manager.exits.delete(OWNER, "ours"))
     assert view.is_durable is False
+
+
+def test_a_read_that_has_failed_counts_once(quiet: Quiet) -> None:
+    replica = quiet.start()
+    replica.link.mode = "silent"
+    quiet.after(12.0)
+    replica.link.mode = "up"
+    assert replica.store.failure is not None
+    quiet.after(QUIET_S + 5.0)
+    assert replica.store.failure is None
