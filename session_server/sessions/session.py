@@ -125,7 +125,8 @@ class LogPlace:
     @property
     def is_written(self) -> bool:
         """Return whether all of the session is in the store."""
-        return not (self.is_writing or self.has_changed or self.is_touched or self.is_behind)
+        is_refused = self.is_behind or self.has_moved
+        return not (self.is_writing or self.has_changed or self.is_touched or is_refused)
 
     @property
     def is_durable(self) -> bool:

@@ -170,7 +170,8 @@ class SharedSessions:
     async def _restore(self, owner: Owner, row: SessionRow) -> None:
         restored, num_read = self._restorer.begin(owner, row), 0
         while num_read < row.num_entries:
-            with reading(self._store), refusing(row):
+            # In this order: a database that does not answer has damaged nothing.
+            with refusing(row), reading(self._store):
                 entries, num_bytes = await self._lease.read(
                     partial(self._store.slice_of, row, num_read)
                 )
@@ -272,7 +273,8 @@ class SharedSessions:
             raise ServerBusy("the session was not looked up: ask again") from None
 
     async def page(self, owner: Owner, *, limit: int, after: int) -> list[tuple[int, SessionView]]:
-        """Return up to `limit` sessions of an owner that this replica does not have in memory."""
+        """Return up to `limit` sessions of an owner that this replica does not have in memory.
+        Raises ServerBusy, and SessionMoved: what it has there is listed with them."""
         page = partial(
             self._database.page,
             owner.owner_id,
@@ -282,6 +284,7 @@ class SharedSessions:
         )
         with reading(self._store):
             rows = await self._lease.read(page)
+        self.check()
         hidden = self._store.deletions.hidden
         return [
             (row.number, self._restorer.view(row, "cold"))

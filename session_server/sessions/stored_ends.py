@@ -131,7 +131,8 @@ class StoredEnds:
                     waiting.add_done_callback(lambda _done: self._resume())
                 return waiting is None
         except self._store.read_errors as error:
-            self._store.health.note_unread(error)
+            if self._store.lease is None:
+                self._store.health.note_unread(error)
         self._passes[kind] = None
         return False
 
@@ -141,9 +142,16 @@ class StoredEnds:
         if self._store.lease is None:
             return call()
         answer = asyncio.ensure_future(self._store.lease.read(call))
+        answer.add_done_callback(self._note)
         while not answer.done():
             yield answer
         return answer.result()
+
+    def _note(self, answer: asyncio.Future[Any]) -> None:
+        """Note a read that has failed when it fails: whoever asked may go on much later."""
+        error = None if answer.cancelled() else answer.exception()
+        if isinstance(error, self._store.read_errors):
+            self._store.health.note_unread(error)
 
     def _pass(self, since_s: float, until_s: float) -> Iterator[_Waiting]:
         """Delete those that expire in this time, some with each step, each read once. One that is

@@ -1,9 +1,10 @@
-"""What every database of a store promises, SQLite and PostgreSQL alike."""
+"""What every database of a store promises: SQLite, PostgreSQL and the simulated one alike."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,28 +22,34 @@ from session_server.sessions.store.deleted_rows import DELETED_BYTES, DELETED_EN
 from session_server.sessions.store.ownership import Moved
 from session_server.sessions.store.records import Holding, RecordRow, SessionRow
 from session_server.sessions.store.survey import PLACES, SurveyQuestion
+from tests.sim_replicas.database import SimDatabase
+from tests.sim_replicas.server import DatabaseServer
 
-AnyDatabase = Database | PostgresDatabase
+AnyDatabase = Database | PostgresDatabase | SimDatabase
 Open = Callable[[], AnyDatabase]
 
 LATER_S = 4e9
-FIRST_EPOCH = {Database: 0, PostgresDatabase: 1}
+FIRST_EPOCH = {Database: 0, PostgresDatabase: 1, SimDatabase: 1}
 LEASE_S = 30.0
 
 
-@pytest.fixture(params=["sqlite", "postgres"])
+@pytest.fixture(params=["sqlite", "postgres", "simulated"])
 def open_store(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> Iterator[Callable[[], AnyDatabase]]:
     """Opens the store anew, as a server that starts does."""
     opened: list[AnyDatabase] = []
     url = request.getfixturevalue("url") if request.param == "postgres" else None
+    server = DatabaseServer(time.time)
 
     def make() -> AnyDatabase:
         while opened:
             opened.pop().close()
         database: AnyDatabase
-        if url is None:
+        if request.param == "simulated":
+            database = SimDatabase(server)
+            database.join("here", LEASE_S)
+        elif url is None:
             database = Database(tmp_path / "store")
         else:
             database = PostgresDatabase(url)
@@ -450,7 +457,7 @@ def test_what_is_read_while_commits_go_on_is_whole(database: AnyDatabase) -> Non
 
     def read() -> int:
         num_read = 0
-        while not is_over.is_set():
+        while not (num_read and is_over.is_set()):
             found = database.numbered(1)
             assert found is not None
             entries = database.entries(1)

@@ -21,6 +21,9 @@ deleted at once, and their KV ages out."""
 RETRIED_AT_ONCE: Final = 64
 """Sessions that are deleted again once that has failed, while the disk does not fail."""
 
+MAX_REFUSED: Final = 1024
+"""Sessions that were not deleted because they go on elsewhere, and of which that is known."""
+
 
 class Ask(Protocol):
     """Have something written, before what is asked for next, or some time behind it."""
@@ -47,13 +50,17 @@ class Deletions:
         self._failed: dict[int, Callable[[], None]] = {}
         """Those of them that could not be deleted yet."""
 
+        self._refused: dict[int, None] = {}
+        """Those that were refused last: they live on elsewhere."""
+
         self._retired_bytes: Counter[str] = Counter()
         self._expected: dict[int, int] = {}
         """What those have that are to be retired, as it was when that was asked for."""
 
     def is_gone(self, number: int | None) -> bool:
         """Return whether it is on disk that a session was deleted; None is that of none."""
-        return number not in self.hidden or number in self._begun
+        is_there = number in self.hidden or number in self._refused
+        return not is_there or number in self._begun
 
     @property
     def num_failed(self) -> int:
@@ -122,9 +129,11 @@ class Deletions:
             found[:] = [database.retire(number)]
 
         def on_written(error: Exception | None) -> None:
-            expected = self._expected.pop(number, None) if error is None else None
+            is_over = error is None or isinstance(error, NotOurs)
+            expected = self._expected.pop(number, None) if is_over else None
             if expected is not None:  # what was being written meanwhile may be more or less
-                self._count_retired(owner_id, found[0] - expected)
+                num_retired = found[0] if error is None else 0
+                self._count_retired(owner_id, num_retired - expected)
 
         again = partial(self._retire, number, owner_id)
         self._end(number, write, (on_written, told), again, is_urgent=is_urgent)
@@ -144,6 +153,7 @@ class Deletions:
         is_urgent: bool,
     ) -> None:
         self.hidden.add(number)
+        self._refused.pop(number, None)
         on_written, on_told = whom
 
         def written(error: Exception | None) -> None:
@@ -156,6 +166,9 @@ class Deletions:
             if isinstance(error, NotOurs):  # whoever holds it deletes it, or lets it live
                 self.hidden.discard(number)
                 self._begun.discard(number)
+                self._refused[number] = None
+                if len(self._refused) > MAX_REFUSED:
+                    del self._refused[next(iter(self._refused))]
             elif error is not None:
                 self._failed[number] = again
             on_told(error)

@@ -1,0 +1,155 @@
+"""`Client`: asks one thing after another of replicas, and gives up on those that do not answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any, Final, Protocol
+
+from session_server.core.sampling import SamplingParams
+from session_server.core.session_events import TokenInput, TurnRequest
+from tests.sim.draws import Draws
+from tests.sim_replicas.judge import Facts
+from tests.sim_replicas.process import Process
+from tests.sim_replicas.requests import Requests
+from tests.sim_replicas.schedule import Schedule
+
+PATIENCE_S: Final = 30.0
+"""How long a client waits for an answer."""
+
+_TTLS_S: Final = (3600.0, 3600.0, 3600.0, 60.0)
+_VERBS: Final = ("turn", "again", "read", "list", "rewind", "fork", "delete", "create")
+_WEIGHTS: Final = (520, 640, 820, 850, 880, 895, 935, 1000)
+"""Running sums."""
+
+
+class Town(Protocol):
+    """Name what a client asks of its surroundings."""
+
+    schedule: Schedule
+    draws: Draws
+    requests: Requests
+
+    def processes(self) -> Sequence[Process]:
+        """Return the replicas that are there to be asked."""
+
+    @property
+    def max_sessions(self) -> int:
+        """Return how many sessions clients keep open at a time."""
+
+
+class Client:
+    """Ask for things at random. `turns`: those of all clients that may be sent again."""
+
+    def __init__(self, town: Town, number: int, turns: dict[str, list[TurnRequest]]) -> None:
+        self._town, self._number, self._turns = town, number, turns
+        self._num_made = 0
+        self._task: asyncio.Task[None] | None = None
+        self.is_over = self.is_idle = False
+
+    def begin(self) -> None:
+        """Ask for the next thing, after a while."""
+        self._task, self.is_idle = None, True
+        if not self.is_over:
+            think_s = self._town.draws.between("thinking", 1, 400) / 1e3
+            self._town.schedule.after(think_s, self._next)
+
+    def _next(self) -> None:
+        processes = self._town.processes()
+        if self.is_over or not processes:
+            self.begin()
+            return
+        draws, facts = self._town.draws, self._town.requests.judge.facts
+        open_facts = [each for each in facts.values() if each.gone_s is None and not each.may_go]
+        verb = draws.weighted("verb", _VERBS, _WEIGHTS)
+        if len(open_facts) < 3:
+            verb = "create"
+        elif len(open_facts) >= self._town.max_sessions and verb in ("create", "fork"):
+            verb = "delete"
+        process = draws.pick("replica", processes)
+        self.is_idle = False
+        self._serve(process, self._work(verb, process, draws.pick("session", open_facts or [None])))
+
+    def _work(
+        self, verb: str, process: Process, facts: Facts | None
+    ) -> Coroutine[Any, Any, object]:
+        requests, draws = self._town.requests, self._town.draws
+        judge = requests.judge
+        if verb == "list":
+            return requests.list(process, [judge.begin(name) for name in judge.facts])
+        if verb == "create" or facts is None:
+            return self._create(process)
+        begun = judge.begin(facts.name)
+        match verb:
+            case "turn" | "again":
+                return self._turn(process, facts, is_new=verb == "turn")
+            case "read":
+                if draws.happens("deleted is read", 100):
+                    begun = judge.begin(draws.pick("deleted", list(judge.facts)))
+                return requests.read(process, begun)
+            case "rewind":
+                return requests.rewind(process, begun, partial(draws.below, "answer"))
+            case "fork":
+                new = judge.opened(self._new_name(), facts.ttl_s)
+                return requests.fork(process, begun, judge.begin(new.name))
+            case _:
+                return requests.delete(process, begun)
+
+    def _new_name(self) -> str:
+        self._num_made += 1
+        return f"c{self._number}-{self._num_made}"
+
+    def _create(self, process: Process) -> Coroutine[Any, Any, None]:
+        draws, judge = self._town.draws, self._town.requests.judge
+        name, ttl_s = self._new_name(), draws.pick("ttl", _TTLS_S)
+        if judge.facts and draws.happens("one name twice", 200):
+            facts = judge.facts[list(judge.facts)[-1]]
+            if facts.gone_s is None and not facts.may_go:
+                name, ttl_s, facts.is_opened_twice = facts.name, facts.ttl_s, True
+        judge.opened(name, ttl_s)
+        return self._town.requests.create(process, name, ttl_s)
+
+    def _turn(self, process: Process, facts: Facts, *, is_new: bool) -> Coroutine[Any, Any, object]:
+        draws, requests = self._town.draws, self._town.requests
+        sent = self._turns.setdefault(facts.name, [])
+        if sent and not is_new:
+            request = draws.pick("turn", sent[-6:])
+        else:
+            self._num_made += 1
+            is_long = draws.happens("long turn", 60)
+            request = TurnRequest(
+                f"{facts.name}/{self._number}-{self._num_made}",
+                TokenInput(tuple(draws.between("token", 300, 310) for _ in range(3))),
+                SamplingParams(max_tokens=60 if is_long else draws.between("length", 1, 6)),
+            )
+            sent.append(request)
+        requests.judge.sent(facts.name, request.turn_id)
+        return requests.turn(process, requests.judge.begin(facts.name), request)
+
+    # -- asking
+
+    def _serve(self, process: Process, work: Coroutine[Any, Any, object]) -> None:
+        task = process.start(work, self._on_done)
+        self._task = task
+
+        def give_up() -> None:
+            if self._task is task:
+                process.deliver(lambda: _cancel(task))
+                self.begin()
+
+        self._town.schedule.after(PATIENCE_S, give_up)
+
+    def _on_done(self, task: asyncio.Task[object]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            task.get_loop().call_exception_handler({"message": "broken", "exception": error})
+        if task is self._task:
+            self.begin()
+
+
+def _cancel(task: asyncio.Task[object]) -> None:
+    task.cancel()
+
+
+Ask = Callable[[], Coroutine[Any, Any, object]]

@@ -1,0 +1,132 @@
+"""`Weather`: what befalls replicas, their clocks and their ways to the database."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Protocol
+
+from tests.sim.draws import Draws
+from tests.sim_replicas.process import Clock, Process
+from tests.sim_replicas.schedule import Schedule
+from tests.sim_replicas.server import DatabaseServer
+
+_KINDS = ("pause", "cut", "crash", "stop", "slow", "engine", "wall", "database", "lossy")
+_WEIGHTS = (280, 520, 620, 680, 760, 840, 900, 920, 1000)
+"""Running sums."""
+
+
+class Machine(Protocol):
+    """Name a machine on which a replica lives again and again."""
+
+    process: Process | None
+    wall_ahead_s: float
+
+    def start(self, clock: Clock) -> None:
+        """Start a replica."""
+
+    def stop(self) -> None:
+        """End it as SIGTERM does."""
+
+
+class Weather:
+    """Let one thing after another go wrong, and right again, until `end`."""
+
+    def __init__(
+        self,
+        machines: list[Machine],
+        schedule: Schedule,
+        server: DatabaseServer,
+        draws: Draws,
+        reached: Counter[str],
+    ) -> None:
+        self._machines, self._schedule, self._server = machines, schedule, server
+        self._draws, self._reached = draws, reached
+        self.is_over = False
+        self.every_ms = 4000
+        self.skew = 0
+
+    def clock(self) -> Clock:
+        """Return a clock that goes as wrong as it may."""
+        rate = 1.0 + self._draws.between("skew", -self.skew, self.skew) / 1000
+        return Clock(rate, self._schedule.now_s)
+
+    def begin(self) -> None:
+        """Have something go wrong after a while."""
+        if not self.is_over:
+            delay_s = self._draws.between("calm", 1, self.every_ms) / 1e3
+            self._schedule.after(delay_s, self._strike)
+
+    def _strike(self) -> None:
+        if self.is_over:
+            return
+        machine = self._draws.pick("machine", self._machines)
+        kind = self._draws.weighted("fault", _KINDS, _WEIGHTS)
+        long = self._draws.happens("long fault", 500)
+        for_s = self._draws.between("fault lasts", 50, 18_000 if long else 2500) / 1e3
+        process = machine.process
+        if process is not None and process.state == "up":
+            self._reached[f"fault: {kind}"] += 1
+            getattr(self, f"_{kind}")(machine, process, for_s)
+        self.begin()
+
+    def _pause(self, machine: Machine, process: Process, for_s: float) -> None:
+        process.pause()
+        self._schedule.after(for_s, process.resume)
+
+    def _cut(self, machine: Machine, process: Process, for_s: float) -> None:
+        process.link.mode = self._draws.pick("cut", ("refused", "silent", "deaf"))
+        self._server.asked.pop(process.lease.database.replica_id, None)  # type: ignore[attr-defined]
+        self._schedule.after(for_s, lambda: _mend(process))
+
+    def _crash(self, machine: Machine, process: Process, for_s: float) -> None:
+        machine.process = None
+        process.kill()
+        self._schedule.after(for_s, lambda: machine.start(self.clock()))
+
+    def _stop(self, machine: Machine, process: Process, for_s: float) -> None:
+        machine.stop()
+        self._schedule.after(20.0 + for_s, lambda: machine.start(self.clock()))
+
+    def _slow(self, machine: Machine, process: Process, for_s: float) -> None:
+        process.link.slow = self._draws.pick("how slow", (10.0, 100.0, 1000.0))
+        self._schedule.after(for_s, lambda: _mend(process))
+
+    def _lossy(self, machine: Machine, process: Process, for_s: float) -> None:
+        process.link.lossy = self._draws.pick("how lossy", (20, 100, 300))
+        self._schedule.after(for_s, lambda: _mend(process))
+
+    def _engine(self, machine: Machine, process: Process, for_s: float) -> None:
+        engine = process.engine
+        if engine.is_alive:
+            engine.die()
+            process.deliver(lambda: None)
+            again = min(for_s, 3.0)
+            self._schedule.after(again, lambda: process.deliver(lambda: _revive(process)))
+
+    def _wall(self, machine: Machine, process: Process, for_s: float) -> None:
+        machine.wall_ahead_s = self._draws.between("wall", -4000, 4000)
+
+    def _database(self, machine: Machine, process: Process, for_s: float) -> None:
+        self._server.end_all()
+
+    def end(self) -> None:
+        """Let all that is wrong be right, and nothing go wrong any more."""
+        self.is_over = True
+        for machine in self._machines:
+            process = machine.process
+            if process is None:
+                machine.start(self.clock())
+                continue
+            _mend(process)
+            process.resume()
+            process.deliver(lambda process=process: _revive(process))  # type: ignore[misc]
+
+
+def _mend(process: Process) -> None:
+    if process.state != "dead":
+        process.link.mode, process.link.slow, process.link.lossy = "up", 1.0, 0
+
+
+def _revive(process: Process) -> None:
+    if not process.engine.is_alive:
+        process.engine.come_up()
