@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from pprint import pprint
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
@@ -113,10 +113,24 @@ class Remembered:
     end: dict[str, Any]
 
 
-class Client:
-    """One user with one session at a time."""
+class Place(Protocol):
+    """Where a client lives: `is_over` once the last servers have begun, which are not killed."""
 
-    def __init__(self, town: Town, number: int) -> None:
+    report: Report
+    chance: Decisions
+    is_over: bool
+
+    async def place(self) -> str:
+        """Wait for a server, and return its URL."""
+        ...
+
+
+class Client:
+    """One user with one session at a time. A visit to a server ends after `patience_s`."""
+
+    patience_s = 30.0
+
+    def __init__(self, town: Place, number: int) -> None:
         self.town, self.report = town, town.report
         self.chance = Decisions(town.chance.below(1 << 30), number)
         self.number = number
@@ -136,13 +150,20 @@ class Client:
     async def run(self) -> None:
         """Live until the last server has run for a while."""
         while not (self.town.is_over and self.unknown is None and self.rewound_to is None):
-            url = await self.town.place()
+            url = await self.place()
             try:
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(self.patience_s):
                     await self._visit(url)
             except* LOST:
                 self.report.saw["connection lost"] += 1
                 await asyncio.sleep(0.02)
+
+    async def place(self) -> str:
+        """Return the server to go to next."""
+        return await self.town.place()
+
+    def note_progress(self, frame: dict[str, Any]) -> None:
+        """Be told of each frame of a turn that runs."""
 
     async def _visit(self, url: str) -> None:
         async with http_client(url, timeout_s=20) as http:
@@ -187,18 +208,12 @@ class Client:
 
     async def _talk(self, wire: Wire) -> bool:
         """Run a turn, or the one whose end is not known; return whether to go on."""
-        body = self.unknown
-        if body is None:
-            self.num_asked += 1
-            turn_id = f"c{self.number}-{self.num_asked}"
-            body = echo_turn(self.chance, turn_id, max_tokens=self.chance.between(1, 24))
-        else:
-            self.report.saw["asked again"] += 1
-        self.unknown = body
+        body = self._next_turn()
         await wire.send("turn.create", **body)
         while True:
-            frame = await wire.until(*ENDS, "error", "session.draining")
-            if frame["type"] == "session.draining":
+            frame = await wire.until(*ENDS, "error", "turn.delta")
+            if frame["type"] == "turn.delta":
+                self.note_progress(frame)
                 continue
             if frame["type"] == "error":
                 self.report.saw[f"refused: {frame['error']['code']}"] += 1
@@ -208,11 +223,22 @@ class Client:
         self._hear(frame, body)
         return True
 
+    def _next_turn(self) -> dict[str, Any]:
+        """Return a new turn, or the one whose end is not known."""
+        if self.unknown is None:
+            self.num_asked += 1
+            turn_id = f"c{self.number}-{self.num_asked}"
+            self.unknown = echo_turn(self.chance, turn_id, max_tokens=self.chance.between(1, 24))
+        else:
+            self.report.saw["asked again"] += 1
+        return self.unknown
+
     def _hear(self, end: dict[str, Any], body: dict[str, Any]) -> None:
         self.unknown = None
         self.report.saw[end["type"]] += 1
         if end.get("retryable"):
             self.report.saw["failed, and to run again"] += 1
+            self.report.saw[f"failed: {(end.get('error') or {}).get('code')}"] += 1
             self.unknown = body
             return
         if not end.get("durable"):

@@ -1,0 +1,165 @@
+"""Kill, pause and end replicas that share a store, under clients that remember what they were told.
+
+`python -m tests.chaos.replicas --kills 200`: three servers over one PostgreSQL. What was told to be
+on disk is there for ever, once, as it was told and in order, whichever replica is asked; no replica
+answers for a session that another one has; and the tables agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Iterator, Sequence
+from pprint import pprint
+
+from tests.chaos.cluster import NUM_REPLICAS, Cluster, Deed, Replica
+from tests.chaos.crashes import LOST, TOLD, Report
+from tests.chaos.ledger import Ledger
+from tests.chaos.movers import Chatter, Mover, Onlooker, Requester, Waits
+from tests.rig.decisions import Decisions
+from tests.rig.postgres import running
+
+SETTLED_S = 120.0
+"""How long the last servers may take to show all sessions as remembered."""
+
+WANTED = (
+    "turn.completed",
+    "turns over REST",
+    "chat completions",
+    "looked at",
+    "asked again",
+    "asked for twice",
+    "rewound",
+    "refused: session_moved",
+    "failed: session_moved",
+    "server SIGKILL",
+    "server SIGTERM",
+    "server SIGSTOP",
+    "engine killed",
+    "leases lost",
+    "refused commits",
+    "adoptions",
+)
+"""What must have happened, or the run says nothing."""
+
+
+class Crowd:
+    """The clients of one run."""
+
+    def __init__(self, cluster: Cluster, num_clients: int) -> None:
+        self.cluster, self.waits = cluster, Waits()
+        self.movers: list[Mover] = [
+            (Requester if number % 3 == 2 else Mover)(cluster, number, self.waits)
+            for number in range(num_clients)
+        ]
+        self.chatters = [Chatter(cluster, number) for number in range(max(1, num_clients // 4))]
+        self.onlooker = Onlooker(cluster, self.movers)
+
+    def start(self) -> list[asyncio.Task[None]]:
+        """Have all of them live."""
+        everybody = (*self.movers, *self.chatters, self.onlooker)
+        return [asyncio.create_task(each.run()) for each in everybody]
+
+    async def settle(self) -> None:
+        """Hold what each remembers against each of the replicas, one after the other."""
+        for client in (*self.movers, *self.chatters):
+            for url in self.cluster.urls:
+                await self._settle(client, url)
+
+    async def _settle(self, client: Mover | Chatter, url: str) -> None:
+        async with asyncio.timeout(SETTLED_S):
+            while True:
+                try:
+                    if await client.is_settled(url):
+                        return
+                except LOST:
+                    self.cluster.report.saw["cut off at the end"] += 1
+                await asyncio.sleep(0.05)
+
+
+async def torment(cluster: Cluster, deeds: Sequence[Deed], *, num_clients: int) -> Waits:
+    """Let clients live in a cluster until enough was killed; then judge."""
+    crowd = Crowd(cluster, num_clients)
+    lives: list[asyncio.Task[None]] = []
+    try:
+        await asyncio.gather(*map(cluster.start, cluster.replicas))
+        lives = crowd.start()
+        async with asyncio.TaskGroup() as tasks:
+            watch = tasks.create_task(_say_how_far(cluster))
+            torments = [tasks.create_task(cluster.torment(at, deeds)) for at in cluster.replicas]
+            await asyncio.wait(torments)
+            watch.cancel()
+        cluster.is_over = True
+        async with asyncio.timeout(SETTLED_S):
+            await asyncio.gather(*lives)
+        await crowd.settle()
+        await cluster.stop()
+    finally:
+        for life in lives:
+            life.cancel()
+        await cluster.leave_nothing()
+    cluster.report.problems += crowd.onlooker.problems()
+    return crowd.waits
+
+
+async def _say_how_far(cluster: Cluster) -> None:
+    while True:
+        await asyncio.sleep(30)
+        found = f"{cluster.report.saw[TOLD]} told, {len(cluster.report.problems)} problems"
+        print(f"{cluster.num_left} to be killed, {found}", flush=True)
+
+
+def judge(report: Report, url: str, wanted: Sequence[str]) -> None:
+    """Read the tables; add to a report what cannot be there, and what never happened."""
+    ledger = Ledger.read(url)
+    report.saw["sessions"] = len(ledger.sessions)
+    report.saw["adoptions"] = ledger.num_adoptions
+    report.problems += ledger.problems()
+    report.problems += (f"never happened: {name}" for name in wanted if not report.saw[name])
+
+
+def deeds_of(cluster: Cluster) -> list[Deed]:
+    """Return what may befall a replica, each as often as it is there: one of the first befalls each
+    before anything else."""
+    first: list[Deed] = [cluster.pause, cluster.terminate, cluster.kill_engine]
+    return [*first, cluster.terminate, cluster.kill_engine, *[cluster.kill] * 5]
+
+
+def run(
+    seed: int, *, kills: int, lease_s: float, pace_s: float = 4.0, num_clients: int = 12
+) -> tuple[Report, list[str]]:
+    """Run it; return what happened, and how long sessions took to go on elsewhere."""
+    report = Report()
+    with running() as postgres:
+        url = postgres.new_database()
+        replicas = [Replica(number, url) for number in range(NUM_REPLICAS)]
+        cluster = Cluster(report, Decisions(seed), lease_s, replicas, num_left=kills, pace_s=pace_s)
+        waits = asyncio.run(torment(cluster, deeds_of(cluster), num_clients=num_clients))
+        judge(report, url, WANTED)
+    return report, [*waits.lines()]
+
+
+def told(report: Report, waits: Sequence[str]) -> Iterator[str]:
+    """Say what was found."""
+    yield from waits
+    yield f"ready after {max(report.ready_s):.2f} s at most; problems: {len(report.problems)}"
+    yield from (problem[:600] for problem in report.problems[:40])
+
+
+def main() -> int:
+    """Run it, print what it found."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--lease-s", type=float, default=6.0)
+    parser.add_argument("--clients", type=int, default=12)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    report, waits = run(args.seed, kills=args.kills, lease_s=args.lease_s, num_clients=args.clients)
+    pprint(dict(report.saw), sort_dicts=False)
+    print("\n".join(told(report, waits)))
+    return 1 if report.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
