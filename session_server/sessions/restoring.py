@@ -14,6 +14,7 @@ from session_server.core.errors import (
     InternalInconsistency,
     ServerBusy,
     ServerDraining,
+    SessionMoved,
     UnknownModel,
 )
 from session_server.core.owner import Owner
@@ -25,6 +26,7 @@ from session_server.sessions.quotas import Quotas
 from session_server.sessions.registry import SessionRegistry
 from session_server.sessions.session import LogPlace, LogSize, Session, SessionConfig, SessionLife
 from session_server.sessions.session_logs import BUSY_S
+from session_server.sessions.store.ownership import LeaseLost
 from session_server.sessions.store.records import (
     Damaged,
     LogEntry,
@@ -159,9 +161,12 @@ class Restorer:
 
 @contextlib.contextmanager
 def reading(store: SessionStore) -> Iterator[None]:
-    """Raise ServerBusy where the disk cannot be read."""
+    """Raise ServerBusy where the disk cannot be read, SessionMoved where a lease has ended that is
+    needed for it."""
     try:
         yield
+    except LeaseLost as error:
+        raise SessionMoved("this replica has lost its lease: ask again") from error
     except store.read_errors as error:
         store.health.note_unread(error)
         raise ServerBusy("the store of sessions cannot be read now") from error

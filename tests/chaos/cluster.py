@@ -11,6 +11,7 @@ import contextlib
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -60,7 +61,7 @@ class Cluster:
     """Replicas, and the clients' way to them.
 
     `num_left`: how many more servers and engines are to be killed. `fates`: what befell the server
-    at a URL last. `pace_s`: how long a server lives about.
+    at a URL last. `pace_s`: how long a server lives about. `lines`: what servers wrote last.
     """
 
     report: Report
@@ -71,6 +72,7 @@ class Cluster:
     pace_s: float = 4.0
     is_over: bool = False
     fates: dict[str, Fate] = field(default_factory=dict)
+    lines: deque[str] = field(default_factory=lambda: deque(maxlen=200))
 
     async def place(self) -> str:
         """Wait for a server, and return the URL of one."""
@@ -103,6 +105,7 @@ class Cluster:
         replica.url = replica.door(server.url)
 
     def _on_line(self, line: str) -> None:
+        self.lines.append(line)
         if LEASE_IS_OVER in line:
             self.report.saw["leases lost"] += 1
         if any(word in line for word in _BUGS):

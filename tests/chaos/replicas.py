@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pprint import pprint
 
@@ -20,7 +21,7 @@ from tests.chaos.movers import Chatter, Mover, Onlooker, Requester, Waits
 from tests.rig.decisions import Decisions
 from tests.rig.postgres import running
 
-SETTLED_S = 120.0
+SETTLED_S = 60.0
 """How long the last servers may take to show all sessions as remembered."""
 
 WANTED = (
@@ -61,6 +62,16 @@ class Crowd:
         everybody = (*self.movers, *self.chatters, self.onlooker)
         return [asyncio.create_task(each.run()) for each in everybody]
 
+    async def come_to_rest(self, lives: Sequence[asyncio.Task[None]]) -> None:
+        """Wait until everybody has ended what they were about; complain of whoever cannot."""
+        _, waiting = await asyncio.wait(lives, timeout=SETTLED_S)
+        everybody = (*self.movers, *self.chatters, self.onlooker)
+        for client, life in zip(everybody, lives, strict=True):
+            if life in waiting:
+                self.cluster.report.problems.append(f"{vars(client)} cannot come to rest")
+            elif (error := life.exception()) is not None:
+                raise error
+
     async def settle(self) -> None:
         """Hold what each remembers against each of the replicas, one after the other."""
         for client in (*self.movers, *self.chatters):
@@ -68,14 +79,15 @@ class Crowd:
                 await self._settle(client, url)
 
     async def _settle(self, client: Mover | Chatter, url: str) -> None:
-        async with asyncio.timeout(SETTLED_S):
-            while True:
-                try:
-                    if await client.is_settled(url):
-                        return
-                except LOST:
-                    self.cluster.report.saw["cut off at the end"] += 1
-                await asyncio.sleep(0.05)
+        until_s = time.monotonic() + SETTLED_S
+        while time.monotonic() < until_s:
+            try:
+                if await client.is_settled(url):
+                    return
+            except LOST:
+                self.cluster.report.saw["cut off at the end"] += 1
+            await asyncio.sleep(0.05)
+        self.cluster.report.problems.append(f"{url} does not show {client.session_id}")
 
 
 async def torment(cluster: Cluster, deeds: Sequence[Deed], *, num_clients: int) -> Waits:
@@ -91,8 +103,7 @@ async def torment(cluster: Cluster, deeds: Sequence[Deed], *, num_clients: int) 
             await asyncio.wait(torments)
             watch.cancel()
         cluster.is_over = True
-        async with asyncio.timeout(SETTLED_S):
-            await asyncio.gather(*lives)
+        await crowd.come_to_rest(lives)
         await crowd.settle()
         await cluster.stop()
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -181,6 +182,19 @@ def test_a_replica_that_lost_its_lease_begins_another_one(cluster: Cluster) -> N
     completed(first.say(name, "b"))
     longer = first.world.history(name)
     assert second.history(name) == longer
+
+
+def test_a_replica_that_does_not_know_that_its_lease_is_over_tells_who_asks_to_ask_again(
+    cluster: Cluster,
+) -> None:
+    first, second = cluster.start(), cluster.start()
+    name = second.world.create(session_id="ours", is_stored=True)
+    completed(second.say(name, "a"))
+    cluster.pause(first)
+    first.lease._until_s = math.inf  # it was stopped behind its check, and goes on
+    time.sleep(1.5 * LEASE_S)
+    with pytest.raises(SessionMoved):
+        first.world.do(first.world.manager.load(OWNER, name))
 
 
 def test_an_id_is_taken_in_all_replicas(cluster: Cluster) -> None:
