@@ -125,7 +125,8 @@ class LogPlace:
     @property
     def is_written(self) -> bool:
         """Return whether all of the session is in the store."""
-        return not (self.is_writing or self.has_changed or self.is_touched or self.is_behind)
+        waits = self.is_writing or self.has_changed or self.is_touched
+        return not (waits or self.is_behind or self.has_moved)
 
     @property
     def is_durable(self) -> bool:
@@ -195,6 +196,12 @@ class Session:
         unfinished turns are counted separately."""
         kept = self.transcript.num_bytes + self.ended.num_bytes
         return SESSION_BYTES + metadata_bytes(self.settings.metadata) + kept
+
+    def check_not_lost(self) -> None:
+        """Raise SessionMoved if another replica took the session, perhaps before its last change
+        was written."""
+        if self.life.log is not None and self.life.log.has_moved:
+            raise SessionMoved("the session goes on in another replica: ask again")
 
     def check_not_closing(self) -> None:
         """Raise SessionClosing if the session takes no new work, SessionMoved if that goes

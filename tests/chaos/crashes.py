@@ -173,7 +173,7 @@ class Client:
                     answer = await http.post("/v1/sessions", json={})
                     if answer.status_code != 201:
                         return
-                    self.session_id, self.is_promised = answer.json()["id"], True
+                    self._hear_opened(answer.json())
             if not await self._is_as_remembered(http):
                 return
             async with greeted(url, self.session_id or "new") as wire:
@@ -188,6 +188,10 @@ class Client:
                     if len(self.ended) > MAX_TURNS:
                         await self._close(http)
                         return
+
+    def _hear_opened(self, session: dict[str, Any]) -> None:
+        self.session_id, self.is_promised = session["id"], session["durable"] is True
+        self.report.saw["opened, and not on disk"] += not self.is_promised
 
     async def _talk_and_update(self, wire: Wire, http: httpx.AsyncClient) -> bool:
         """Run a turn; perhaps give the session other metadata at the same time."""

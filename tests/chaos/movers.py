@@ -17,7 +17,7 @@ import httpx
 import openai
 
 from tests.chaos.cluster import Cluster
-from tests.chaos.crashes import LOST, TOLD, Client
+from tests.chaos.crashes import LOST, MAX_TURNS, TOLD, Client
 from tests.rig.decisions import Decisions
 from tests.web.wire_client import Wire, http_client
 
@@ -102,8 +102,11 @@ class Requester(Mover):
                 answer = await http.post("/v1/sessions", json={})
                 if answer.status_code != 201:
                     return
-                self.session_id, self.is_promised = answer.json()["id"], True
+                self._hear_opened(answer.json())
             if not await self._is_as_remembered(http):
+                return
+            if len(self.ended) > MAX_TURNS:
+                await self._close(http)
                 return
             while not (self.town.is_over and self.unknown is None):
                 body = self._next_turn()
@@ -112,7 +115,9 @@ class Requester(Mover):
                     self.report.saw[f"refused: {answer.json()['error']['code']}"] += 1
                     return
                 self._hear_answer(answer.json(), body)
-                if not self.is_sticky and self.chance.happens(0.15):
+                if len(self.ended) > MAX_TURNS or (
+                    not self.is_sticky and self.chance.happens(0.15)
+                ):
                     return
 
     def _hear_answer(self, answer: dict[str, Any], body: dict[str, Any]) -> None:

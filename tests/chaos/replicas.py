@@ -155,7 +155,8 @@ def told(report: Report, waits: Sequence[str]) -> Iterator[str]:
     """Say what was found."""
     yield from waits
     yield f"ready after {max(report.ready_s):.2f} s at most; problems: {len(report.problems)}"
-    yield from (problem[:600] for problem in report.problems[:40])
+    for problem in report.problems[:40]:
+        yield problem if len(problem) < 1000 else f"{problem[:300]} ... {problem[-600:]}"
 
 
 def main() -> int:

@@ -197,6 +197,21 @@ def test_a_replica_that_does_not_know_that_its_lease_is_over_tells_who_asks_to_a
         first.world.do(first.world.manager.load(OWNER, name))
 
 
+def test_what_a_replica_could_not_write_is_not_told_to_be_on_disk(cluster: Cluster) -> None:
+    first, second = cluster.start(), cluster.start()
+    name = first.world.create(session_id="ours", is_stored=True)
+    completed(first.say(name, "a"))
+    cluster.pause(first)
+    assert second.history(name)
+    first.lease._until_s = math.inf  # it was stopped behind its check, and goes on
+    manager = first.world.manager
+    view = manager.update(OWNER, name, metadata={"at": "1"})
+    with pytest.raises(SessionMoved):
+        first.world.do(manager.stored_view(OWNER, view))
+    with pytest.raises(SessionMoved):
+        first.world.create(session_id="other", is_stored=True)
+
+
 def test_an_id_is_taken_in_all_replicas(cluster: Cluster) -> None:
     first, second = cluster.start(), cluster.start()
     first.world.create(session_id="ours", is_stored=True)
