@@ -18,6 +18,7 @@ from session_server.core.errors import (
     ServerDraining,
     SessionBusy,
     SessionExists,
+    SessionServerError,
 )
 from session_server.core.events import (
     EngineDied,

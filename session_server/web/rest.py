@@ -34,7 +34,7 @@ from session_server.protocol.resources import (
     SessionList,
     TurnResultBody,
 )
-from session_server.sessions.views import DraftView, OpenRequest, SessionView
+from session_server.sessions.views import DraftView, OpenRequest
 from session_server.web.event_stream import EventStream, until_disconnect
 from session_server.web.headers import ACCEPT, IDEMPOTENCY_KEY, LAST_EVENT_ID
 from session_server.web.openapi import answers, body_of, reads_headers

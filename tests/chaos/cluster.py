@@ -141,7 +141,7 @@ class Cluster:
         assert url is not None
         assert server is not None
         replica.url = None
-        self._befell(url, number.name)
+        self.befell(url, number.name)
         os.kill(server.pid, number)
         return await asyncio.to_thread(server.wait, timeout_s=60)
 
@@ -158,17 +158,18 @@ class Cluster:
         assert replica.url is not None
         assert replica.server is not None
         pid, before = replica.server.pid, await self._num_refused(replica)
-        self._befell(replica.url, "SIGSTOP")
+        self.befell(replica.url, "SIGSTOP")
         os.kill(pid, signal.SIGSTOP)
         try:
             await asyncio.sleep(PAUSED_LEASES * self.lease_s)
         finally:
             os.kill(pid, signal.SIGCONT)
-        self._befell(replica.url, "SIGCONT")
+        self.befell(replica.url, "SIGCONT")
         await asyncio.sleep(1.0)
         self.report.saw["refused commits"] += int(await self._num_refused(replica) - before)
 
-    def _befell(self, url: str, kind: str) -> None:
+    def befell(self, url: str, kind: str) -> None:
+        """Note what has become of the server at a URL."""
         self.fates[url] = Fate(kind, time.monotonic())
         self.report.saw[f"server {kind}"] += 1
 

@@ -36,7 +36,9 @@ LOST = (OSError, TimeoutError, EOFError, ConnectionClosed, InvalidHandshake, htt
 FLAGS = ("--max-total-tokens", "16000", "--session-ttl", "86400")
 TOLD = "told that it is on disk"
 MAX_TURNS = 24
-"""A client whose session has so many begins another one, so that histories stay short."""
+MAX_TOKENS = 400
+"""A client whose session has so many begins another one, so that histories stay short and within
+the context of the echo engine."""
 
 
 @dataclass
@@ -185,7 +187,7 @@ class Client:
                         await self._rewind(http)
                         if self.rewound_to is not None:
                             return
-                    if len(self.ended) > MAX_TURNS:
+                    if self._is_long:
                         await self._close(http)
                         return
 
@@ -344,6 +346,11 @@ class Client:
         if found != told or again["durable"] is not True:
             self._complain(f"{turn.turn_id}: told {told}, found {found}")
         self.report.saw["asked for twice"] += 1
+
+    @property
+    def _is_long(self) -> bool:
+        """Whether it is time for another session."""
+        return len(self.ended) > MAX_TURNS or self._num_tokens() > MAX_TOKENS
 
     def _num_tokens(self) -> int:
         if not self.kept:

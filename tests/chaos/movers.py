@@ -17,7 +17,7 @@ import httpx
 import openai
 
 from tests.chaos.cluster import Cluster
-from tests.chaos.crashes import LOST, MAX_TURNS, TOLD, Client
+from tests.chaos.crashes import LOST, TOLD, Client
 from tests.rig.decisions import Decisions
 from tests.web.wire_client import Wire, http_client
 
@@ -79,8 +79,10 @@ class Mover(Client):
         self.left = None
 
     async def _talk_and_update(self, wire: Wire, http: httpx.AsyncClient) -> bool:
-        goes_on = await super()._talk_and_update(wire, http)
-        return goes_on and (self.is_sticky or not self.chance.happens(0.15))
+        return await super()._talk_and_update(wire, http) and not self._leaves()
+
+    def _leaves(self) -> bool:
+        return not self.is_sticky and self.chance.happens(0.15)
 
     async def _rewind(self, http: httpx.AsyncClient) -> None:
         if self.rewinds:
@@ -105,19 +107,17 @@ class Requester(Mover):
                 self._hear_opened(answer.json())
             if not await self._is_as_remembered(http):
                 return
-            if len(self.ended) > MAX_TURNS:
-                await self._close(http)
-                return
             while not (self.town.is_over and self.unknown is None):
+                if self._is_long:
+                    await self._close(http)
+                    return
                 body = self._next_turn()
                 answer = await http.post(f"/v1/sessions/{self.session_id}/turns", json=body)
                 if answer.status_code != 200:
                     self.report.saw[f"refused: {answer.json()['error']['code']}"] += 1
                     return
                 self._hear_answer(answer.json(), body)
-                if len(self.ended) > MAX_TURNS or (
-                    not self.is_sticky and self.chance.happens(0.15)
-                ):
+                if self._leaves():
                     return
 
     def _hear_answer(self, answer: dict[str, Any], body: dict[str, Any]) -> None:
@@ -149,10 +149,15 @@ class Chatter:
         """Live until the last servers have begun."""
         while not (self.cluster.is_over and self.asked is None):
             url = await self.cluster.place()
+            patience_s = self.cluster.lease_s + 6.0
             async with (
-                http_client(url, timeout_s=self.cluster.lease_s + 6.0) as http,
+                http_client(url, timeout_s=patience_s) as http,
                 openai.AsyncOpenAI(
-                    base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=http
+                    base_url=f"{url}/v1",
+                    api_key="none",
+                    http_client=openai.DefaultAsyncHttpxClient(trust_env=False, verify=False),
+                    max_retries=0,
+                    timeout=patience_s,
                 ) as client,
             ):
                 try:

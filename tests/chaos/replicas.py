@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from pprint import pprint
+from typing import TypeVar
 
 from tests.chaos.cluster import NUM_REPLICAS, Cluster, Deed, Replica
 from tests.chaos.crashes import LOST, TOLD, Report
@@ -20,6 +22,8 @@ from tests.chaos.ledger import Ledger
 from tests.chaos.movers import Chatter, Mover, Onlooker, Requester, Waits
 from tests.rig.decisions import Decisions
 from tests.rig.postgres import running
+
+_T = TypeVar("_T")
 
 SETTLED_S = 60.0
 """How long the last servers may take to show all sessions as remembered."""
@@ -59,14 +63,18 @@ class Crowd:
 
     def start(self) -> list[asyncio.Task[None]]:
         """Have all of them live."""
-        everybody = (*self.movers, *self.chatters, self.onlooker)
-        return [asyncio.create_task(each.run()) for each in everybody]
+        clients = [asyncio.create_task(each.run()) for each in self.clients]
+        return [*clients, asyncio.create_task(self.onlooker.run())]
+
+    @property
+    def clients(self) -> Sequence[Mover | Chatter]:
+        """Those that talk."""
+        return (*self.movers, *self.chatters)
 
     async def come_to_rest(self, lives: Sequence[asyncio.Task[None]]) -> None:
         """Wait until everybody has ended what they were about; complain of whoever cannot."""
         _, waiting = await asyncio.wait(lives, timeout=SETTLED_S)
-        everybody = (*self.movers, *self.chatters, self.onlooker)
-        for client, life in zip(everybody, lives, strict=True):
+        for client, life in zip((*self.clients, self.onlooker), lives, strict=True):
             if life in waiting:
                 self.cluster.report.problems.append(f"{vars(client)} cannot come to rest")
             elif (error := life.exception()) is not None:
@@ -74,7 +82,7 @@ class Crowd:
 
     async def settle(self) -> None:
         """Hold what each remembers against each of the replicas, one after the other."""
-        for client in (*self.movers, *self.chatters):
+        for client in self.clients:
             for url in self.cluster.urls:
                 await self._settle(client, url)
 
@@ -90,12 +98,21 @@ class Crowd:
         self.cluster.report.problems.append(f"{url} does not show {client.session_id}")
 
 
-async def torment(cluster: Cluster, deeds: Sequence[Deed], *, num_clients: int) -> Waits:
-    """Let clients live in a cluster until enough was killed; then judge."""
+async def torment(
+    cluster: Cluster,
+    deeds: Sequence[Deed],
+    *,
+    num_clients: int,
+    before: Callable[[], Awaitable[None]] | None = None,
+) -> Waits:
+    """Let clients live in a cluster until enough was killed; then judge. `before`: what is done
+    once all replicas have begun."""
     crowd = Crowd(cluster, num_clients)
     lives: list[asyncio.Task[None]] = []
     try:
         await asyncio.gather(*map(cluster.start, cluster.replicas))
+        if before is not None:
+            await before()
         lives = crowd.start()
         async with asyncio.TaskGroup() as tasks:
             watch = tasks.create_task(_say_how_far(cluster))
@@ -130,11 +147,22 @@ def judge(report: Report, url: str, wanted: Sequence[str]) -> None:
     report.problems += (f"never happened: {name}" for name in wanted if not report.saw[name])
 
 
+async def ended_by_signals(work: Coroutine[None, None, _T]) -> _T:
+    """Do work that SIGINT and SIGTERM cancel, so that nothing it has begun is left behind."""
+    task, loop = asyncio.create_task(work), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+
+
 def deeds_of(cluster: Cluster) -> list[Deed]:
     """Return what may befall a replica, each as often as it is there: one of the first befalls each
     before anything else."""
     first: list[Deed] = [cluster.pause, cluster.terminate, cluster.kill_engine]
-    return [*first, cluster.terminate, cluster.kill_engine, *[cluster.kill] * 5]
+    return [*first, cluster.terminate, *[cluster.kill_engine] * 2, *[cluster.kill] * 5]
 
 
 def run(
@@ -146,7 +174,8 @@ def run(
         url = postgres.new_database()
         replicas = [Replica(number, url) for number in range(NUM_REPLICAS)]
         cluster = Cluster(report, Decisions(seed), lease_s, replicas, num_left=kills, pace_s=pace_s)
-        waits = asyncio.run(torment(cluster, deeds_of(cluster), num_clients=num_clients))
+        work = torment(cluster, deeds_of(cluster), num_clients=num_clients)
+        waits = asyncio.run(ended_by_signals(work))
         judge(report, url, WANTED)
     return report, [*waits.lines()]
 
@@ -165,9 +194,16 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--lease-s", type=float, default=6.0)
     parser.add_argument("--clients", type=int, default=12)
+    parser.add_argument("--pace-s", type=float, default=4.0, help="how long a server lives about")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    report, waits = run(args.seed, kills=args.kills, lease_s=args.lease_s, num_clients=args.clients)
+    report, waits = run(
+        args.seed,
+        kills=args.kills,
+        lease_s=args.lease_s,
+        pace_s=args.pace_s,
+        num_clients=args.clients,
+    )
     pprint(dict(report.saw), sort_dicts=False)
     print("\n".join(told(report, waits)))
     return 1 if report.problems else 0

@@ -34,7 +34,8 @@ def echo_replica(
 
 
 if __name__ == "__main__":
-    shared_store.Lease = partial(Lease, lease_s=float(sys.argv[1]))
+    lease_of = partial(Lease, lease_s=float(sys.argv[1]))
+    setattr(shared_store, Lease.__name__, lease_of)
     stage = LiveStage(FORWARD_S, is_device=True, max_running=16, vocab_size=VOCAB_SIZE)
     wiring.make_engine = lambda settings: mortal_engine(stage)
     sys.exit(cli.main(sys.argv[2:]))
