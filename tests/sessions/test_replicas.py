@@ -12,8 +12,10 @@ import pytest
 
 from session_server.core.errors import SessionExists, SessionMoved, SessionNotFound
 from session_server.core.session_events import TurnEnd
+from session_server.sessions.backlog import SLICE
 from session_server.sessions.postgres.database import PostgresDatabase
 from session_server.sessions.store.lease import Lease
+from session_server.sessions.store.ownership import Joined
 from session_server.sessions.store.session_store import SessionStore
 from tests.sessions.world import OWNER, World, completed, failed, turn
 
@@ -210,6 +212,39 @@ def test_what_a_replica_could_not_write_is_not_told_to_be_on_disk(cluster: Clust
         first.world.do(manager.stored_view(OWNER, view))
     with pytest.raises(SessionMoved):
         first.world.create(session_id="other", is_stored=True)
+
+
+def test_a_replica_joins_again_once_it_has_given_up_all_that_it_held(cluster: Cluster) -> None:
+    first = cluster.start()
+    for number in range(4 * SLICE):
+        first.world.create(session_id=f"s{number}", is_stored=True)
+    cluster.pause(first)
+    first.lease._until_s = 0.0
+    num_held: list[int] = []
+    join = first.database.join
+
+    def joining(address: str, lease_s: float) -> Joined:
+        sessions = first.world.manager._sessions
+        num_held.append(sum(session.closing is None for session in sessions))
+        return join(address, lease_s)
+
+    first.database.join = joining  # type: ignore[method-assign]
+    first.world.do(first.lease._renew())
+    assert num_held == [0], "what it held may be others' by now"
+
+
+def test_a_session_that_a_lost_replica_could_not_delete_is_not_told_to_be_gone(
+    cluster: Cluster,
+) -> None:
+    first, second = cluster.start(), cluster.start()
+    name = first.world.create(session_id="ours", is_stored=True)
+    completed(first.say(name, "a"))
+    cluster.pause(first)
+    assert second.history(name)
+    first.lease._until_s = math.inf  # it was stopped behind its check, and goes on
+    with pytest.raises(SessionMoved):
+        first.world.do(first.world.manager.exits.delete(OWNER, name))
+    completed(second.say(name, "b"))
 
 
 def test_an_id_is_taken_in_all_replicas(cluster: Cluster) -> None:
