@@ -272,6 +272,8 @@ class Client:
         answer = await http.post(path, json={"to_item": item_id})
         if answer.status_code == 200 and not answer.json()["durable"]:
             return
+        if answer.status_code == 409 and answer.json()["error"]["code"] == "session_moved":
+            return  # before it was written, or behind that
         if answer.status_code == 200:
             del self.kept[self.rewound_to :]
             self.report.saw["rewound"] += 1

@@ -59,6 +59,19 @@ class Mover(Client):
     def rewinds(self) -> bool:
         return self.number % 2 == 0
 
+    async def _visit(self, url: str) -> None:
+        try:
+            await self._stay(url)
+        except* LOST:
+            if self.next_metadata is not None or self.rewound_to is not None or self.is_closing:
+                # What was not answered may still be done, by a replica that was paused meanwhile.
+                self._forget()
+                self.report.saw["abandoned"] += 1
+            raise
+
+    async def _stay(self, url: str) -> None:
+        await super()._visit(url)
+
     async def place(self) -> str:
         stays = self.is_sticky and self.url in self.cluster.urls and self.chance.happens(0.7)
         if not stays:
@@ -97,7 +110,7 @@ class Mover(Client):
 class Requester(Mover):
     """A client over REST."""
 
-    async def _visit(self, url: str) -> None:
+    async def _stay(self, url: str) -> None:
         async with http_client(url, timeout_s=20) as http:
             if self.session_id is None:
                 self._forget()
@@ -164,6 +177,8 @@ class Chatter:
                     await self._visit(client, http)
                 except (*LOST, openai.APIConnectionError):
                     self.report.saw["connection lost"] += 1
+                    if self.asked is not None:  # it may still be answered, some time
+                        self._begin()
 
     async def _visit(self, client: openai.AsyncOpenAI, http: httpx.AsyncClient) -> None:
         if not await self._is_as_remembered(http):

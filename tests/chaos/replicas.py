@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import signal
 import sys
 import time
@@ -103,10 +104,11 @@ async def torment(
     deeds: Sequence[Deed],
     *,
     num_clients: int,
+    most_s: float = math.inf,
     before: Callable[[], Awaitable[None]] | None = None,
 ) -> Waits:
-    """Let clients live in a cluster until enough was killed; then judge. `before`: what is done
-    once all replicas have begun."""
+    """Let clients live in a cluster until enough was killed, or for `most_s`; then judge. `before`:
+    what is done once all replicas have begun."""
     crowd = Crowd(cluster, num_clients)
     lives: list[asyncio.Task[None]] = []
     try:
@@ -117,6 +119,8 @@ async def torment(
         async with asyncio.TaskGroup() as tasks:
             watch = tasks.create_task(_say_how_far(cluster))
             torments = [tasks.create_task(cluster.torment(at, deeds)) for at in cluster.replicas]
+            await asyncio.wait(torments, timeout=None if math.isinf(most_s) else most_s)
+            cluster.num_left = min(cluster.num_left, 0)
             await asyncio.wait(torments)
             watch.cancel()
         cluster.is_over = True
@@ -162,11 +166,11 @@ def deeds_of(cluster: Cluster) -> list[Deed]:
     """Return what may befall a replica, each as often as it is there: one of the first befalls each
     before anything else."""
     first: list[Deed] = [cluster.pause, cluster.terminate, cluster.kill_engine]
-    return [*first, cluster.terminate, *[cluster.kill_engine] * 2, *[cluster.kill] * 5]
+    return [*first, cluster.terminate, *[cluster.kill_engine] * 3, *[cluster.kill] * 5]
 
 
 def run(
-    seed: int, *, kills: int, lease_s: float, pace_s: float = 4.0, num_clients: int = 12
+    seed: int, *, kills: int, most_s: float, lease_s: float, pace_s: float, num_clients: int
 ) -> tuple[Report, list[str]]:
     """Run it; return what happened, and how long sessions took to go on elsewhere."""
     report = Report()
@@ -174,7 +178,8 @@ def run(
         url = postgres.new_database()
         replicas = [Replica(number, url) for number in range(NUM_REPLICAS)]
         cluster = Cluster(report, Decisions(seed), lease_s, replicas, num_left=kills, pace_s=pace_s)
-        work = torment(cluster, deeds_of(cluster), num_clients=num_clients)
+        deeds = deeds_of(cluster)
+        work = torment(cluster, deeds, num_clients=num_clients, most_s=most_s)
         waits = asyncio.run(ended_by_signals(work))
         judge(report, url, WANTED)
     return report, [*waits.lines()]
@@ -192,6 +197,7 @@ def main() -> int:
     """Run it, print what it found."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="kill for no longer")
     parser.add_argument("--lease-s", type=float, default=6.0)
     parser.add_argument("--clients", type=int, default=12)
     parser.add_argument("--pace-s", type=float, default=4.0, help="how long a server lives about")
@@ -200,6 +206,7 @@ def main() -> int:
     report, waits = run(
         args.seed,
         kills=args.kills,
+        most_s=60 * args.minutes,
         lease_s=args.lease_s,
         pace_s=args.pace_s,
         num_clients=args.clients,
