@@ -32,6 +32,7 @@ class SessionExits:
         self.count_readers: Callable[[Owner, str], int] = lambda _owner, _session_id: 0
         close = partial(self.close, reason="draining")
         self.on_left: Callable[[Session], None] = lambda _session: None
+        self._num_losing = 0
         self.drain = Drain(parts.sessions, flow, parts.link, close)
         parts.quotas.room_makers.unload = self._unload_one
 
@@ -41,14 +42,21 @@ class SessionExits:
         Returns:
             The session as it closes; `is_durable` says whether it is gone from the disk, which it
             is not while the turn goes on that was canceled. None for one that was never there.
+
+        Raises:
+            SessionMoved: another replica has it, or had it when it was to be deleted here.
+            SessionNotFound, ServerBusy
         """
         sessions, logs = self.parts.sessions, self.parts.logs
         await sessions.prepare_close(owner, session_id)
         session, number = sessions.find(owner, session_id), sessions.order_of(owner, session_id)
-        is_stored = session is None or session.life.log is not None
+        place = None if session is None else session.life.log
+        is_stored = session is None or place is not None
         view = self.close_named(owner, session_id, "client")
         await logs.flush()  # the end of a turn, with which the session goes
         await logs.flush()
+        if place is not None and place.has_moved:
+            raise SessionMoved("the session goes on in another replica: ask again")
         is_open = session is not None and session is sessions.find(owner, session_id)
         is_gone = not is_open and logs.is_gone(number)
         return replace(view, is_durable=is_gone if is_stored else None)
@@ -95,8 +103,16 @@ class SessionExits:
             for session in self.parts.sessions:
                 if session.life.log is not None:
                     yield partial(self.give_up, session, is_lost=True)
+            self._num_losing -= 1
 
+        self._num_losing += 1
         self.flow.backlog.run(calls())
+
+    @property
+    def is_losing(self) -> bool:
+        """Return whether `lose_all` is not done: sessions are in memory that nobody knows to be
+        another replica's."""
+        return self._num_losing > 0
 
     def expire(self, now_s: float) -> None:
         """Close sessions whose time has come, a slice at a time."""

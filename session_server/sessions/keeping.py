@@ -37,7 +37,7 @@ def keep_sessions(
         return
     shared = SharedSessions(restorer, lease, logs)
     sessions.on_disk = shared
-    lease.on_lost = exits.lose_all
+    lease.on_lost, lease.is_losing = exits.lose_all, lambda: exits.is_losing
     shared.give_up = partial(exits.give_up, is_lost=False)
     exits.on_left = shared.on_left
     logs.on_moved = partial(exits.give_up, is_lost=True)

@@ -18,6 +18,7 @@ from session_server.core.errors import (
     ServerDraining,
     SessionBusy,
     SessionExists,
+    SessionServerError,
 )
 from session_server.core.events import (
     EngineDied,
@@ -166,6 +167,19 @@ class SessionManager:
         """Wait until what has changed so far is on disk, or cannot be."""
         await self._flow.conclusion.logs.flush()
 
+    async def stored_view(self, owner: Owner, view: SessionView) -> SessionView:
+        """Return a session that was just changed, once that is on disk, or cannot be. Raises
+        SessionMoved if another replica took it meanwhile."""
+        session = self._sessions.find(owner, view.session_id)
+        await self.stored()
+        if session is not None:
+            session.check_not_lost()
+        try:
+            await self.load(owner, view.session_id)
+            return self.get(owner, view.session_id)
+        except SessionServerError:  # it has closed meanwhile
+            return view
+
     async def create(self, owner: Owner, request: OpenRequest) -> SessionView:
         """Open a session as a client requested it, after measuring its first messages.
 
@@ -201,6 +215,7 @@ class SessionManager:
             self._check_open(owner, request)
         self._add(session, is_stored=request.is_stored)
         await self.stored()
+        session.check_not_lost()
         return session.view()
 
     def open(self, owner: Owner, request: OpenRequest) -> SessionView:

@@ -167,7 +167,8 @@ class SessionLogs:
         session.life.log = None
         self._behind.pop(session, None)
 
-        def told(_error: Exception | None) -> None:
+        def told(error: Exception | None) -> None:
+            place.has_moved |= isinstance(error, NotOurs)
             on_gone()
 
         number, deletions = session.life.order, self.store.deletions

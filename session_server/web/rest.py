@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, Query
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from session_server.core.errors import InvalidRequest, SessionServerError
+from session_server.core.errors import InvalidRequest
 from session_server.core.session_events import Message, TurnFailedEntry
 from session_server.metrics.prometheus import ReaderKind
 from session_server.protocol.frames import AnyServerFrame, TurnFrame
@@ -34,7 +34,7 @@ from session_server.protocol.resources import (
     SessionList,
     TurnResultBody,
 )
-from session_server.sessions.views import DraftView, OpenRequest, SessionView
+from session_server.sessions.views import DraftView, OpenRequest
 from session_server.web.event_stream import EventStream, until_disconnect
 from session_server.web.headers import ACCEPT, IDEMPOTENCY_KEY, LAST_EVENT_ID
 from session_server.web.openapi import answers, body_of, reads_headers
@@ -127,16 +127,6 @@ async def get_session(session_id: str, caller: Caller) -> Response:
     return JsonResponse(session_body(view, caller.services.model))
 
 
-async def _stored(caller: Caller, view: SessionView) -> SessionView:
-    """Return a session once what was changed in it is on disk, or cannot be."""
-    await caller.sessions.stored()
-    try:
-        await caller.sessions.load(caller.owner, view.session_id)
-        return caller.sessions.get(caller.owner, view.session_id)
-    except SessionServerError:  # it has closed meanwhile
-        return view
-
-
 @router.patch(
     "/{session_id}",
     openapi_extra=body_of(UpdateBody, required=False),
@@ -150,7 +140,7 @@ async def update_session(session_id: str, request: Request, caller: Caller) -> R
     view = caller.sessions.update(
         caller.owner, session_id, ttl_s=body.ttl_s, metadata=body.metadata
     )
-    view = await _stored(caller, view)
+    view = await caller.sessions.stored_view(caller.owner, view)
     return JsonResponse(session_body(view, caller.services.model))
 
 
@@ -178,7 +168,7 @@ async def edit_item(session_id: str, item_id: str, request: Request, caller: Cal
     """Give an item another text. The items behind it go; the next turn goes on from it."""
     body = await read_body(request, EditBody)
     view = caller.sessions.edits.edit_item(caller.owner, session_id, item_id, body.content)
-    view = await _stored(caller, view)
+    view = await caller.sessions.stored_view(caller.owner, view)
     return JsonResponse(session_body(view, caller.services.model))
 
 
@@ -191,7 +181,7 @@ async def rewind_session(session_id: str, request: Request, caller: Caller) -> R
     """Go back to an item."""
     body = await read_body(request, RewindBody)
     view = caller.sessions.edits.rewind(caller.owner, session_id, body.to_item)
-    view = await _stored(caller, view)
+    view = await caller.sessions.stored_view(caller.owner, view)
     return JsonResponse(session_body(view, caller.services.model))
 
 
@@ -221,7 +211,7 @@ async def fork_session(session_id: str, request: Request, caller: Caller) -> Res
     view = caller.sessions.edits.fork(
         caller.owner, session_id, at_item=body.at_item, new_id=body.id
     )
-    view = await _stored(caller, view)
+    view = await caller.sessions.stored_view(caller.owner, view)
     location = {"location": f"/v1/sessions/{view.session_id}"}
     return JsonResponse(session_body(view, caller.services.model), 201, location)
 

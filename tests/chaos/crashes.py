@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from pprint import pprint
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
@@ -36,7 +36,9 @@ LOST = (OSError, TimeoutError, EOFError, ConnectionClosed, InvalidHandshake, htt
 FLAGS = ("--max-total-tokens", "16000", "--session-ttl", "86400")
 TOLD = "told that it is on disk"
 MAX_TURNS = 24
-"""A client whose session has so many begins another one, so that histories stay short."""
+MAX_TOKENS = 400
+"""A client whose session has so many begins another one, so that histories stay short and within
+the context of the echo engine."""
 
 
 @dataclass
@@ -113,10 +115,24 @@ class Remembered:
     end: dict[str, Any]
 
 
-class Client:
-    """One user with one session at a time."""
+class Place(Protocol):
+    """Where a client lives: `is_over` once the last servers have begun, which are not killed."""
 
-    def __init__(self, town: Town, number: int) -> None:
+    report: Report
+    chance: Decisions
+    is_over: bool
+
+    async def place(self) -> str:
+        """Wait for a server, and return its URL."""
+        ...
+
+
+class Client:
+    """One user with one session at a time. A visit to a server ends after `patience_s`."""
+
+    patience_s = 30.0
+
+    def __init__(self, town: Place, number: int) -> None:
         self.town, self.report = town, town.report
         self.chance = Decisions(town.chance.below(1 << 30), number)
         self.number = number
@@ -136,13 +152,20 @@ class Client:
     async def run(self) -> None:
         """Live until the last server has run for a while."""
         while not (self.town.is_over and self.unknown is None and self.rewound_to is None):
-            url = await self.town.place()
+            url = await self.place()
             try:
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(self.patience_s):
                     await self._visit(url)
             except* LOST:
                 self.report.saw["connection lost"] += 1
                 await asyncio.sleep(0.02)
+
+    async def place(self) -> str:
+        """Return the server to go to next."""
+        return await self.town.place()
+
+    def note_progress(self, frame: dict[str, Any]) -> None:
+        """Be told of each frame of a turn that runs."""
 
     async def _visit(self, url: str) -> None:
         async with http_client(url, timeout_s=20) as http:
@@ -152,7 +175,7 @@ class Client:
                     answer = await http.post("/v1/sessions", json={})
                     if answer.status_code != 201:
                         return
-                    self.session_id, self.is_promised = answer.json()["id"], True
+                    self._hear_opened(answer.json())
             if not await self._is_as_remembered(http):
                 return
             async with greeted(url, self.session_id or "new") as wire:
@@ -164,9 +187,13 @@ class Client:
                         await self._rewind(http)
                         if self.rewound_to is not None:
                             return
-                    if len(self.ended) > MAX_TURNS:
+                    if self._is_long:
                         await self._close(http)
                         return
+
+    def _hear_opened(self, session: dict[str, Any]) -> None:
+        self.session_id, self.is_promised = session["id"], session["durable"] is True
+        self.report.saw["opened, and not on disk"] += not self.is_promised
 
     async def _talk_and_update(self, wire: Wire, http: httpx.AsyncClient) -> bool:
         """Run a turn; perhaps give the session other metadata at the same time."""
@@ -187,18 +214,12 @@ class Client:
 
     async def _talk(self, wire: Wire) -> bool:
         """Run a turn, or the one whose end is not known; return whether to go on."""
-        body = self.unknown
-        if body is None:
-            self.num_asked += 1
-            turn_id = f"c{self.number}-{self.num_asked}"
-            body = echo_turn(self.chance, turn_id, max_tokens=self.chance.between(1, 24))
-        else:
-            self.report.saw["asked again"] += 1
-        self.unknown = body
+        body = self._next_turn()
         await wire.send("turn.create", **body)
         while True:
-            frame = await wire.until(*ENDS, "error", "session.draining")
-            if frame["type"] == "session.draining":
+            frame = await wire.until(*ENDS, "error", "turn.delta")
+            if frame["type"] == "turn.delta":
+                self.note_progress(frame)
                 continue
             if frame["type"] == "error":
                 self.report.saw[f"refused: {frame['error']['code']}"] += 1
@@ -208,11 +229,22 @@ class Client:
         self._hear(frame, body)
         return True
 
+    def _next_turn(self) -> dict[str, Any]:
+        """Return a new turn, or the one whose end is not known."""
+        if self.unknown is None:
+            self.num_asked += 1
+            turn_id = f"c{self.number}-{self.num_asked}"
+            self.unknown = echo_turn(self.chance, turn_id, max_tokens=self.chance.between(1, 24))
+        else:
+            self.report.saw["asked again"] += 1
+        return self.unknown
+
     def _hear(self, end: dict[str, Any], body: dict[str, Any]) -> None:
         self.unknown = None
         self.report.saw[end["type"]] += 1
         if end.get("retryable"):
             self.report.saw["failed, and to run again"] += 1
+            self.report.saw[f"failed: {(end.get('error') or {}).get('code')}"] += 1
             self.unknown = body
             return
         if not end.get("durable"):
@@ -240,6 +272,8 @@ class Client:
         answer = await http.post(path, json={"to_item": item_id})
         if answer.status_code == 200 and not answer.json()["durable"]:
             return
+        if answer.status_code == 409 and answer.json()["error"]["code"] == "session_moved":
+            return  # before it was written, or behind that
         if answer.status_code == 200:
             del self.kept[self.rewound_to :]
             self.report.saw["rewound"] += 1
@@ -314,6 +348,11 @@ class Client:
         if found != told or again["durable"] is not True:
             self._complain(f"{turn.turn_id}: told {told}, found {found}")
         self.report.saw["asked for twice"] += 1
+
+    @property
+    def _is_long(self) -> bool:
+        """Whether it is time for another session."""
+        return len(self.ended) > MAX_TURNS or self._num_tokens() > MAX_TOKENS
 
     def _num_tokens(self) -> int:
         if not self.kept:

@@ -12,6 +12,7 @@ from session_server.core.batch import Batch, PendingStep, StepResult
 from session_server.engine.config import MemoryCheck
 from session_server.engine_host.loop import EngineAssembly
 from tests.sim.device import EchoRunner
+from tests.sim.echo import VOCAB_SIZE, EchoModel
 from tests.sim.hand_engine import HandEngine, Sizes
 
 BUG_TOKEN = 31
@@ -25,13 +26,15 @@ GRIP_TOKEN = 29
 
 
 class LiveStage(msgspec.Struct, frozen=True):
-    """What the settings frame of a test engine says. `forward_s`: time of one forward."""
+    """What the settings frame of a test engine says. `forward_s`: time of one forward.
+    `vocab_size`: token ids that it takes; it says the same few whatever that is."""
 
     forward_s: float = 0.0
     is_device: bool = False
     fails_to_build: bool = False
     memory_check: MemoryCheck = MemoryCheck.STRICT
     max_running: int = 8
+    vocab_size: int = VOCAB_SIZE
 
 
 class _Done:
@@ -100,6 +103,6 @@ def assemble(settings: bytes) -> EngineAssembly:
         memory_check=stage.memory_check,
         max_running=stage.max_running,
     )
-    hand = HandEngine.of(sizes)
+    hand = HandEngine.of(sizes, model=EchoModel(vocab_size=stage.vocab_size))
     hand.device.assume_salt("a")
     return EngineAssembly(hand.engine, LiveEcho(hand.device, stage), hand.ready(epoch=0))

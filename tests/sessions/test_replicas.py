@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -11,9 +12,11 @@ import pytest
 
 from session_server.core.errors import SessionExists, SessionMoved, SessionNotFound
 from session_server.core.session_events import TurnEnd
+from session_server.sessions.backlog import SLICE
 from session_server.sessions.postgres.database import PostgresDatabase
 from session_server.sessions.shared_sessions import RECOUNT_S
 from session_server.sessions.store.lease import Lease
+from session_server.sessions.store.ownership import Joined
 from session_server.sessions.store.session_store import SessionStore
 from tests.sessions.world import OWNER, World, completed, turn
 
@@ -181,6 +184,67 @@ def test_a_replica_that_lost_its_lease_begins_another_one(cluster: Cluster) -> N
     completed(first.say(name, "b"))
     longer = first.world.history(name)
     assert second.history(name) == longer
+
+
+def test_a_replica_that_does_not_know_that_its_lease_is_over_tells_who_asks_to_ask_again(
+    cluster: Cluster,
+) -> None:
+    first, second = cluster.start(), cluster.start()
+    name = second.world.create(session_id="ours", is_stored=True)
+    completed(second.say(name, "a"))
+    cluster.pause(first)
+    first.lease._until_s = math.inf  # it was stopped behind its check, and goes on
+    time.sleep(1.5 * LEASE_S)
+    with pytest.raises(SessionMoved):
+        first.world.do(first.world.manager.load(OWNER, name))
+
+
+def test_what_a_replica_could_not_write_is_not_told_to_be_on_disk(cluster: Cluster) -> None:
+    first, second = cluster.start(), cluster.start()
+    name = first.world.create(session_id="ours", is_stored=True)
+    completed(first.say(name, "a"))
+    cluster.pause(first)
+    assert second.history(name)
+    first.lease._until_s = math.inf  # it was stopped behind its check, and goes on
+    manager = first.world.manager
+    view = manager.update(OWNER, name, metadata={"at": "1"})
+    with pytest.raises(SessionMoved):
+        first.world.do(manager.stored_view(OWNER, view))
+    with pytest.raises(SessionMoved):
+        first.world.create(session_id="other", is_stored=True)
+
+
+def test_a_replica_joins_again_once_it_has_given_up_all_that_it_held(cluster: Cluster) -> None:
+    first = cluster.start()
+    for number in range(4 * SLICE):
+        first.world.create(session_id=f"s{number}", is_stored=True)
+    cluster.pause(first)
+    first.lease._until_s = 0.0
+    num_held: list[int] = []
+    join = first.database.join
+
+    def joining(address: str, lease_s: float) -> Joined:
+        sessions = first.world.manager._sessions
+        num_held.append(sum(session.closing is None for session in sessions))
+        return join(address, lease_s)
+
+    first.database.join = joining  # type: ignore[method-assign]
+    first.world.do(first.lease._renew())
+    assert num_held == [0], "what it held may be others' by now"
+
+
+def test_a_session_that_a_lost_replica_could_not_delete_is_not_told_to_be_gone(
+    cluster: Cluster,
+) -> None:
+    first, second = cluster.start(), cluster.start()
+    name = first.world.create(session_id="ours", is_stored=True)
+    completed(first.say(name, "a"))
+    cluster.pause(first)
+    assert second.history(name)
+    first.lease._until_s = math.inf  # it was stopped behind its check, and goes on
+    with pytest.raises(SessionMoved):
+        first.world.do(first.world.manager.exits.delete(OWNER, name))
+    completed(second.say(name, "b"))
 
 
 def test_an_id_is_taken_in_all_replicas(cluster: Cluster) -> None:

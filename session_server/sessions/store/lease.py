@@ -49,8 +49,9 @@ _T = TypeVar("_T")
 class Lease:
     """Keep the lease of this replica. Call every method but `join` on the event loop's thread.
 
-    `on_lost` is called when the lease is over, before a new one begins; `on_asked` with the number
-    of a session that another replica asks for. `clock` returns monotonic seconds.
+    `on_lost` is called when the lease is over; a new one begins once `is_losing` says that nothing
+    is left of what this replica held. `on_asked` is called with the number of a session that
+    another replica asks for. `clock` returns monotonic seconds.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Lease:
         self._until_s = self._offset_s = -math.inf
         self.slot = 0
         self.on_lost: Callable[[], None] = lambda: None
+        self.is_losing: Callable[[], bool] = lambda: False
         self.on_asked: Callable[[int], None] = lambda _number: None
         self._tasks: list[asyncio.Task[None]] = []
         self._threads = DaemonThreads("store-reader")
@@ -138,6 +140,8 @@ class Lease:
             self._note(asked_s, now_s)
         except LeaseLost:
             self._lose()
+            while self.is_losing():
+                await asyncio.sleep(0)
             await self.read(self.join)
 
     def _lose(self) -> None:
