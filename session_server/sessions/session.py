@@ -197,6 +197,12 @@ class Session:
         kept = self.transcript.num_bytes + self.ended.num_bytes
         return SESSION_BYTES + metadata_bytes(self.settings.metadata) + kept
 
+    def check_not_lost(self) -> None:
+        """Raise SessionMoved if another replica took the session, perhaps before its last change
+        was written."""
+        if self.life.log is not None and self.life.log.has_moved:
+            raise SessionMoved("the session goes on in another replica: ask again")
+
     def check_not_closing(self) -> None:
         """Raise SessionClosing if the session takes no new work, SessionMoved if that goes
         elsewhere."""
