@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
@@ -161,3 +163,24 @@ def test_down_leaves_no_process_and_no_file(cluster: Cluster) -> None:
     assert cluster.status() == []
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{cluster.url}/ready")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({}, "Application"),
+        ({"replicas": "2-3", "replica_cpus": 4, "replica_gpus": 1}, "Application"),
+        ({"replicaz": 2}, "args: there is no replicaz"),
+        ({"replicas": "0"}, "args: replicas: expected N, or MIN-MAX"),
+    ],
+)
+def test_a_file_of_ray_serve_makes_the_same_application(
+    arguments: dict[str, object], told: str
+) -> None:
+    code = (
+        "from session_server.deploy.application import build\n"
+        f"try: print(type(build({arguments!r})).__name__)\n"
+        "except ValueError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told in done.stdout
