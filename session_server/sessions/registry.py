@@ -199,6 +199,8 @@ class SessionRegistry:
             raise SessionNotFound(_NOT_FOUND)
         if self.on_disk is not None and session.life.log is not None:
             self.on_disk.check()
+            if session.is_lost:  # its turn is being cut, and the lease may be another one by now
+                session.check_not_closing()
         self.by_use.use(session)
         return session
 
@@ -244,7 +246,7 @@ class SessionRegistry:
         # As it is now, whatever has come into memory or left it meanwhile.
         in_order = self._in_order.get(owner, [])
         start = bisect_right(in_order, last, key=_order)
-        in_memory = in_order[start : start + limit + 1]
+        in_memory = [each for each in in_order[start : start + limit + 1] if not each.is_lost]
         views = dict(on_disk) | {session.life.order: session.view() for session in in_memory}
         found = sorted(views.items())
         shown = tuple(view for _, view in found[:limit])

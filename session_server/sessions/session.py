@@ -186,6 +186,11 @@ class Session:
         return self.live is not None and self.live.phase is TurnPhase.ENDED
 
     @property
+    def is_lost(self) -> bool:
+        """Return whether another replica may hold the session: what is here is old."""
+        return self.life.log is not None and self.life.log.has_moved
+
+    @property
     def expires_s(self) -> float:
         """Return when the session expires if it stays idle, in monotonic seconds."""
         return self.life.last_active_s + self.settings.ttl_s

@@ -289,8 +289,12 @@ class SharedSessions:
         return [
             (row.number, self._restorer.view(row, "cold"))
             for row in rows
-            if row.number not in hidden and self._sessions.find(owner, row.session_id) is None
+            if row.number not in hidden and not self._is_here(owner, row)
         ]
+
+    def _is_here(self, owner: Owner, row: SessionRow) -> bool:
+        session = self._sessions.find(owner, row.session_id)
+        return session is not None and not session.is_lost
 
     async def survey(self, question: SurveyQuestion) -> tuple[list[StoredSummary], int]:
         """Look through all sessions that are not in memory here. Raises ServerBusy."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -34,9 +34,11 @@ class Town(Protocol):
     def processes(self) -> Sequence[Process]:
         """Return the replicas that are there to be asked."""
 
-    @property
-    def max_sessions(self) -> int:
-        """Return how many sessions clients keep open at a time."""
+    max_sessions: int
+    """How many sessions clients keep open at a time."""
+
+    think_ms: int
+    """How long a client waits between two requests, at most."""
 
 
 class Client:
@@ -52,7 +54,7 @@ class Client:
         """Ask for the next thing, after a while."""
         self._task, self.is_idle = None, True
         if not self.is_over:
-            think_s = self._town.draws.between("thinking", 1, 400) / 1e3
+            think_s = self._town.draws.between("thinking", 1, self._town.think_ms) / 1e3
             self._town.schedule.after(think_s, self._next)
 
     def _next(self) -> None:
@@ -63,11 +65,17 @@ class Client:
         draws, facts = self._town.draws, self._town.requests.judge.facts
         open_facts = [each for each in facts.values() if each.gone_s is None and not each.may_go]
         verb = draws.weighted("verb", _VERBS, _WEIGHTS)
-        if len(open_facts) < 3:
+        if len(open_facts) < 2:
             verb = "create"
         elif len(open_facts) >= self._town.max_sessions and verb in ("create", "fork"):
             verb = "delete"
         process = draws.pick("replica", processes)
+        # One that the database may have given up is asked for what it still has in memory.
+        doubtful = [each for each in processes if each.link.mode != "up" or each.state != "up"]
+        if doubtful and verb != "create" and draws.happens("a doubtful one", 300):
+            process = draws.pick("which doubtful one", doubtful)
+            here = {each.session_id for each in process.manager._sessions}
+            open_facts = [each for each in open_facts if each.name in here] or open_facts
         self.is_idle = False
         self._serve(process, self._work(verb, process, draws.pick("session", open_facts or [None])))
 
@@ -150,6 +158,3 @@ class Client:
 
 def _cancel(task: asyncio.Task[object]) -> None:
     task.cancel()
-
-
-Ask = Callable[[], Coroutine[Any, Any, object]]

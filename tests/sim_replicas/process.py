@@ -13,6 +13,7 @@ from session_server.core.owner import Owner
 from session_server.sessions.manager import SessionManager
 from session_server.sessions.quotas import QuotaLimits
 from session_server.sessions.salts import TenantSalts
+from session_server.sessions.session import Session
 from session_server.sessions.shared_sessions import SharedSessions
 from session_server.sessions.store.disk_health import DiskHealth
 from session_server.sessions.store.lease import Lease
@@ -132,8 +133,38 @@ class Process:
             clock=self.loop.time,
         )
         manager.store_in(store)
+        self._count_moves(manager)
         store.write_over(self.link, self.loop)
         return manager
+
+    def _count_moves(self, manager: SessionManager) -> None:
+        """Count what happens to sessions here, for the coverage."""
+        reached, lease, exits = self.site.server.reached, self.lease, manager.exits
+        shared, logs = manager._sessions.on_disk, exits.parts.logs
+        assert isinstance(shared, SharedSessions)
+        give_up, on_lost, on_moved = shared.give_up, lease.on_lost, logs.on_moved
+        on_asked = lease.on_asked
+
+        def asked(number: int) -> None:
+            session = manager._sessions.numbered(number)
+            where = "in memory" if session else "being read" if shared._loading else "on disk"
+            reached[f"asked for one {where}"] += 1
+            on_asked(number)
+
+        def given_up(session: Session) -> None:
+            reached["given up with a turn" if session.live else "given up at rest"] += 1
+            give_up(session)
+
+        def lost() -> None:
+            reached["lease lost"] += 1
+            on_lost()
+
+        def moved(session: Session) -> None:
+            reached["write refused"] += 1
+            on_moved(session)
+
+        lease.on_asked, lease.on_lost = asked, lost
+        shared.give_up, logs.on_moved = given_up, moved
 
     @property
     def shared(self) -> SharedSessions:

@@ -112,14 +112,11 @@ class Simulation:
         self.weather = Weather(list(self.machines), self.schedule, server, draws, server.reached)
         self.weather.skew = draws.pick("skews", (0, 20, 140))
         self.weather.every_ms = draws.pick("weather", (1000, 4000, 16_000))
+        self.max_sessions = draws.pick("sessions", (2, 4, 10))
+        self.think_ms = draws.pick("pace", (20, 400))
         turns: dict[str, list[TurnRequest]] = {}
         num_clients = draws.between("clients", 2, 6) + num_replicas // 10
         self.clients = [Client(self, number, turns) for number in range(num_clients)]
-
-    @property
-    def max_sessions(self) -> int:
-        """Return how many sessions clients keep open at a time."""
-        return 10
 
     def processes(self) -> Sequence[Process]:
         """Return the replicas that can be asked."""

@@ -156,3 +156,18 @@ def test_a_read_that_has_failed_counts_once(quiet: Quiet) -> None:
     assert replica.store.failure is not None
     quiet.after(QUIET_S + 5.0)
     assert replica.store.failure is None
+
+
+def test_a_lost_session_whose_turn_is_being_cut_is_not_answered_for(quiet: Quiet) -> None:
+    first, second = quiet.start(), quiet.start()
+    quiet.open(first, "ours")
+    quiet.site.step_s = 1000.0
+    request = TurnRequest("a", TokenInput((300,)), SamplingParams(max_tokens=2))
+    quiet.do(first, first.manager.submit(OWNER, "ours", request))
+    lose(quiet, first)
+    quiet.after(4.0)
+    assert first.lease.is_held, "another one"
+    assert quiet.do(second, second.manager.exits.delete(OWNER, "ours")).is_durable
+    assert quiet.do(first, first.manager.list(OWNER)).sessions == ()
+    with pytest.raises(SessionMoved):
+        first.manager.snapshot(OWNER, "ours")
