@@ -203,9 +203,9 @@ class Session:
         return SESSION_BYTES + metadata_bytes(self.settings.metadata) + kept
 
     def check_not_lost(self) -> None:
-        """Raise SessionMoved if another replica took the session, perhaps before its last change
-        was written."""
-        if self.life.log is not None and self.life.log.has_moved:
+        """Raise SessionMoved if the session goes on in another replica, perhaps without its last
+        change."""
+        if self.closing == "moved" and self.life.log is not None and not self.life.log.is_written:
             raise SessionMoved("the session goes on in another replica: ask again")
 
     def check_not_closing(self) -> None:

@@ -170,7 +170,13 @@ def deeds_of(cluster: Cluster) -> list[Deed]:
 
 
 def run(
-    seed: int, *, kills: int, most_s: float, lease_s: float, pace_s: float, num_clients: int
+    seed: int,
+    *,
+    kills: int,
+    lease_s: float,
+    pace_s: float,
+    num_clients: int,
+    most_s: float = math.inf,
 ) -> tuple[Report, list[str]]:
     """Run it; return what happened, and how long sessions took to go on elsewhere."""
     report = Report()

@@ -11,8 +11,11 @@ import contextlib
 import enum
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from functools import partial
 from types import TracebackType
 from typing import Self
+
+import psycopg
 
 CHUNK_BYTES = 16_384
 
@@ -94,9 +97,14 @@ class Cable:
         await self._passes(born)
         server = await self._dial()
         ends.append(server[1])
-        async with asyncio.TaskGroup() as both:
-            both.create_task(self._flow(client[0], server[1], born))
-            both.create_task(self._flow(server[0], client[1], born))
+        flows = (self._flow(client[0], server[1], born), self._flow(server[0], client[1], born))
+        tasks = [asyncio.create_task(flow) for flow in flows]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _flow(
         self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, born: int
@@ -115,3 +123,9 @@ class Cable:
         """Wait until what comes over a connection may pass: never once it has died."""
         while self.state in (State.HELD, State.DEAD) or born != self._num_deaths:
             await self._changed.wait()
+
+
+def dial_postgres(url: str) -> Callable[[], Awaitable[Streams]]:
+    """Return what connects to a server of PostgreSQL on a Unix socket."""
+    directory = psycopg.conninfo.conninfo_to_dict(url)["host"]
+    return partial(asyncio.open_unix_connection, f"{directory}/.s.PGSQL.5432")

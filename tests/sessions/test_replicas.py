@@ -214,6 +214,27 @@ def test_what_a_replica_could_not_write_is_not_told_to_be_on_disk(cluster: Clust
         first.world.create(session_id="other", is_stored=True)
 
 
+def test_what_could_not_be_written_before_a_handover_is_not_told_to_be_on_disk(
+    cluster: Cluster,
+) -> None:
+    first, second = cluster.start(), cluster.start()
+    name = first.world.create(session_id="ours", is_stored=True)
+    completed(first.say(name, "a"))
+    conninfo, first.database._conninfo = first.database._conninfo, "host=/nowhere"
+    first.database._writer.close()  # it can read, and not write
+    manager = first.world.manager
+    session = manager._sessions.find(OWNER, name)
+    assert session is not None
+    view = manager.update(OWNER, name, metadata={"at": "1"})
+    telling = cluster.loop.create_task(manager.stored_view(OWNER, view))
+    first.world.do(asyncio.sleep(0))
+    manager.exits.give_up(session, is_lost=False)
+    with pytest.raises(SessionMoved):
+        first.world.do(telling)
+    first.database._conninfo = conninfo
+    assert second.history(name)
+
+
 def test_a_replica_joins_again_once_it_has_given_up_all_that_it_held(cluster: Cluster) -> None:
     first = cluster.start()
     for number in range(4 * SLICE):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+import time
+from typing import Any, Final, TypeVar
 
 import psycopg
+from psycopg.abc import PQGen
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg_pool import ConnectionPool
 
@@ -17,6 +19,10 @@ CONNECT_TIMEOUT_S: Final = 5
 UNANSWERED_TIMEOUT_S: Final = 10
 """How long what was sent may stay unacknowledged: a network that drops everything tells nobody. As
 long as a statement may take, so that neither hides the other."""
+
+ANSWER_TIMEOUT_S: Final = 12
+"""How long an answer may take before the connection is given up: longer than a statement may. What
+stands between here and PostgreSQL may acknowledge what it does not pass on."""
 
 STATEMENT_TIMEOUT_S: Final = 10
 """For one statement or commit: longer than a disk takes that still works."""
@@ -61,6 +67,31 @@ _DEFAULTS: Final[dict[str, Any]] = {
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
+_T = TypeVar("_T")
+
+
+class BoundedConnection(Connection):
+    """Give up a connection over which no answer comes, so that nothing waits for it for ever."""
+
+    def wait(self, gen: PQGen[_T], *args: Any, **kwargs: Any) -> _T:
+        """Wait as psycopg does, for no longer than `ANSWER_TIMEOUT_S`. Raises
+        psycopg.OperationalError then, and closes the connection."""
+        return super().wait(self._bounded(gen), *args, **kwargs)
+
+    def _bounded(self, gen: PQGen[_T]) -> PQGen[_T]:
+        until_s = time.monotonic() + ANSWER_TIMEOUT_S
+        try:
+            state = next(gen)
+            while True:
+                ready = yield state
+                if time.monotonic() > until_s:
+                    self.pgconn.finish()
+                    raise psycopg.OperationalError(f"no answer in {ANSWER_TIMEOUT_S} s")
+                state = gen.send(ready)
+        except StopIteration as done:
+            answer: _T = done.value
+            return answer
+
 
 def whole(url: str) -> str:
     """Return a URL, or a connection string of libpq, with all that it leaves open. Raises
@@ -80,7 +111,7 @@ def shown(url: str) -> str:
 def connect(conninfo: str, *, is_synced: bool = True) -> Connection:
     """Connect, with autocommit. With one that `is_synced` a commit waits until it outlives the
     server of the database. Raises psycopg.Error."""
-    connection = psycopg.connect(conninfo, autocommit=True)
+    connection = BoundedConnection.connect(conninfo, autocommit=True)
     try:
         configure(connection, is_synced=is_synced)
     except BaseException:
@@ -110,6 +141,7 @@ def open_pool(conninfo: str) -> ConnectionPool[Connection]:
     """Return connections to read over. It connects when one is asked for. Raises nothing."""
     return ConnectionPool(
         conninfo,
+        connection_class=BoundedConnection,
         kwargs={"autocommit": True},
         min_size=1,
         max_size=MAX_READERS,

@@ -18,6 +18,10 @@ _SLICE_S: Final = 0.25
 """How long one look for notifications takes: so long does `close` wait."""
 
 
+_PROBE_S: Final = 5.0
+"""How often a connection over which nothing is heard is asked whether it still works."""
+
+
 def channel_of(replica_id: int) -> str:
     """Return where a replica hears of sessions that others ask of it, each by its number."""
     return f"session_server_asked_{replica_id}"
@@ -32,6 +36,7 @@ class Notifications:
         self._changed = threading.Condition()
         self._connection: Connection | None = None
         self._is_read = self._is_closed = False
+        self._probed_s = 0.0
         self._asked: list[int] = []
         self._awaited: Counter[int] = Counter()
         self._released: set[int] = set()
@@ -94,6 +99,9 @@ class Notifications:
         self._changed.release()
         heard, is_broken = [], True
         try:
+            if time.monotonic() > self._probed_s + _PROBE_S:
+                connection.execute("SELECT")  # what is heard meanwhile is kept
+                self._probed_s = time.monotonic()
             heard = list(connection.notifies(timeout=timeout_s, stop_after=1))
             is_broken = False
         finally:
