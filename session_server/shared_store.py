@@ -6,7 +6,7 @@ import logging
 from typing import Final
 
 from session_server.config import Settings
-from session_server.sessions.store.lease import Lease
+from session_server.sessions.store.lease import ReplicaLease
 from session_server.sessions.store.lock import StoreUnusable
 from session_server.sessions.store.session_store import SessionStore
 
@@ -29,7 +29,7 @@ def open_shared(settings: Settings, url: str, *, model: bytes) -> SessionStore:
         ) from error
     durability = settings.sessions.durability
     database = PostgresDatabase(url, durability=durability)
-    lease = Lease(database, address=settings.sessions.advertise_url)
+    lease = ReplicaLease(database, address=settings.sessions.advertise_url)
     try:
         lease.join()
         store = SessionStore(

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from session_server.core.errors import ItemNotFound, SessionBusy, UnsupportedOperation
+from session_server.core.errors import (
+    ItemNotFound,
+    SessionBusy,
+    SessionServerError,
+    UnsupportedOperation,
+)
 from session_server.core.owner import Owner
 from session_server.core.session_events import ItemEdited, SessionForked, SessionRewound
 from session_server.sessions.drafts import SessionDrafts
@@ -41,6 +46,19 @@ class HistoryEdits:
     def retention(self) -> SessionRetention:
         """Return what cools and pins these sessions."""
         return SessionRetention(self.parts, self.limits, self.drafts)
+
+    async def stored_view(self, owner: Owner, view: SessionView) -> SessionView:
+        """Return a session that was just changed, once that is on disk, or cannot be. Raises
+        SessionMoved if another replica took it meanwhile."""
+        session = self.parts.sessions.find(owner, view.session_id)
+        await self.parts.logs.flush()
+        if session is not None:
+            session.check_not_lost()
+        try:
+            await self.parts.sessions.load(owner, view.session_id)
+            return self.parts.sessions.get(owner, view.session_id).view()
+        except SessionServerError:  # it has closed meanwhile
+            return view
 
     def rewind(self, owner: Owner, session_id: str, to_item: str | None) -> SessionView:
         """Go back to where the conversation ended with this item; None: to its beginning.

@@ -26,7 +26,7 @@ def keep_sessions(
     parts, flow = exits.parts, exits.flow
     sessions, quotas, logs = parts.sessions, parts.quotas, parts.logs
     logs.keep_in(store)
-    sessions.number_from(store.last_number, None if lease is None else lease.slot)
+    sessions.number_from(store.last_number, None if lease is None else lease.slot_now)
     ends = StoredEnds(store, parts, flow, clock)
     ends.count()
     restorer = Restorer(store, ends, sessions, quotas, maker, parts.link)
@@ -37,7 +37,7 @@ def keep_sessions(
         return
     shared = SharedSessions(restorer, lease, logs)
     sessions.on_disk = shared
-    lease.on_lost, lease.is_losing = exits.lose_all, lambda: exits.is_losing
+    lease.told.on_lost, lease.told.is_losing = exits.lose_all, lambda: exits.is_losing
     shared.give_up = partial(exits.give_up, is_lost=False)
     exits.on_left = shared.on_left
     logs.on_moved = partial(exits.give_up, is_lost=True)

@@ -18,7 +18,6 @@ from session_server.core.errors import (
     ServerDraining,
     SessionBusy,
     SessionExists,
-    SessionServerError,
 )
 from session_server.core.events import (
     EngineDied,
@@ -166,19 +165,6 @@ class SessionManager:
     async def stored(self) -> None:
         """Wait until what has changed so far is on disk, or cannot be."""
         await self._flow.conclusion.logs.flush()
-
-    async def stored_view(self, owner: Owner, view: SessionView) -> SessionView:
-        """Return a session that was just changed, once that is on disk, or cannot be. Raises
-        SessionMoved if another replica took it meanwhile."""
-        session = self._sessions.find(owner, view.session_id)
-        await self.stored()
-        if session is not None:
-            session.check_not_lost()
-        try:
-            await self.load(owner, view.session_id)
-            return self.get(owner, view.session_id)
-        except SessionServerError:  # it has closed meanwhile
-            return view
 
     async def create(self, owner: Owner, request: OpenRequest) -> SessionView:
         """Open a session as a client requested it, after measuring its first messages.

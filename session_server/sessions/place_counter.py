@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 SLOTS: Final = 1024
@@ -12,10 +13,11 @@ class PlaceCounter:
     """Give places that count up from one behind the last one that is known.
 
     They are microseconds of the wall clock: a plain count would show clients how many others open.
-    A replica gives those of its `slot` alone, one of `SLOTS` in a microsecond.
+    A replica gives those of its slot alone, one of `SLOTS` in a microsecond; `slot` returns it,
+    which is another one after its lease was lost.
     """
 
-    def __init__(self, last: int = 0, slot: int | None = None) -> None:
+    def __init__(self, last: int = 0, slot: Callable[[], int] | None = None) -> None:
         self._last, self._slot = last, slot
 
     def next(self, now_s: float) -> int:
@@ -24,5 +26,5 @@ class PlaceCounter:
         if self._slot is None:
             self._last = max(self._last + 1, now)
         else:
-            self._last = max(self._last // SLOTS + 1, now) * SLOTS + self._slot
+            self._last = max(self._last // SLOTS + 1, now) * SLOTS + self._slot()
         return self._last

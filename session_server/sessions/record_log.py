@@ -38,7 +38,7 @@ class RecordLog:
         self._store = store
         if store.lease is not None:
             # Those of others are found when they are asked for.
-            self._numbers = _places(store, PlaceCounter(slot=store.lease.slot))
+            self._numbers = _places(store, PlaceCounter(slot=store.lease.slot_now))
             return
         self._rows = store.records()
         last = max((max(row.number, row.used) for row in self._rows), default=0)

@@ -28,7 +28,7 @@ from session_server.sessions.restoring import Restorer, is_spare, reading, refus
 from session_server.sessions.session import Session
 from session_server.sessions.session_logs import SessionLogs
 from session_server.sessions.store.backend import SharedDatabase
-from session_server.sessions.store.lease import Lease
+from session_server.sessions.store.lease import ReplicaLease
 from session_server.sessions.store.ownership import HeldBy
 from session_server.sessions.store.records import SessionRow
 from session_server.sessions.store.session_store import SessionStore
@@ -59,7 +59,7 @@ _Key = tuple[str, str]
 class SharedSessions:
     """Take, find and give up the sessions of a shared store."""
 
-    def __init__(self, restorer: Restorer, lease: Lease, logs: SessionLogs) -> None:
+    def __init__(self, restorer: Restorer, lease: ReplicaLease, logs: SessionLogs) -> None:
         self._restorer, self._lease, self._logs = restorer, lease, logs
         self._loading: dict[_Key, asyncio.Task[None]] = {}
         self._at_once = asyncio.Semaphore(ADOPTED_AT_ONCE)
@@ -74,7 +74,7 @@ class SharedSessions:
         self._tasks: set[asyncio.Task[None]] = set()
         self._recounted_s = -math.inf
         self.give_up: Callable[[Session], None] = lambda _session: None
-        lease.on_asked = self._on_asked
+        lease.told.on_asked = self._on_asked
 
     @property
     def _store(self) -> SessionStore:

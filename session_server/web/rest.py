@@ -140,7 +140,7 @@ async def update_session(session_id: str, request: Request, caller: Caller) -> R
     view = caller.sessions.update(
         caller.owner, session_id, ttl_s=body.ttl_s, metadata=body.metadata
     )
-    view = await caller.sessions.stored_view(caller.owner, view)
+    view = await caller.sessions.edits.stored_view(caller.owner, view)
     return JsonResponse(session_body(view, caller.services.model))
 
 
@@ -168,7 +168,7 @@ async def edit_item(session_id: str, item_id: str, request: Request, caller: Cal
     """Give an item another text. The items behind it go; the next turn goes on from it."""
     body = await read_body(request, EditBody)
     view = caller.sessions.edits.edit_item(caller.owner, session_id, item_id, body.content)
-    view = await caller.sessions.stored_view(caller.owner, view)
+    view = await caller.sessions.edits.stored_view(caller.owner, view)
     return JsonResponse(session_body(view, caller.services.model))
 
 
@@ -181,7 +181,7 @@ async def rewind_session(session_id: str, request: Request, caller: Caller) -> R
     """Go back to an item."""
     body = await read_body(request, RewindBody)
     view = caller.sessions.edits.rewind(caller.owner, session_id, body.to_item)
-    view = await caller.sessions.stored_view(caller.owner, view)
+    view = await caller.sessions.edits.stored_view(caller.owner, view)
     return JsonResponse(session_body(view, caller.services.model))
 
 
@@ -211,7 +211,7 @@ async def fork_session(session_id: str, request: Request, caller: Caller) -> Res
     view = caller.sessions.edits.fork(
         caller.owner, session_id, at_item=body.at_item, new_id=body.id
     )
-    view = await caller.sessions.stored_view(caller.owner, view)
+    view = await caller.sessions.edits.stored_view(caller.owner, view)
     location = {"location": f"/v1/sessions/{view.session_id}"}
     return JsonResponse(session_body(view, caller.services.model), 201, location)
 

@@ -12,7 +12,7 @@ from functools import partial
 
 from session_server import cli, shared_store, wiring
 from session_server.local_server import LocalServer
-from session_server.sessions.store.lease import Lease
+from session_server.sessions.store.lease import ReplicaLease
 from tests.engine_host.live_echo import LiveStage
 from tests.rig.echo_server import FORWARD_S, mortal_engine
 
@@ -34,8 +34,8 @@ def echo_replica(
 
 
 if __name__ == "__main__":
-    lease_of = partial(Lease, lease_s=float(sys.argv[1]))
-    setattr(shared_store, Lease.__name__, lease_of)
+    lease_of = partial(ReplicaLease, lease_s=float(sys.argv[1]))
+    setattr(shared_store, ReplicaLease.__name__, lease_of)
     stage = LiveStage(FORWARD_S, is_device=True, max_running=16, vocab_size=VOCAB_SIZE)
     wiring.make_engine = lambda settings: mortal_engine(stage)
     sys.exit(cli.main(sys.argv[2:]))

@@ -9,10 +9,10 @@ from typing import Any
 
 import psycopg
 import pytest
+from session_server.sessions.postgres.listening import ReplicaListener, channel_of
 
 from session_server.sessions.postgres import connections, listening
 from session_server.sessions.postgres.connections import connect, open_pool, whole
-from session_server.sessions.postgres.listening import ReplicaListener, channel_of
 from tests.rig.cable import Cable, State, dial_postgres
 
 WAIT_S = 0.5

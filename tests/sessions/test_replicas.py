@@ -15,7 +15,7 @@ from session_server.core.session_events import TurnEnd
 from session_server.sessions.backlog import SLICE
 from session_server.sessions.postgres.database import PostgresDatabase
 from session_server.sessions.shared_sessions import RECOUNT_S
-from session_server.sessions.store.lease import Lease
+from session_server.sessions.store.lease import ReplicaLease
 from session_server.sessions.store.ownership import Joined
 from session_server.sessions.store.session_store import SessionStore
 from tests.sessions.world import OWNER, World, completed, turn
@@ -29,7 +29,7 @@ class Replica:
 
     world: World
     store: SessionStore
-    lease: Lease
+    lease: ReplicaLease
     database: PostgresDatabase
     name: str
     turns: dict[str, int] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Cluster:
     def start(self, lease_s: float = LEASE_S) -> Replica:
         name = f"http://replica-{len(self.replicas)}"
         database = PostgresDatabase(self.url)
-        lease = Lease(database, address=name, lease_s=lease_s)
+        lease = ReplicaLease(database, address=name, lease_s=lease_s)
         lease.join()
         store = SessionStore(database, model=b"tokenizer", wall=lease.wall_s, lease=lease)
         world = World(store=store, loop=self.loop)
@@ -209,7 +209,7 @@ def test_what_a_replica_could_not_write_is_not_told_to_be_on_disk(cluster: Clust
     manager = first.world.manager
     view = manager.update(OWNER, name, metadata={"at": "1"})
     with pytest.raises(SessionMoved):
-        first.world.do(manager.stored_view(OWNER, view))
+        first.world.do(manager.edits.stored_view(OWNER, view))
     with pytest.raises(SessionMoved):
         first.world.create(session_id="other", is_stored=True)
 
@@ -226,7 +226,7 @@ def test_what_could_not_be_written_before_a_handover_is_not_told_to_be_on_disk(
     session = manager._sessions.find(OWNER, name)
     assert session is not None
     view = manager.update(OWNER, name, metadata={"at": "1"})
-    telling = cluster.loop.create_task(manager.stored_view(OWNER, view))
+    telling = cluster.loop.create_task(manager.edits.stored_view(OWNER, view))
     first.world.do(asyncio.sleep(0))
     manager.exits.give_up(session, is_lost=False)
     with pytest.raises(SessionMoved):

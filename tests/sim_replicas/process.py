@@ -16,7 +16,7 @@ from session_server.sessions.salts import TenantSalts
 from session_server.sessions.session import Session
 from session_server.sessions.shared_sessions import SharedSessions
 from session_server.sessions.store.disk_health import DiskHealth
-from session_server.sessions.store.lease import Lease
+from session_server.sessions.store.lease import ReplicaLease
 from session_server.sessions.store.session_store import SessionStore
 from tests.sessions.paper_engine import PaperEngine
 from tests.sessions.world import letters, model_text
@@ -108,10 +108,10 @@ class Process:
         self.loop.create_task(self._tick())
         self.run()
 
-    def _join(self) -> Lease:
+    def _join(self) -> ReplicaLease:
         self.loop.threads = threads = SimThreads(self.link, self.loop.time)
         database = SimDatabase(self.site.server, threads.ask)
-        lease = Lease(database, address=self.name, clock=threads.clock)
+        lease = ReplicaLease(database, address=self.name, clock=threads.clock)
         lease._threads = threads  # type: ignore[assignment]  # run as those do
         lease.join()
         return lease

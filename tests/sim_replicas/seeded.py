@@ -14,7 +14,7 @@ from tests.mutants.mutant import Edit, Mutant
 from tests.sim_replicas.simulation import Failure, run
 
 _SESSIONS: Final = "session_server.sessions."
-_LEASE: Final = f"{_SESSIONS}store.lease:Lease."
+_LEASE: Final = f"{_SESSIONS}store.lease:ReplicaLease."
 _SHARED: Final = f"{_SESSIONS}shared_sessions:SharedSessions."
 _LOGS: Final = f"{_SESSIONS}session_logs:SessionLogs."
 _DELETIONS: Final = f"{_SESSIONS}store.deletions:Deletions."

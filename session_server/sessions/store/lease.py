@@ -1,4 +1,4 @@
-"""`Lease`: know for how long this replica may answer for the sessions of a shared store.
+"""`ReplicaLease`: know for how long this replica may answer for the sessions of a shared store.
 
 A replica has one lease for all that it holds, so that to renew it costs the same however many those
 are. The database decides: what a replica writes whose lease is over is refused there, also by one
@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar
 
@@ -46,12 +47,20 @@ _LISTEN_S: Final = 5.0
 _T = TypeVar("_T")
 
 
-class Lease:
+@dataclass(slots=True)
+class LeaseListeners:
+    """Hold whom a lease tells: that it is over (a new one begins once `is_losing` says that nothing
+    is left of what this replica held), and which session another replica asks for, by number."""
+
+    on_lost: Callable[[], None] = lambda: None
+    is_losing: Callable[[], bool] = lambda: False
+    on_asked: Callable[[int], None] = lambda _number: None
+
+
+class ReplicaLease:
     """Keep the lease of this replica. Call every method but `join` on the event loop's thread.
 
-    `on_lost` is called when the lease is over; a new one begins once `is_losing` says that nothing
-    is left of what this replica held. `on_asked` is called with the number of a session that
-    another replica asks for. `clock` returns monotonic seconds.
+    `told`: who is told of what becomes of it. `clock` returns monotonic seconds.
     """
 
     def __init__(
@@ -66,12 +75,14 @@ class Lease:
         self._address, self._lease_s, self._clock = address, lease_s, clock
         self._until_s = self._offset_s = -math.inf
         self.slot = 0
-        self.on_lost: Callable[[], None] = lambda: None
-        self.is_losing: Callable[[], bool] = lambda: False
-        self.on_asked: Callable[[int], None] = lambda _number: None
+        self.told = LeaseListeners()
         self._tasks: list[asyncio.Task[None]] = []
         self._threads = DaemonThreads("store-reader")
         self._at_once = asyncio.Semaphore(READS_AT_ONCE)
+
+    def slot_now(self) -> int:
+        """Return the slot that no other replica has."""
+        return self.slot
 
     def wall_s(self) -> float:
         """Return the database's clock, in seconds since 1970, as of the last renewal."""
@@ -140,7 +151,7 @@ class Lease:
             self._note(asked_s, now_s)
         except LeaseLost:
             self._lose()
-            while self.is_losing():
+            while self.told.is_losing():
                 await asyncio.sleep(0)
             await self.read(self.join)
 
@@ -148,7 +159,7 @@ class Lease:
         if self._until_s > -math.inf:
             self._until_s = -math.inf
             _logger.error("the lease of this replica is over: its sessions go on in others")
-            self.on_lost()
+            self.told.on_lost()
 
     def _note(self, asked_s: float, now_s: float) -> None:
         # Of the time between the question and the answer the database may have used all or none.
@@ -168,4 +179,4 @@ class Lease:
                 numbers = []
                 await asyncio.sleep(RETRY_S)
             for number in numbers:
-                self.on_asked(number)
+                self.told.on_asked(number)

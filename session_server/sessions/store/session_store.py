@@ -20,7 +20,7 @@ from session_server.sessions.store.clock import EARLIEST_S, GRACE_S, StoreClock
 from session_server.sessions.store.database import Behind, Database, Durability
 from session_server.sessions.store.deletions import Deletions
 from session_server.sessions.store.disk_health import DiskHealth
-from session_server.sessions.store.lease import Lease
+from session_server.sessions.store.lease import ReplicaLease
 from session_server.sessions.store.lock import StoreIsBusy
 from session_server.sessions.store.ownership import NotOurs
 from session_server.sessions.store.patience import NO_ANSWER, Patience
@@ -94,7 +94,7 @@ class SessionStore:
         durability: Durability = "turn",
         wall: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
-        lease: Lease | None = None,
+        lease: ReplicaLease | None = None,
     ) -> None:
         self._database, self.lease = database, lease
         self.model, self.durability = model, durability
