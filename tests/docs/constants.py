@@ -502,6 +502,12 @@ SESSIONS = (
         _PG_BREAKS,
     ),
     _constant(
+        "sessions.postgres.connections:ANSWER_TIMEOUT_S",
+        "time for one answer of PostgreSQL",
+        "s",
+        _PG_BREAKS,
+    ),
+    _constant(
         "sessions.postgres.connections:LOCK_WAIT_S",
         "time that a statement waits for another transaction of PostgreSQL",
         "s",

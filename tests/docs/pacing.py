@@ -423,6 +423,7 @@ BOUND_NOTHING = frozenset(
         "session_server.sessions.shared_sessions:_FIRST_LOOK_S",
         "session_server.sessions.shared_sessions:_LAST_LOOK_S",
         "session_server.sessions.place_counter:SLOTS",
+        "session_server.sessions.postgres.notifications:_PROBE_S",
         # Names in PostgreSQL: locks, nobody's id, a version; and a size that never changes.
         "session_server.sessions.postgres.leases:_JOINING",
         "session_server.sessions.postgres.reads:NO_REPLICA",

@@ -115,7 +115,7 @@ CLOSED_SESSION_HOLDS_QUOTA = Mutant(
     "sglang#27024 (E4)",
     Edit(
         "session_server.sessions.exits:SessionExits.finish",
-        "self._parts.quotas.release_session(session)",
+        "self.parts.quotas.release_session(session)",
         "pass",
     ),
 )

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 
@@ -228,7 +229,7 @@ def test_what_could_not_be_written_before_a_handover_is_not_told_to_be_on_disk(
     view = manager.update(OWNER, name, metadata={"at": "1"})
     telling = cluster.loop.create_task(manager.edits.stored_view(OWNER, view))
     first.world.do(asyncio.sleep(0))
-    manager.exits.give_up(session, is_lost=False)
+    cluster.loop.call_soon(partial(manager.exits.give_up, session, is_lost=False))
     with pytest.raises(SessionMoved):
         first.world.do(telling)
     first.database._conninfo = conninfo
