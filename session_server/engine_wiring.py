@@ -50,10 +50,10 @@ from session_server.text.model_text import ModelTokens, load_model_tokens
 
 _LOG: Final = logging.getLogger("session_server.engine")
 _PROGRESS_INTERVAL_S: Final = 2.0
+_NO_TOKENS: Final = np.empty(0, np.int32)
+
 Report = Callable[[BaseException], None]
 """Told of what ends the engine; any thread may call it."""
-
-_NO_TOKENS: Final = np.empty(0, np.int32)
 
 CHUNK_S: Final = 0.1
 """Seconds that a forward of prompts should take, where the device lets it."""

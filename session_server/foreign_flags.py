@@ -13,7 +13,7 @@ from session_server.core.nearest import did_you_mean, nearest
 UNSUPPORTED_FLAGS: Final[Mapping[str, str]] = {
     flag: reason
     for reason, flags in {
-        "a model is split by --tensor-parallel-size alone, over the first GPUs": (
+        "a model is split by --tensor-parallel-size alone": (
             "--pp --pp-size --pipeline-parallel-size --dp --dp-size --data-parallel-size --ep "
             "--ep-size --expert-parallel-size --enable-expert-parallel --enable-dp-attention "
             "--base-gpu-id --gpu-id-step"

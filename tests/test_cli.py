@@ -106,7 +106,10 @@ def test_the_engines_process_begins_to_start_before_the_web_framework_is_importe
             "unrecognized arguments: dir/of/model; pass a checkpoint as --model-path dir/of/model",
         ),
         ("chat --tp 2", "unrecognized argument --tp"),
-        ("serve --tp 2", "--tp is not supported, because a model runs on one device"),
+        (
+            "serve --pp 2",
+            "--pp is not supported, because a model is split by --tensor-parallel-size alone",
+        ),
         ("serve --max-model-len=8", "--max-model-len is called --context-length here"),
         ("audit --limit -1", "argument --limit: expected a whole number at least 0, got '-1'"),
         (

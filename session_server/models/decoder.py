@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -76,7 +77,7 @@ class Decoder:
         """
         self.config = config
         self.embedding = embedding
-        self.embed = self._look_up
+        self.embed: Callable[[Tensor], Tensor] = partial(functional.embedding, weight=embedding)
         self.norm = norm
         self.head = head
         # Rounded to the embedding's dtype: families are trained with the rounded factor.
@@ -140,9 +141,6 @@ class Decoder:
         if logits_indices is not None:
             hidden = hidden.index_select(0, logits_indices)
         return self.norm(hidden)
-
-    def _look_up(self, token_ids: Tensor) -> Tensor:
-        return functional.embedding(token_ids, self.embedding)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute the scores of the next token: [n, hidden] -> float32 [n, vocab]."""

@@ -149,14 +149,12 @@ class Ranks:
         with _in_step():
             return torch.cat(self.group.gather(head(hidden)), dim=1)
 
-    def begin_probe(self, probe: Probe) -> None:
-        """Have every rank probe a page; implements `OtherRanks.begin_probe`."""
+    def probe(self, probe: Probe, check: Callable[[], Tensor]) -> Tensor:
+        """Probe a page on all ranks; implements `OtherRanks.probe`. Raises RankLost."""
         tokens = probe.tokens.astype(np.int32).tobytes()
         self.send(Check(self._take_writes(), probe.row, probe.start, tokens, probe.states))
-
-    def agree(self, holds: Tensor) -> Tensor:
-        """Return whether a page holds on every rank; implements `OtherRanks.agree`."""
-        return self.group.agree(holds)
+        with _in_step():
+            return self.group.agree(check())
 
     def _take_writes(self) -> tuple[Write, ...]:
         writes = tuple(self._writes)

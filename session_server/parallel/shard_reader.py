@@ -14,8 +14,8 @@ from session_server.models.errors import CheckpointError
 from session_server.models.layers.block_weight import Weight
 from session_server.models.layers.linear import Linear
 from session_server.parallel.group import RankGroup
-from session_server.parallel.reduced import with_sums
 from session_server.parallel.sharding import Shard, fused_parts, is_summed_bias, shard_config
+from session_server.parallel.sums import with_sums
 from session_server.runner.checkpoint import Progress, Shape, WeightSource
 from session_server.runner.host_memory import return_freed_memory
 from session_server.runner.weight_rows import as_dense

@@ -6,7 +6,7 @@ With a draft model, its forwards come first: they write its own KV and propose t
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
@@ -51,11 +51,11 @@ class OtherRanks(Protocol):
     def write(self, writes: Sequence[TableWrite]) -> None:
         """Apply table writes before the next forward."""
 
-    def begin_probe(self, probe: Probe) -> None:
-        """Have every rank probe a page, whose forward is not accompanied."""
+    def probe(self, probe: Probe, check: Callable[[], Tensor]) -> Tensor:
+        """Have every rank probe a page; return whether it holds on all, a bool scalar.
 
-    def agree(self, holds: Tensor) -> Tensor:
-        """Return whether what was probed holds on every rank; a bool scalar on the device."""
+        `check`: probes it on this rank; its forward is not accompanied.
+        """
         ...
 
     def accompany(self, model: int, inputs: ForwardInputs) -> AbstractContextManager[None]:
@@ -228,10 +228,8 @@ class ModelRunner:
         return outputs
 
     def _probe(self, probe: Probe) -> Tensor:
-        if self._others is None:
-            return probe_holds(probe, self._model, self._tables)
-        self._others.begin_probe(probe)
-        return self._others.agree(probe_holds(probe, self._model, self._tables))
+        check = partial(probe_holds, probe, self._model, self._tables)
+        return check() if self._others is None else self._others.probe(probe, check)
 
     def _build(self, batch: Batch) -> tuple[ForwardInputs, Tensor | None]:
         """Return the inputs of the forward, and the drafts that the draft model made for it."""

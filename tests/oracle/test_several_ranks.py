@@ -21,7 +21,9 @@ from session_server.core.batch import Batch, Probe, PromptLogprobRange
 from session_server.core.ids import SessionId
 from session_server.engine import drafting
 from session_server.engine.config import Drafter, Speculation
+from session_server.models.config import FULL_POOL
 from session_server.models.errors import CheckpointError, ModelError
+from session_server.models.registry import load_config
 from session_server.parallel.loading import load_over, torch_options
 from session_server.parallel.messages import LoadPart
 from session_server.parallel.ranks import Ranks
@@ -178,8 +180,9 @@ def test_codes_that_share_a_scale_stay_together_or_are_refused(tmp_path: Path) -
 def test_a_draft_model_is_split_like_the_model(
     family: str, checkpoints: Mapping[str, Path], references: Mapping[str, Reference]
 ) -> None:
-    """A strange family guesses wrong nearly always; only its like can help a deepseek."""
-    stranger = family if family.startswith("deepseek") else "qwen2"
+    """A strange family guesses wrong nearly always. One without full attention helps itself."""
+    has_full = FULL_POOL in load_config(checkpoints[family]).pools
+    stranger = "qwen2" if has_full else family
     held = new_talks(8)
     setup = Setup(family, 4, 7, overlap=True, speculation=Speculation(4, Drafter.MODEL))
     counters = run_talks(setup, checkpoints[family], held, draft=checkpoints[stranger])
