@@ -193,9 +193,7 @@ class SimDatabase:
         held = self._deletable(number)
         if held is None:
             return 0
-        row = structs.replace(
-            held.row, session_id=f"{held.row.session_id}/{number}", expires_s=0.0
-        )
+        row = structs.replace(held.row, session_id=f"{held.row.session_id}/{number}", expires_s=0.0)
         self._tables.sessions[number] = held._replace(row=row)
         return row.num_bytes
 
@@ -262,9 +260,7 @@ class SimDatabase:
     def page(self, owner_id: str, *, after: int, now_s: float, limit: int) -> list[SessionRow]:
         """Return up to `limit` sessions of an owner that have a higher number, in order."""
         return self._rows(
-            lambda row: (
-                row.owner_id == owner_id and row.number > after and row.expires_s >= now_s
-            ),
+            lambda row: row.owner_id == owner_id and row.number > after and row.expires_s >= now_s,
             limit,
         )
 
@@ -357,9 +353,7 @@ class SimDatabase:
             if row.expires_s >= question.now_s
             and row.number not in question.without
             and (
-                question.text in STATE
-                or question.text in row.session_id
-                or row.owner_id in owners
+                question.text in STATE or question.text in row.session_id or row.owner_id in owners
             )
         ]
         found.sort(key=lambda each: (each[0], each[1].number))
@@ -413,7 +407,7 @@ def _check_bounds(row: SessionRow) -> None:
 
 
 def _last_entries(entries: Sequence[bytes]) -> tuple[int, int]:
-    """Return how many entries are left behind one write that deletes, and the bytes of the others."""
+    """Return how many entries are left behind one write that deletes, and its bytes."""
     num_left, total = len(entries), 0
     for entry in entries[::-1][:DELETED_ENTRIES]:
         if total and total + len(entry) > DELETED_BYTES:

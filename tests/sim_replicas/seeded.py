@@ -1,4 +1,4 @@
-"""Bugs in what replicas do with leases, epochs and sessions that move, for the simulator to find."""
+"""Bugs in what replicas do with leases, epochs and sessions that move, for the simulator."""
 
 from __future__ import annotations
 

@@ -37,9 +37,7 @@ class Tables:
 
     def copy(self) -> Tables:
         """Return tables that a transaction may change."""
-        return Tables(
-            dict(self.sessions), dict(self.entries), dict(self.records), dict(self.parts)
-        )
+        return Tables(dict(self.sessions), dict(self.entries), dict(self.records), dict(self.parts))
 
     def named(self, owner_id: str, session_id: str) -> HeldRow | None:
         """Return a session by its owner and id."""
