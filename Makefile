@@ -103,6 +103,13 @@ soak: $(STAMPS)/runtime ## twenty million checked steps of the simulator, on all
 	$(SAY) 'soak: $(STEPS) steps, seeds $(SEEDS)'
 	@$(SIM) --seeds $(SEEDS) --steps $(STEPS) $(if $(REPORT),--report $(REPORT))
 
+.PHONY: soak-replicas
+soak-replicas: SEEDS ?= 0..
+soak-replicas: STEPS ?= 5000000
+soak-replicas: $(STAMPS)/dev ## five million steps of replicas that share a simulated database (STEPS=, SEEDS=)
+	$(SAY) 'soak-replicas: $(STEPS) steps, seeds $(SEEDS)'
+	@$(TEST_ENV) $(BIN)/python -m tests.sim_replicas --seeds $(SEEDS) --steps $(STEPS) --jobs $(WORKERS)
+
 .PHONY: seeded
 seeded: $(STAMPS)/dev ## search for every seeded bug with the simulator, and write the table anew
 	$(SAY) 'seeded: up to a million steps for each'
@@ -222,7 +229,8 @@ browser: $(STAMPS)/prove ## drive the page in Chromium (CHROMIUM=PATH; needs Nod
 	$(SAY) 'browser: the page and the dashboard in Chromium'
 	@CLIENTS=$(CLIENTS) $(TEST_ENV) $(BIN)/python -m pytest tests/browser $(if $(KEYS),-k '$(KEYS)')
 
-PROOFS ?= everything cpus sanitizers sglang fuzz schemathesis structured oracle agents observe clients browser cluster chaos crashes torn-disk load seeded soak \
+PROOFS ?= everything cpus sanitizers sglang fuzz schemathesis structured oracle agents observe clients browser cluster chaos crashes replicas torn-disk load seeded \
+	soak soak-replicas \
 	mutation
 
 .PHONY: prove

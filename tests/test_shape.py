@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("cache", "session_server", "examples", "tests/sim")
+PACKAGES = ("cache", "session_server", "examples", "tests/sim", "tests/sim_replicas")
 FORBIDDEN_STEMS = {"utils", "util", "common", "helpers", "helper", "mixin", "misc", "base_manager"}
 MAY_BE_MANAGER = {Path("session_server/sessions/manager.py")}
 MAX_DEPTH = 3

@@ -36,11 +36,11 @@ class Edit:
         """Run the wrong code inside the block."""
         function = self.function
         right = function.__code__
-        function.__code__ = _wrong_code(self)
+        function.__code__ = _wrong_code(self)  # type: ignore[misc]  # of a function
         try:
             yield
         finally:
-            function.__code__ = right
+            function.__code__ = right  # type: ignore[misc]
 
 
 class Mutant:

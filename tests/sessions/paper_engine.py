@@ -16,6 +16,7 @@ from typing import Literal
 from session_server.core.commands import (
     CancelTurn,
     CloseSession,
+    CoolSession,
     DraftInput,
     DropDraft,
     EngineCommand,
@@ -237,7 +238,7 @@ class PaperEngine:
                 self._cut(turn_id, num_outputs, FinishReason.STOP)
             case CancelTurn(turn_id=turn_id, num_outputs=num_outputs):
                 self._cut(turn_id, num_outputs, FinishReason.CANCELLED)
-            case WarmSession():
+            case WarmSession() | CoolSession():
                 pass  # the paper engine keeps nothing outside of its slots
             case CloseSession(session_id=session_id):
                 slot = self.slots.pop(session_id, None)

@@ -47,7 +47,7 @@ class Client:
     def __init__(self, town: Town, number: int, turns: dict[str, list[TurnRequest]]) -> None:
         self._town, self._number, self._turns = town, number, turns
         self._num_made = 0
-        self._task: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[object] | None = None
         self.is_over = self.is_idle = False
 
     def begin(self) -> None:

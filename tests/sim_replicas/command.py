@@ -1,6 +1,7 @@
-"""`python -m tests.sim_replicas [--seeds A..B] [--steps N] [--jobs N]`: simulate replicas that share
-a database, seed by seed, until so many steps were made. Ends with 1 at the first seed that fails,
-or if something worth checking has never happened; the same seed fails again, by itself.
+"""`python -m tests.sim_replicas [--seeds A..B] [--steps N] [--jobs N]`: simulate replicas.
+
+Seed by seed, until so many steps were made. Ends with 1 at the first seed that fails, or if
+something worth checking has never happened; the same seed fails again, by itself.
 """
 
 from __future__ import annotations

@@ -407,7 +407,7 @@ def _check_bounds(row: SessionRow) -> None:
 
 
 def _last_entries(entries: Sequence[bytes]) -> tuple[int, int]:
-    """Return how many entries are left behind one write that deletes, and the bytes of the others."""
+    """Return how many entries are left behind one write that deletes, and its bytes."""
     num_left, total = len(entries), 0
     for entry in entries[::-1][:DELETED_ENTRIES]:
         if total and total + len(entry) > DELETED_BYTES:

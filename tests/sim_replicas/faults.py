@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Sequence
 from typing import Protocol
 
 from tests.sim.draws import Draws
@@ -32,15 +32,10 @@ class Weather:
     """Let one thing after another go wrong, and right again, until `end`."""
 
     def __init__(
-        self,
-        machines: list[Machine],
-        schedule: Schedule,
-        server: DatabaseServer,
-        draws: Draws,
-        reached: Counter[str],
+        self, machines: Sequence[Machine], schedule: Schedule, server: DatabaseServer, draws: Draws
     ) -> None:
         self._machines, self._schedule, self._server = machines, schedule, server
-        self._draws, self._reached = draws, reached
+        self._draws, self._reached = draws, server.reached
         self.is_over = False
         self.every_ms = 4000
         self.skew = 0

@@ -194,8 +194,8 @@ class Process:
             self.run()
 
     def start(
-        self, work: Coroutine[Any, Any, None], done: Callable[[asyncio.Task[None]], None]
-    ) -> asyncio.Task[None]:
+        self, work: Coroutine[Any, Any, object], done: Callable[[asyncio.Task[Any]], None]
+    ) -> asyncio.Task[Any]:
         """Have a request served."""
         task = self.loop.create_task(work)
         task.add_done_callback(done)

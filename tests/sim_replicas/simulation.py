@@ -109,7 +109,7 @@ class Simulation:
             draws.pick("engine step", (0.002, 0.02, 0.2)),
         )
         self.machines = [Machine(site, f"http://replica-{n}") for n in range(num_replicas)]
-        self.weather = Weather(list(self.machines), self.schedule, server, draws, server.reached)
+        self.weather = Weather(self.machines, self.schedule, server, draws)
         self.weather.skew = draws.pick("skews", (0, 20, 140))
         self.weather.every_ms = draws.pick("weather", (1000, 4000, 16_000))
         self.max_sessions = draws.pick("sessions", (2, 4, 10))
@@ -267,8 +267,8 @@ def run(seed: int, *, max_steps: int = MAX_STEPS) -> Report:
         except Broken as broken:
             raise Failure(seed, simulation.schedule.num_steps, broken) from broken
         except Exception as error:
-            broken = Broken("crash", repr(error))
-            raise Failure(seed, simulation.schedule.num_steps, broken) from error
+            crash = Broken("crash", repr(error))
+            raise Failure(seed, simulation.schedule.num_steps, crash) from error
         finally:
             simulation.end()
     return Report(seed, simulation.schedule.num_steps, simulation.server.reached)

@@ -117,7 +117,7 @@ class ReplicaLoop(VirtualLoop):
     def _write_to_self(self) -> None:
         """Wake nobody: nobody sleeps."""
 
-    def run_in_executor(
+    def run_in_executor(  # type: ignore[override]
         self, executor: object, func: Callable[..., _T], *args: Any
     ) -> asyncio.Future[_T]:
         """Run work that asks the database, or that returns what is to be awaited."""
