@@ -75,6 +75,17 @@ crashes: $(STAMPS)/dev ## a thousand servers killed with kill -9 under sixteen c
 	$(SAY) 'crashes: $(CYCLES) servers with one store, and clients that remember'
 	@$(TEST_ENV) $(BIN)/python -m tests.chaos.crashes --cycles $(CYCLES) --seed $(SEED)
 
+KILLS ?= 200
+CUTS ?= 60
+
+.PHONY: replicas
+replicas: SEED ?= 1
+replicas: $(STAMPS)/dev ## kill, pause and end replicas that share a PostgreSQL, then part them from it (KILLS=, CUTS=, SEED=; needs PostgreSQL)
+	$(SAY) 'replicas: $(KILLS) kills of three servers over one database'
+	@$(TEST_ENV) $(BIN)/python -m tests.chaos.replicas --kills $(KILLS) --seed $(SEED)
+	$(SAY) 'replicas: $(CUTS) lines that are cut, slowed, held or dead'
+	@$(TEST_ENV) $(BIN)/python -m tests.chaos.partitions --cuts $(CUTS) --seed $(SEED)
+
 LIVES ?= 3
 
 .PHONY: torn-disk
@@ -230,8 +241,7 @@ browser: $(STAMPS)/prove ## drive the page in Chromium (CHROMIUM=PATH; needs Nod
 	@CLIENTS=$(CLIENTS) $(TEST_ENV) $(BIN)/python -m pytest tests/browser $(if $(KEYS),-k '$(KEYS)')
 
 PROOFS ?= everything cpus sanitizers sglang fuzz schemathesis structured oracle agents observe clients browser cluster chaos crashes replicas torn-disk load seeded \
-	soak soak-replicas \
-	mutation
+	soak soak-replicas mutation
 
 .PHONY: prove
 prove: $(STAMPS)/prove ## all of the above that proves something, and how long each took (PROOFS=)

@@ -274,6 +274,16 @@ class SimDatabase:
             counts[2] += row.num_bytes if row.expires_s == 0 else 0
         return [Holding(owner_id, *counts) for owner_id, counts in found.items()]
 
+    def holdings_of(self, owner_ids: Sequence[str]) -> list[Holding]:
+        """Return what some owners have."""
+        found = {held.owner_id: held for held in self.holdings() if held.owner_id in owner_ids}
+        for record in self.records():
+            if record.owner_id in owner_ids:
+                held = found.get(record.owner_id, Holding(record.owner_id, 0, 0, 0))
+                held = held._replace(num_bytes=held.num_bytes + record.num_bytes)
+                found[record.owner_id] = held
+        return list(found.values())
+
     def expired(self, after: tuple[float, int], until_s: float, *, limit: int) -> list[SessionRow]:
         """Return up to `limit` sessions that expire before a time and that no other live replica
         holds, behind a place in that order."""

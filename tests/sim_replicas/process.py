@@ -142,8 +142,8 @@ class Process:
         reached, lease, exits = self.site.server.reached, self.lease, manager.exits
         shared, logs = manager._sessions.on_disk, exits.parts.logs
         assert isinstance(shared, SharedSessions)
-        give_up, on_lost, on_moved = shared.give_up, lease.on_lost, logs.on_moved
-        on_asked = lease.on_asked
+        give_up, on_lost, on_moved = shared.give_up, lease.told.on_lost, logs.on_moved
+        on_asked = lease.told.on_asked
 
         def asked(number: int) -> None:
             session = manager._sessions.numbered(number)
@@ -163,7 +163,7 @@ class Process:
             reached["write refused"] += 1
             on_moved(session)
 
-        lease.on_asked, lease.on_lost = asked, lost
+        lease.told.on_asked, lease.told.on_lost = asked, lost
         shared.give_up, logs.on_moved = given_up, moved
 
     @property

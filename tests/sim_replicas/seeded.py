@@ -48,7 +48,7 @@ MUTANTS: Final[Mapping[str, Mutant]] = MappingProxyType(
         "lost lease keeps sessions": _bug(
             "Sessions stay in memory when the lease is lost.",
             f"{_LEASE}_lose",
-            "self.on_lost()",
+            "self.told.on_lost()",
             "pass",
         ),
         "late renewal keeps sessions": _bug(
@@ -66,7 +66,7 @@ MUTANTS: Final[Mapping[str, Mutant]] = MappingProxyType(
         "asked for in vain": _bug(
             "Nobody hears what others ask for.",
             f"{_LEASE}_listen",
-            "self.on_asked(number)",
+            "self.told.on_asked(number)",
             "pass",
         ),
         "released again once read": _bug(
