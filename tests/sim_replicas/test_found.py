@@ -97,7 +97,8 @@ def test_a_session_that_could_not_be_written_is_not_told_to_be_durable(quiet: Qu
     replica = quiet.start()
     lose(quiet, replica)
     request = OpenRequest(session_id="ours", is_stored=True)
-    assert quiet.do(replica, replica.manager.create(OWNER, request)).is_durable is False
+    with pytest.raises(SessionMoved):
+        quiet.do(replica, replica.manager.create(OWNER, request))
 
 
 def test_who_asks_a_replica_that_has_lost_its_lease_is_told_to_ask_again(quiet: Quiet) -> None:
@@ -142,8 +143,8 @@ def test_a_deletion_that_was_refused_is_not_told_to_be_durable(quiet: Quiet) -> 
     replica = quiet.start()
     quiet.open(replica, "ours")
     lose(quiet, replica)
-    view = quiet.do(replica, replica.manager.exits.delete(OWNER, "ours"))
-    assert view.is_durable is False
+    with pytest.raises(SessionMoved):
+        quiet.do(replica, replica.manager.exits.delete(OWNER, "ours"))
 
 
 def test_a_read_that_has_failed_counts_once(quiet: Quiet) -> None:
