@@ -14,7 +14,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from typing import Final
 import msgspec
 
 from session_server.config import LOOPBACK
+from session_server.core.child_process import PYTHON_MODULE
 from session_server.sessions.store.places import state_directory
 
 CONNECT_TIMEOUT_S: Final = 5.0
@@ -34,7 +34,7 @@ TOKEN_FILE: Final = "token"  # noqa: S105 - its name
 _TAIL_LINES: Final = 12
 _LOOK_S: Final = 0.2
 
-_RAY: Final = (sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block")
+_RAY: Final = (*PYTHON_MODULE, "ray.scripts.scripts", "start", "--head", "--block")
 
 
 class HeadFailed(Exception):

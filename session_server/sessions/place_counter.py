@@ -20,6 +20,11 @@ class PlaceCounter:
     def __init__(self, last: int = 0, slot: Callable[[], int] | None = None) -> None:
         self._last, self._slot = last, slot
 
+    @property
+    def is_shared(self) -> bool:
+        """Return whether other servers give places too."""
+        return self._slot is not None
+
     def next(self, now_s: float) -> int:
         """Return the next place, at a time in seconds since 1970."""
         now = int(now_s * 1e6)

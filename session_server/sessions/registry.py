@@ -144,10 +144,12 @@ class SessionRegistry:
         self._by_owner.setdefault(session.owner, {})[session.session_id] = session
         insort(self._in_order.setdefault(session.owner, []), session, key=_order)
         self._by_engine_id[session.copy.session_id] = session
-        self._by_order[session.life.order] = session
+        if self._places.is_shared:
+            self._by_order[session.life.order] = session
 
     def numbered(self, number: int) -> Session | None:
-        """Return the session in memory that has this place in the order, or None."""
+        """Return the session in memory that has this place in the order, or None; in a store that
+        others share."""
         return self._by_order.get(number)
 
     def remove(self, session: Session, reason: CloseReason) -> None:
@@ -169,7 +171,8 @@ class SessionRegistry:
         del in_order[bisect_left(in_order, session.life.order, key=_order)]
         if not owned:
             del self._by_owner[session.owner], self._in_order[session.owner]
-        del self._by_engine_id[session.copy.session_id], self._by_order[session.life.order]
+        del self._by_engine_id[session.copy.session_id]
+        self._by_order.pop(session.life.order, None)
         if self.on_disk is not None:
             self.on_disk.forget(session)
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import psycopg
 import pytest
-from session_server.sessions.postgres.listening import ReplicaListener, channel_of
 
-from session_server.sessions.postgres import connections, listening
+from session_server.sessions.postgres import connections, notifications
 from session_server.sessions.postgres.connections import connect, open_pool, whole
+from session_server.sessions.postgres.notifications import Notifications, channel_of
 from tests.rig.cable import Cable, State, dial_postgres
 
 WAIT_S = 0.5
@@ -21,7 +21,7 @@ WAIT_S = 0.5
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "ANSWER_TIMEOUT_S", WAIT_S)
-    monkeypatch.setattr(listening, "_PROBE_S", WAIT_S)
+    monkeypatch.setattr(notifications, "_PROBE_S", WAIT_S)
 
 
 def over(cable: Cable, url: str) -> str:
@@ -75,7 +75,7 @@ def test_a_pool_replaces_connections_over_which_no_answer_comes(url: str) -> Non
 def test_a_replica_listens_anew_where_its_connection_has_died(url: str) -> None:
     async def scenario() -> None:
         async with Cable(dial_postgres(url)) as cable:
-            listener = ReplicaListener(over(cable, url), 7)
+            listener = Notifications(over(cable, url), 7)
             assert await asyncio.to_thread(listener.asked, 0.1) == []
             await dies(cable)
             await asyncio.sleep(WAIT_S)

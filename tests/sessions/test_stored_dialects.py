@@ -239,7 +239,7 @@ def test_nobody_is_told_of_a_response_before_it_is_on_disk(disk: Disk) -> None:
         response = this.ask("one", conversation=conversation)
         assert response.content.state == "running"
         with pytest.raises(Exception, match="has not ended"):
-            this.turns.previous(OWNER, response.key, scope=None)
+            this.world.do(this.turns.previous(OWNER, response.key, scope=None))
         assert (rows_of(disk), rows_of(disk, "parts"), rows_of(disk, "entries")) == (1, 2, 0)
         assert disk.store.num_untold == 1  # all of it in one commit
         disk.store.tell()
