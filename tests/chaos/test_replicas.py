@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests.chaos import partitions, replicas
-from tests.chaos.ledger import Ledger
 from tests.depth import at_depth
 
 
