@@ -75,6 +75,17 @@ crashes: $(STAMPS)/dev ## a thousand servers killed with kill -9 under sixteen c
 	$(SAY) 'crashes: $(CYCLES) servers with one store, and clients that remember'
 	@$(TEST_ENV) $(BIN)/python -m tests.chaos.crashes --cycles $(CYCLES) --seed $(SEED)
 
+KILLS ?= 200
+CUTS ?= 60
+
+.PHONY: replicas
+replicas: SEED ?= 1
+replicas: $(STAMPS)/dev ## kill, pause and part replicas that share a store (KILLS=, CUTS=, SEED=; needs PostgreSQL)
+	$(SAY) 'replicas: $(KILLS) servers and engines killed, under clients that remember'
+	@REQUIRE_POSTGRES=1 $(TEST_ENV) $(BIN)/python -m tests.chaos.replicas --kills $(KILLS) --seed $(SEED)
+	$(SAY) 'replicas: $(CUTS) times a line is cut, slowed, held or dies'
+	@REQUIRE_POSTGRES=1 $(TEST_ENV) $(BIN)/python -m tests.chaos.partitions --cuts $(CUTS) --seed $(SEED)
+
 LIVES ?= 3
 
 .PHONY: torn-disk
@@ -216,7 +227,7 @@ browser: $(STAMPS)/prove ## drive the page in Chromium (CHROMIUM=PATH; needs Nod
 	$(SAY) 'browser: the page and the dashboard in Chromium'
 	@CLIENTS=$(CLIENTS) $(TEST_ENV) $(BIN)/python -m pytest tests/browser $(if $(KEYS),-k '$(KEYS)')
 
-PROOFS ?= everything cpus sanitizers sglang fuzz schemathesis structured oracle agents observe clients browser chaos crashes torn-disk load seeded soak \
+PROOFS ?= everything cpus sanitizers sglang fuzz schemathesis structured oracle agents observe clients browser chaos crashes replicas torn-disk load seeded soak \
 	mutation
 
 .PHONY: prove

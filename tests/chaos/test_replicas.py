@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from session_server.sessions.store.records import EndRecord, LogEntry, encode_entry
 from tests.chaos import partitions, replicas
+from tests.chaos.ledger import Ledger, Row
 from tests.depth import at_depth
+from tests.sessions.test_store import ENTRY
 
 
 @pytest.mark.timeout(900)
@@ -24,3 +27,32 @@ def test_a_replica_that_is_parted_from_its_database_answers_for_nothing_and_come
     )
     print("\n".join(waits))
     assert not report.problems, "\n".join(report.problems)
+
+
+TURN = EndRecord(7, b"digest", "stop", "", 1, 0, 5, 4, 3, 2, 1, -1.0)
+DATA = encode_entry(LogEntry(ENTRY.change))
+ENDS = encode_entry(LogEntry(ENTRY.change, (TURN,)))
+
+
+@pytest.mark.parametrize(
+    ("entries", "problem"),
+    [
+        ([(1, 0, 1, DATA), (1, 2, 1, DATA)], "positions have a gap"),
+        ([(1, 0, 2, DATA), (1, 1, 1, DATA)], "epochs fall"),
+        ([(1, 0, 1, ENDS), (1, 1, 2, ENDS)], "ended again"),
+        ([(1, 0, 1, DATA)], "1 entries are there, of 2"),
+        ([(1, 0, 1, DATA), (1, 1, 3, DATA)], "an entry of epoch 3 in epoch 2"),
+        ([(1, 0, 1, DATA), (1, 1, 2, DATA), (2, 0, 1, DATA)], "which is not there"),
+    ],
+)
+def test_the_ledger_says_what_cannot_be_there(entries: list[Row], problem: str) -> None:
+    num_bytes = sum(len(entry) for session, _, _, entry in entries if session == 1)
+    found = [*Ledger([(1, "s1", 2, num_bytes, 2)], entries).problems()]
+    assert len(found) == 1, found
+    assert problem in found[0]
+
+
+def test_the_ledger_lets_a_turn_that_failed_run_again() -> None:
+    failed = encode_entry(ENTRY)
+    entries = [(1, 0, 1, failed), (1, 1, 2, failed)]
+    assert not [*Ledger([(1, "s1", 2, 2 * len(failed), 2)], entries).problems()]
