@@ -80,11 +80,11 @@ CUTS ?= 60
 
 .PHONY: replicas
 replicas: SEED ?= 1
-replicas: $(STAMPS)/dev ## kill, pause and end replicas that share a PostgreSQL, then part them from it (KILLS=, CUTS=, SEED=; needs PostgreSQL)
-	$(SAY) 'replicas: $(KILLS) kills of three servers over one database'
-	@$(TEST_ENV) $(BIN)/python -m tests.chaos.replicas --kills $(KILLS) --seed $(SEED)
-	$(SAY) 'replicas: $(CUTS) lines that are cut, slowed, held or dead'
-	@$(TEST_ENV) $(BIN)/python -m tests.chaos.partitions --cuts $(CUTS) --seed $(SEED)
+replicas: $(STAMPS)/dev ## kill, pause and part replicas that share a store (KILLS=, CUTS=, SEED=; needs PostgreSQL)
+	$(SAY) 'replicas: $(KILLS) servers and engines killed, under clients that remember'
+	@REQUIRE_POSTGRES=1 $(TEST_ENV) $(BIN)/python -m tests.chaos.replicas --kills $(KILLS) --seed $(SEED)
+	$(SAY) 'replicas: $(CUTS) times a line is cut, slowed, held or dies'
+	@REQUIRE_POSTGRES=1 $(TEST_ENV) $(BIN)/python -m tests.chaos.partitions --cuts $(CUTS) --seed $(SEED)
 
 LIVES ?= 3
 

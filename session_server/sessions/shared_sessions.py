@@ -10,12 +10,14 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 from session_server.core.errors import (
     InternalInconsistency,
     ServerBusy,
+    ServerDraining,
     SessionMoved,
     SessionServerError,
     UnknownModel,
@@ -56,12 +58,20 @@ MAX_LOOKED_UP: Final = 4096
 _Key = tuple[str, str]
 
 
+@dataclass(slots=True, eq=False)
+class _Loading:
+    """Hold a session that is being brought here. `number`: as it was found; None before."""
+
+    task: asyncio.Task[None] | None = None
+    number: int | None = None
+
+
 class SharedSessions:
     """Take, find and give up the sessions of a shared store."""
 
     def __init__(self, restorer: Restorer, lease: ReplicaLease, logs: SessionLogs) -> None:
         self._restorer, self._lease, self._logs = restorer, lease, logs
-        self._loading: dict[_Key, asyncio.Task[None]] = {}
+        self._loading: dict[_Key, _Loading] = {}
         self._at_once = asyncio.Semaphore(ADOPTED_AT_ONCE)
         self._looked_up: dict[_Key, int | None] = {}
         self._asked: set[int] = set()
@@ -104,6 +114,7 @@ class SharedSessions:
         Raises:
             SessionMoved: another replica holds it, and does not give it up now.
             ServerBusy: the database cannot be read, or there is no room in memory.
+            ServerDraining: the server shuts down.
             And whatever `Restorer` raises.
         """
         self.check()
@@ -112,13 +123,14 @@ class SharedSessions:
             if session.closing != "moved":
                 return
             await self._moving(session)
-        task = self._loading.get(key)
-        if task is None:
-            task = self._spawn(self._adopt(owner, session_id))
-            self._loading[key] = task
-            task.add_done_callback(lambda _task: self._loading.pop(key))
+        loading = self._loading.get(key)
+        if loading is None:
+            loading = self._loading[key] = _Loading()
+            loading.task = self._spawn(self._adopt(owner, session_id, loading))
+            loading.task.add_done_callback(lambda _task: self._loading.pop(key))
+        assert loading.task is not None, "a session that nothing brings here"
         # Others may wait for it too, and it is registered whole or not at all.
-        await asyncio.shield(task)
+        await asyncio.shield(loading.task)
 
     async def _moving(self, session: Session) -> None:
         """Wait until a session that is asked for has left. Raises SessionMoved."""
@@ -129,14 +141,15 @@ class SharedSessions:
         except TimeoutError:
             session.check_not_closing()
 
-    async def _adopt(self, owner: Owner, session_id: str) -> None:
+    async def _adopt(self, owner: Owner, session_id: str, loading: _Loading) -> None:
         leaving = self._leaving.get((owner.owner_id, session_id))
         if leaving is not None:  # to take it first, and release it then, would leave it nobody's
             await asyncio.wait([leaving])
-        row = await self._take(owner, session_id)
+        row = await self._take(owner, session_id, loading)
         self._note_looked_up(owner, session_id, row)
         if row is None:
             return
+        loading.number = row.number
         try:
             async with self._at_once:
                 await self._restore(owner, row)
@@ -150,12 +163,18 @@ class SharedSessions:
         if was_asked and session is not None:
             self.give_up(session)
 
-    async def _take(self, owner: Owner, session_id: str) -> SessionRow | None:
+    async def _take(
+        self, owner: Owner, session_id: str, loading: _Loading | None = None
+    ) -> SessionRow | None:
         loop, delay_s = asyncio.get_running_loop(), _FIRST_LOOK_S
         until_s = loop.time() + HANDOVER_WAIT_S
         take = partial(self._database.take, owner.owner_id, session_id)
         with reading(self._store):
             while isinstance(found := await self._lease.read(take), HeldBy):
+                if loading is not None:
+                    loading.number = found.number
+                if self._sessions.is_ending:
+                    raise ServerDraining("the server is shutting down")
                 if loop.time() >= until_s:
                     where = f" at {found.address}" if found.address else ""
                     raise SessionMoved(f"the session is in another replica{where}: ask again")
@@ -194,16 +213,18 @@ class SharedSessions:
 
     def _on_asked(self, number: int) -> None:
         session = self._sessions.numbered(number)
+        # One whose number is not known yet may be the session.
+        loading = [each for each in self._loading.values() if each.number in (None, number)]
         if session is not None:
             self.give_up(session)
-        elif self._loading:
-            self._asked.add(number)  # it may be one of them
-            self._spawn(self._release_unread(number, [*self._loading.values()]))
+        elif loading:
+            self._asked.add(number)
+            self._spawn(self._release_unread(number, loading))
         else:
             self._spawn(self._release(number))
 
-    async def _release_unread(self, number: int, loading: Sequence[asyncio.Task[None]]) -> None:
-        await asyncio.wait(loading)
+    async def _release_unread(self, number: int, loading: Sequence[_Loading]) -> None:
+        await asyncio.wait([each.task for each in loading if each.task is not None])
         if number in self._asked:
             self._asked.discard(number)
             await self._release(number)

@@ -136,7 +136,8 @@ class Cluster:
         """End a server in order: its sessions are handed over at once."""
         status = await self._end(replica, signal.SIGTERM)
         if status not in self.good_ends:
-            self.report.problems.append(f"a server that was told to end exited with {status}")
+            said = replica.server.last_lines if replica.server is not None else ""
+            self.report.problems.append(f"exit {status} of a server that was told to end: {said}")
 
     async def _end(self, replica: Replica, number: signal.Signals) -> int:
         url, server = replica.url, replica.server

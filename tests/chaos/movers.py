@@ -286,13 +286,20 @@ class Onlooker:
             await asyncio.sleep(0.2 * self.chance.share())
 
     async def _look(self, http: httpx.AsyncClient, session_id: str) -> None:
-        answer = await http.get(f"/v1/sessions/{session_id}/items")
-        if answer.status_code == 200:
-            items = answer.json()["data"]
-            self.seen[session_id].append(
-                tuple(f"{item['id']} {item['turn_id']} {item['content']}" for item in items)
-            )
-            self.report.saw["looked at"] += 1
+        path = f"/v1/sessions/{session_id}"
+        before = await http.get(path)
+        answer = await http.get(f"{path}/items")
+        after = await http.get(path)
+        if not all(each.status_code == 200 for each in (before, answer, after)):
+            return
+        was_moved = before.json()["epoch"] != after.json()["epoch"]
+        if was_moved or not after.json()["durable"]:
+            return  # some of it may be lost with its replica
+        items = answer.json()["data"]
+        self.seen[session_id].append(
+            tuple(f"{item['id']} {item['turn_id']} {item['content']}" for item in items)
+        )
+        self.report.saw["looked at"] += 1
 
     def problems(self) -> Iterator[str]:
         """Say where a session was shorter than before, or another one."""

@@ -7,17 +7,17 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 
 import pytest
 
-from session_server.core.errors import SessionExists, SessionMoved, SessionNotFound
+from session_server.core.errors import ServerDraining, SessionExists, SessionMoved, SessionNotFound
 from session_server.core.session_events import TurnEnd
 from session_server.sessions.backlog import SLICE
 from session_server.sessions.postgres.database import PostgresDatabase
-from session_server.sessions.shared_sessions import RECOUNT_S
+from session_server.sessions.shared_sessions import HANDOVER_WAIT_S, RECOUNT_S
 from session_server.sessions.store.lease import ReplicaLease
 from session_server.sessions.store.ownership import Joined
+from session_server.sessions.store.records import SessionRow
 from session_server.sessions.store.session_store import SessionStore
 from tests.sessions.world import OWNER, World, completed, turn
 
@@ -226,12 +226,16 @@ def test_what_could_not_be_written_before_a_handover_is_not_told_to_be_on_disk(
     manager = first.world.manager
     session = manager._sessions.find(OWNER, name)
     assert session is not None
-    view = manager.update(OWNER, name, metadata={"at": "1"})
-    telling = cluster.loop.create_task(manager.edits.stored_view(OWNER, view))
-    first.world.do(asyncio.sleep(0))
-    cluster.loop.call_soon(partial(manager.exits.give_up, session, is_lost=False))
+
+    async def change() -> None:
+        view = manager.update(OWNER, name, metadata={"at": "1"})
+        telling = asyncio.create_task(manager.edits.stored_view(OWNER, view))
+        await asyncio.sleep(0)
+        manager.exits.give_up(session, is_lost=False)
+        await telling
+
     with pytest.raises(SessionMoved):
-        first.world.do(telling)
+        first.world.do(change())
     first.database._conninfo = conninfo
     assert second.history(name)
 
@@ -267,6 +271,37 @@ def test_a_session_that_a_lost_replica_could_not_delete_is_not_told_to_be_gone(
     with pytest.raises(SessionMoved):
         first.world.do(first.world.manager.exits.delete(OWNER, name))
     completed(second.say(name, "b"))
+
+
+def test_who_waits_for_one_session_gives_up_another_meanwhile(cluster: Cluster) -> None:
+    first, second, third = (cluster.start(lease_s=60.0) for _ in range(3))
+    ours = second.world.create(session_id="ours", is_stored=True)
+    theirs = third.world.create(session_id="theirs", is_stored=True)
+    cluster.pause(third)
+    waiting = cluster.loop.create_task(first.world.manager.load(OWNER, theirs))
+    cluster.stop(second)
+    taken = first.database.take(OWNER.owner_id, ours)  # and it is not in memory
+    assert isinstance(taken, SessionRow)
+    fourth = cluster.start()
+    began_s = time.monotonic()
+    assert fourth.history(ours) == ()
+    assert time.monotonic() - began_s < HANDOVER_WAIT_S / 2
+    assert not waiting.done()
+    with pytest.raises(SessionMoved):
+        cluster.loop.run_until_complete(waiting)
+
+
+def test_nobody_waits_in_a_replica_that_ends_for_a_session_of_another(cluster: Cluster) -> None:
+    first, second = (cluster.start(lease_s=60.0) for _ in range(2))
+    name = second.world.create(session_id="theirs", is_stored=True)
+    cluster.pause(second)
+    waiting = cluster.loop.create_task(first.world.manager.load(OWNER, name))
+    first.world.do(asyncio.sleep(0.2))
+    first.world.do(first.world.manager.drain(0.0))
+    began_s = time.monotonic()
+    with pytest.raises(ServerDraining):
+        cluster.loop.run_until_complete(waiting)
+    assert time.monotonic() - began_s < HANDOVER_WAIT_S / 2
 
 
 def test_an_id_is_taken_in_all_replicas(cluster: Cluster) -> None:
