@@ -38,7 +38,7 @@ def check(report: Report) -> None:
     missed = set(at_depth(SURE, proof=())) & {name for name in SURE if not report.saw[name]}
     of_chance = at_depth("never happened: ", proof="nothing")
     problems = [problem for problem in report.problems if not problem.startswith(of_chance)]
-    assert not problems and not missed, "\n".join([*problems, *missed])
+    assert not (problems := [*problems, *missed]), "\n".join(problems)
 
 
 TURN = EndRecord(7, b"digest", "stop", "", 1, 0, 5, 4, 3, 2, 1, -1.0)
