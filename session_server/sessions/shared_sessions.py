@@ -40,6 +40,9 @@ from session_server.sessions.views import SessionView, StoredSummary
 HANDOVER_WAIT_S: Final = 8.0
 """How long a request waits for the replica that holds its session."""
 
+ASK_AGAIN_S: Final = 1.0
+"""How often it asks: a replica that has lost its connection to the database has not heard it."""
+
 _FIRST_LOOK_S: Final = 0.01
 _LAST_LOOK_S: Final = 0.25
 
@@ -166,7 +169,7 @@ class SharedSessions:
     async def _take(
         self, owner: Owner, session_id: str, loading: _Loading | None = None
     ) -> SessionRow | None:
-        loop, delay_s = asyncio.get_running_loop(), _FIRST_LOOK_S
+        loop, delay_s, asked_s = asyncio.get_running_loop(), _FIRST_LOOK_S, -math.inf
         until_s = loop.time() + HANDOVER_WAIT_S
         take = partial(self._database.take, owner.owner_id, session_id)
         with reading(self._store):
@@ -178,8 +181,9 @@ class SharedSessions:
                 if loop.time() >= until_s:
                     where = f" at {found.address}" if found.address else ""
                     raise SessionMoved(f"the session is in another replica{where}: ask again")
-                # Each time: what is asked while the other one does not listen is lost.
-                await self._lease.read(partial(self._database.ask_for, found))
+                if loop.time() >= asked_s + ASK_AGAIN_S:
+                    asked_s = loop.time()
+                    await self._lease.read(partial(self._database.ask_for, found))
                 await asyncio.sleep(delay_s)
                 delay_s = min(2 * delay_s, _LAST_LOOK_S)
         if found is None or found.number in self._store.deletions.hidden:

@@ -87,6 +87,17 @@ class Mover(Client):
             self.waits.took_s[fate].append(time.monotonic() - since_s)
         self.left = None
 
+    async def _is_as_remembered(self, http: httpx.AsyncClient) -> bool:
+        """Compare as `Client` does what is on disk: what a replica has in memory alone, because it
+        cannot reach the database, may be lost with it."""
+        if self.session_id is not None:
+            answer = await http.get(f"/v1/sessions/{self.session_id}")
+            if answer.status_code == 200 and answer.json()["durable"] is False:
+                self.report.saw["shown, and not on disk"] += 1
+                await asyncio.sleep(0.1)
+                return False
+        return await super()._is_as_remembered(http)
+
     def _forget(self) -> None:
         super()._forget()
         self.left = None
@@ -108,7 +119,7 @@ class Mover(Client):
         return not self.is_sticky and self.chance.happens(0.15)
 
     async def _rewind(self, http: httpx.AsyncClient) -> None:
-        if self.rewinds:
+        if self.rewinds and self.unknown is None:
             await super()._rewind(http)
 
     async def is_settled(self, url: str) -> bool:

@@ -420,6 +420,7 @@ BOUND_NOTHING = frozenset(
         "session_server.sessions.store.lease:RENEWALS",
         "session_server.sessions.store.lease:RETRY_S",
         "session_server.sessions.store.lease:_LISTEN_S",
+        "session_server.sessions.shared_sessions:ASK_AGAIN_S",
         "session_server.sessions.shared_sessions:_FIRST_LOOK_S",
         "session_server.sessions.shared_sessions:_LAST_LOOK_S",
         "session_server.sessions.place_counter:SLOTS",

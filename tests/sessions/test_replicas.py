@@ -16,7 +16,7 @@ from session_server.sessions.backlog import SLICE
 from session_server.sessions.postgres.database import PostgresDatabase
 from session_server.sessions.shared_sessions import HANDOVER_WAIT_S, RECOUNT_S
 from session_server.sessions.store.lease import ReplicaLease
-from session_server.sessions.store.ownership import Joined
+from session_server.sessions.store.ownership import HeldBy, Joined
 from session_server.sessions.store.records import SessionRow
 from session_server.sessions.store.session_store import SessionStore
 from tests.sessions.world import OWNER, World, completed, turn
@@ -122,6 +122,22 @@ def test_a_session_goes_on_in_another_replica_once_it_is_asked_for_there(cluster
     assert again.end is not None
     assert completed(again.end).outcome.is_durable
     assert first.history(name) == longer
+
+
+def test_a_session_is_asked_for_again_where_nobody_has_heard_it(cluster: Cluster) -> None:
+    first, second = cluster.start(), cluster.start()
+    name = first.world.create(session_id="ours", is_stored=True)
+    asked: list[HeldBy] = []
+    ask_for = second.database.ask_for
+
+    def deafly(held: HeldBy) -> None:
+        asked.append(held)
+        if len(asked) > 1:
+            ask_for(held)
+
+    second.database.ask_for = deafly  # type: ignore[method-assign]
+    assert second.history(name) == ()
+    assert len(asked) > 1
 
 
 def test_a_running_turn_ends_before_its_session_is_handed_over(cluster: Cluster) -> None:
