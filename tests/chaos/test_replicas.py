@@ -6,6 +6,7 @@ import pytest
 
 from session_server.sessions.store.records import EndRecord, LogEntry, encode_entry
 from tests.chaos import partitions, replicas
+from tests.chaos.crashes import Report
 from tests.chaos.ledger import Ledger, Row
 from tests.depth import at_depth
 from tests.sessions.test_store import ENTRY
@@ -17,7 +18,7 @@ def test_what_was_told_outlives_kills_pauses_and_handovers() -> None:
         3, kills=at_depth(3, proof=60), lease_s=3.0, pace_s=1.5, num_clients=6
     )
     print("\n".join(waits))
-    assert not report.problems, "\n".join(report.problems)
+    check(report)
 
 
 @pytest.mark.timeout(900)
@@ -26,7 +27,18 @@ def test_a_replica_that_is_parted_from_its_database_answers_for_nothing_and_come
         3, cuts=at_depth(3, proof=40), lease_s=3.0, pace_s=1.0, num_clients=4
     )
     print("\n".join(waits))
-    assert not report.problems, "\n".join(report.problems)
+    check(report)
+
+
+SURE = ("turn.completed", "adoptions", "leases lost")
+"""What happens in a short run too, on a machine of whatever speed; `PROVE=1` wants all of it."""
+
+
+def check(report: Report) -> None:
+    missed = set(at_depth(SURE, proof=())) & {name for name in SURE if not report.saw[name]}
+    of_chance = at_depth("never happened: ", proof="nothing")
+    problems = [problem for problem in report.problems if not problem.startswith(of_chance)]
+    assert not (problems := [*problems, *missed]), "\n".join(problems)
 
 
 TURN = EndRecord(7, b"digest", "stop", "", 1, 0, 5, 4, 3, 2, 1, -1.0)

@@ -21,7 +21,7 @@ from session_server.sessions.store.records import SessionRow
 from session_server.sessions.store.session_store import SessionStore
 from tests.sessions.world import OWNER, World, completed, turn
 
-LEASE_S = 1.0
+LEASE_S = 3.0
 
 
 @dataclass
