@@ -236,6 +236,7 @@ class SessionLogs:
         if place.is_writing:
             return
         if place.has_moved:
+            self._behind.pop(session, None)
             refused, place.told = place.told, []
             tell_each(refused, Moved())
             return
@@ -302,7 +303,7 @@ class SessionLogs:
                 self.on_moved(session)
             else:
                 place.is_behind = True
-                if session.life.log is place:
+                if session.life.log is place and not place.has_moved:
                     self._behind[session] = None
             tell_each(told, error)
             if place.is_durable:

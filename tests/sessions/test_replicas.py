@@ -256,6 +256,27 @@ def test_what_could_not_be_written_before_a_handover_is_not_told_to_be_on_disk(
     assert second.history(name)
 
 
+def test_what_a_lost_replica_could_not_write_waits_no_longer(cluster: Cluster) -> None:
+    first = cluster.start()
+    name = first.world.create(session_id="ours", is_stored=True)
+    conninfo, first.database._conninfo = first.database._conninfo, "host=/nowhere"
+    first.database._writer.close()
+    manager = first.world.manager
+    view = manager.update(OWNER, name, metadata={"at": "1"})
+    assert first.world.do(manager.edits.stored_view(OWNER, view)).is_durable is False
+    logs = manager._flow.conclusion.logs
+    use = logs.use()
+    assert use is not None
+    assert use.num_behind == 1
+    cluster.loop.call_soon(manager.exits.lose_all)
+    cluster.until(lambda: first.num_in_memory == 0)
+    first.world.do(manager.stored())
+    use = logs.use()
+    assert use is not None
+    assert use.num_behind == 0, "it goes on elsewhere, without that"
+    first.database._conninfo = conninfo
+
+
 def test_a_replica_joins_again_once_it_has_given_up_all_that_it_held(cluster: Cluster) -> None:
     first = cluster.start()
     for number in range(4 * SLICE):
