@@ -156,6 +156,11 @@ class SharedSessions:
         try:
             async with self._at_once:
                 await self._restore(owner, row)
+        except InternalInconsistency:
+            if await self._is_still_ours(row):
+                self._spawn(self._release(row.number))
+                raise
+            raise SessionMoved("the session has moved while it was read: ask again") from None
         except SessionServerError:
             self._spawn(self._release(row.number))
             raise
@@ -189,6 +194,13 @@ class SharedSessions:
         if found is None or found.number in self._store.deletions.hidden:
             return None
         return found
+
+    async def _is_still_ours(self, row: SessionRow) -> bool:
+        """Return whether nobody has taken a session since this replica did: what was read of it is
+        of one log then."""
+        with reading(self._store):
+            found = await self._lease.read(partial(self._database.numbered, row.number))
+        return found is not None and found.epoch == row.epoch
 
     async def _restore(self, owner: Owner, row: SessionRow) -> None:
         restored, num_read = self._restorer.begin(owner, row), 0
