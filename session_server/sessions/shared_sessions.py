@@ -120,6 +120,9 @@ class SharedSessions:
             ServerDraining: the server shuts down.
             And whatever `Restorer` raises.
         """
+        session = self._sessions.find(owner, session_id)
+        if session is not None and session.life.log is None:
+            return  # it is in no store
         self.check()
         key = owner.owner_id, session_id
         while (session := self._sessions.find(owner, session_id)) is not None:

@@ -154,8 +154,10 @@ class Partitions:
     async def _answers_without_a_store(self, http: httpx.AsyncClient) -> None:
         body = {"messages": [{"role": "user", "content": "red"}], "max_tokens": 2, "model": MODEL}
         answer = await http.post("/v1/chat/completions", json=body)
-        which = "answered" if answer.status_code == 200 else f"refused {answer.text} of"
-        self.report.saw[f"{which} without a store"] += 1
+        if answer.status_code == 200:
+            self.report.saw["answered without a store"] += 1
+        else:
+            self.report.saw[f"without a store: {answer.json()['error']['code']}"] += 1
 
     async def _answers_for_nothing(
         self, replica: Replica, http: httpx.AsyncClient, name: str

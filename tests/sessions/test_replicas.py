@@ -341,6 +341,16 @@ def test_nobody_waits_in_a_replica_that_ends_for_a_session_of_another(cluster: C
     assert time.monotonic() - began_s < HANDOVER_WAIT_S / 2
 
 
+def test_a_session_that_is_not_stored_needs_no_lease(cluster: Cluster) -> None:
+    first = cluster.start()
+    name = first.world.create()
+    cluster.pause(first)
+    first.lease._until_s = 0.0
+    first.world.submit(name, turn("a"))
+    first.world.engine.run()
+    completed(first.world.end_of(name, "a"))
+
+
 def test_an_id_is_taken_in_all_replicas(cluster: Cluster) -> None:
     first, second = cluster.start(), cluster.start()
     first.world.create(session_id="ours", is_stored=True)
