@@ -143,12 +143,6 @@ SLICES = (
         "another look follows",
     ),
     _constant(
-        "sessions.postgres.answer_watch:_LOOK_S",
-        "time between two looks for answers of PostgreSQL that are late",
-        "s",
-        "another look follows",
-    ),
-    _constant(
         "sessions.postgres.connections:_RECONNECT_S",
         "time that connections to PostgreSQL are tried anew by themselves",
         "s",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
+from collections.abc import Iterator
 from typing import Any, Final, TypeVar
 
 import psycopg
@@ -65,28 +68,43 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "keepalives_count": 3,
 }
 
-Connection = psycopg.Connection[tuple[Any, ...]]
-
 _T = TypeVar("_T")
 
 
-class BoundedConnection(Connection):
-    """Give up a connection over which no answer comes, so that nothing waits for it for ever."""
+class PostgresConnection(psycopg.Connection[tuple[Any, ...]]):
+    """Give up a connection over which no answer comes, so that nothing waits for it for ever.
+
+    PostgreSQL bounds its statements itself, but not its commits: one that waits for a standby waits
+    for ever, and so does whoever has asked a server that is frozen, while its system goes on to
+    acknowledge what is sent.
+    """
+
+    _until_s = math.inf
+
+    @contextlib.contextmanager
+    def answering(self, until_s: float) -> Iterator[None]:
+        """Have all that is asked in this block answered until a time, in monotonic seconds; what
+        waits then fails as if the network had broken: with psycopg.OperationalError."""
+        self._until_s = until_s
+        try:
+            yield
+        finally:
+            self._until_s = math.inf
 
     def wait(self, gen: PQGen[_T], *args: Any, **kwargs: Any) -> _T:
-        """Wait as psycopg does, for no longer than `ANSWER_TIMEOUT_S`. Raises
+        """Wait as psycopg does, for no longer than `ANSWER_TIMEOUT_S` and `answering` allow. Raises
         psycopg.OperationalError then, and closes the connection."""
         return super().wait(self._bounded(gen), *args, **kwargs)
 
     def _bounded(self, gen: PQGen[_T]) -> PQGen[_T]:
-        until_s = time.monotonic() + ANSWER_TIMEOUT_S
+        until_s = min(self._until_s, time.monotonic() + ANSWER_TIMEOUT_S)
         try:
             state = next(gen)
             while True:
                 ready = yield state
                 if time.monotonic() > until_s:
                     self.pgconn.finish()
-                    raise psycopg.OperationalError(f"no answer in {ANSWER_TIMEOUT_S} s")
+                    raise psycopg.OperationalError("no answer in time")
                 state = gen.send(ready)
         except StopIteration as done:
             answer: _T = done.value
@@ -108,10 +126,10 @@ def shown(url: str) -> str:
     return f"postgresql://{host}{port}/{given.get('dbname', '')}"
 
 
-def connect(conninfo: str, *, is_synced: bool = True) -> Connection:
+def connect(conninfo: str, *, is_synced: bool = True) -> PostgresConnection:
     """Connect, with autocommit. With one that `is_synced` a commit waits until it outlives the
     server of the database. Raises psycopg.Error."""
-    connection = BoundedConnection.connect(conninfo, autocommit=True)
+    connection = PostgresConnection.connect(conninfo, autocommit=True)
     try:
         configure(connection, is_synced=is_synced)
     except BaseException:
@@ -120,7 +138,7 @@ def connect(conninfo: str, *, is_synced: bool = True) -> Connection:
     return connection
 
 
-def configure(connection: Connection, *, is_synced: bool = True) -> None:
+def configure(connection: PostgresConnection, *, is_synced: bool = True) -> None:
     """Have a connection behave as this package expects, whatever is the default of the server, the
     database or the role."""
     # Who waits for more than one disk is not made to wait for less.
@@ -137,11 +155,11 @@ def configure(connection: Connection, *, is_synced: bool = True) -> None:
     connection.execute(f"SELECT {settings} FROM current_setting('synchronous_commit') AS synced")  # noqa: S608
 
 
-def open_pool(conninfo: str) -> ConnectionPool[Connection]:
+def open_pool(conninfo: str) -> ConnectionPool[PostgresConnection]:
     """Return connections to read over. It connects when one is asked for. Raises nothing."""
     return ConnectionPool(
         conninfo,
-        connection_class=BoundedConnection,
+        connection_class=PostgresConnection,
         kwargs={"autocommit": True},
         min_size=1,
         max_size=MAX_READERS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Final
 
@@ -133,7 +134,6 @@ class PostgresDatabase(Leases):
         self._stop_listening()
         self._writer.close()
         self._pool.close()
-        self._answers.close()
 
     def shorten_log(self, *, erases: bool) -> None:
         """Do nothing: PostgreSQL sees to its own log."""
@@ -147,7 +147,7 @@ class PostgresDatabase(Leases):
         LeaseLost, Moved, NameTaken, Behind, psycopg.Error."""
         self._begin()
         try:
-            with self._answers.watch(self._writer, COMMIT_WAIT_S):
+            with self._writer.answering(time.monotonic() + COMMIT_WAIT_S):
                 yield
                 self._commit()
         except BaseException:
@@ -172,7 +172,7 @@ class PostgresDatabase(Leases):
     def _try_to_begin(self) -> bool:
         """Begin, and return whether this replica has its lease."""
         # In one message, which therefore has the number in its text.
-        with self._answers.watch(self._writer, ANSWER_WAIT_S):
+        with self._writer.answering(time.monotonic() + ANSWER_WAIT_S):
             cursor = self._writer.execute(f"BEGIN; {LEASE % self.replica_id}")
         cursor.nextset()
         return cursor.rowcount == 1
@@ -196,7 +196,7 @@ class PostgresDatabase(Leases):
     def _roll_back(self) -> None:
         """Leave the connection as it was, or close one that cannot be used any more."""
         try:
-            with self._answers.watch(self._writer, ANSWER_WAIT_S):
+            with self._writer.answering(time.monotonic() + ANSWER_WAIT_S):
                 self._writer.execute("ROLLBACK")
         except psycopg.Error:
             self._writer.close()

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from psycopg_pool import ConnectionPool
 
-from session_server.sessions.postgres.connections import Connection
+from session_server.sessions.postgres.connections import PostgresConnection
 from session_server.sessions.postgres.notifications import RELEASED, Notifications, channel_of
 from session_server.sessions.postgres.reads import NO_REPLICA, PostgresReads
 from session_server.sessions.postgres.schema import COLUMNS
@@ -62,7 +62,7 @@ class _Free(NamedTuple):
 class Leases(PostgresReads):
     """Hold sessions for one replica, once it has joined. Any thread may call this."""
 
-    def __init__(self, pool: ConnectionPool[Connection], conninfo: str, place: str) -> None:
+    def __init__(self, pool: ConnectionPool[PostgresConnection], conninfo: str, place: str) -> None:
         super().__init__(pool)
         self._conninfo, self._place = conninfo, place
         self._listener: Notifications | None = None
@@ -77,7 +77,7 @@ class Leases(PostgresReads):
         self._listener = Notifications(self._conninfo, joined.replica_id)
         return joined
 
-    def _join(self, address: str, lease_s: float, connection: Connection) -> Joined:
+    def _join(self, address: str, lease_s: float, connection: PostgresConnection) -> Joined:
         with connection.transaction():
             connection.execute("SELECT pg_advisory_xact_lock(%s)", (_JOINING,))
             # Slots of those that are over; but nobody waits for what one of them still commits.
@@ -133,7 +133,7 @@ class Leases(PostgresReads):
         raise AssertionError("replicas hold a session one after another that are all over")
 
     def _try_to_take(
-        self, owner_id: str, session_id: str, connection: Connection
+        self, owner_id: str, session_id: str, connection: PostgresConnection
     ) -> SessionRow | HeldBy | int | None:
         """As `take`; but return the id of a replica that is over, and to be buried."""
         name = (owner_id, session_id)
@@ -156,7 +156,7 @@ class Leases(PostgresReads):
             return SessionRow(*taken)
 
     def _look(
-        self, connection: Connection, name: tuple[str, str], *, lock: str = ""
+        self, connection: PostgresConnection, name: tuple[str, str], *, lock: str = ""
     ) -> _Free | HeldBy | int | None:
         """Say whether a session may be taken; else as `_try_to_take`."""
         query = (
@@ -221,13 +221,13 @@ _HELD: Final = (
 )
 
 
-def _bury(replica_id: int, connection: Connection) -> None:
+def _bury(replica_id: int, connection: PostgresConnection) -> None:
     """Delete a replica whose lease has ended, once its commit is over that is under way."""
     query = "DELETE FROM replicas WHERE id = %s AND expires <= clock_timestamp()"
     connection.execute(query, (replica_id,))
 
 
-def _delete_replica(replica_id: int, connection: Connection) -> None:
+def _delete_replica(replica_id: int, connection: PostgresConnection) -> None:
     connection.execute("DELETE FROM replicas WHERE id = %s", (replica_id,))
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
-from session_server.sessions.postgres.connections import Connection, connect
+from session_server.sessions.postgres.connections import PostgresConnection, connect
 from session_server.sessions.store.ownership import LeaseLost
 
 RELEASED: Final = "session_server_released"
@@ -34,7 +34,7 @@ class Notifications:
     def __init__(self, conninfo: str, replica_id: int) -> None:
         self._conninfo, self._channel = conninfo, channel_of(replica_id)
         self._changed = threading.Condition()
-        self._connection: Connection | None = None
+        self._connection: PostgresConnection | None = None
         self._is_read = self._is_closed = False
         self._probed_s = 0.0
         self._asked: list[int] = []
@@ -93,7 +93,7 @@ class Notifications:
                 self._hear(self._listen(), min(left_s, _SLICE_S))
         return True
 
-    def _hear(self, connection: Connection, timeout_s: float) -> None:
+    def _hear(self, connection: PostgresConnection, timeout_s: float) -> None:
         """Read what has been said; the lock is free meanwhile."""
         self._is_read = True
         self._changed.release()
@@ -117,7 +117,7 @@ class Notifications:
                     self._asked += numbers
             self._changed.notify_all()
 
-    def _listen(self) -> Connection:
+    def _listen(self) -> PostgresConnection:
         """Return the connection, which is made if there is none, while others wait for it. Raises
         LeaseLost once it is closed, psycopg.Error."""
         if self._is_closed:

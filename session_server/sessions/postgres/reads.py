@@ -9,11 +9,10 @@ from typing import Any, Final, TypeVar
 import psycopg
 from psycopg_pool import ConnectionPool
 
-from session_server.sessions.postgres.answer_watch import AnswerWatch
 from session_server.sessions.postgres.connections import (
     ANSWER_WAIT_S,
     MAX_READERS,
-    Connection,
+    PostgresConnection,
 )
 from session_server.sessions.postgres.schema import COLUMNS
 from session_server.sessions.store.pieces import first_rows
@@ -52,9 +51,8 @@ class PostgresReads:
 
     replica_id = NO_REPLICA
 
-    def __init__(self, pool: ConnectionPool[Connection]) -> None:
+    def __init__(self, pool: ConnectionPool[PostgresConnection]) -> None:
         self._pool = pool
-        self._answers = AnswerWatch()
 
     def find(self, owner_id: str, session_id: str) -> SessionRow | None:
         """Return a session as of the last commit."""
@@ -212,14 +210,14 @@ class PostgresReads:
             lambda connection: connection.execute(query, values, binary=True).fetchall()
         )
 
-    def _over_pool(self, ask: Callable[[Connection], _FoundT]) -> _FoundT:
+    def _over_pool(self, ask: Callable[[PostgresConnection], _FoundT]) -> _FoundT:
         """Ask over a connection of the pool, again over another where it was broken: nobody knows
         that of one that was idle. What is asked for may be done twice."""
+        until_s = time.monotonic() + ANSWER_WAIT_S
         for num_left in reversed(range(MAX_READERS + 1)):
             with self._pool.connection() as connection:
-                until_s = time.monotonic() + ANSWER_WAIT_S
                 try:
-                    with self._answers.watch(connection, ANSWER_WAIT_S):
+                    with connection.answering(until_s):
                         return ask(connection)
                 except psycopg.OperationalError:
                     is_late = time.monotonic() >= until_s

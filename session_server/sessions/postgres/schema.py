@@ -7,7 +7,7 @@ from typing import Final
 
 from psycopg import errors
 
-from session_server.sessions.postgres.connections import SCHEMA, Connection
+from session_server.sessions.postgres.connections import SCHEMA, PostgresConnection
 from session_server.sessions.store import schema
 from session_server.sessions.store.lock import StoreUnusable
 
@@ -84,7 +84,7 @@ _LOCK: Final = 0x53535253
 _SECRET_BYTES: Final = 32
 
 
-def migrate(connection: Connection, place: str) -> bytes:
+def migrate(connection: PostgresConnection, place: str) -> bytes:
     """Bring the tables to this version, those of a new store too, and return the secret of the
     store: random bytes that live as long as it does. Replicas may call it at once. Raises
     StoreUnusable, psycopg.Error."""
@@ -106,7 +106,7 @@ def migrate(connection: Connection, place: str) -> bytes:
     return secret
 
 
-def _check_server(connection: Connection, place: str) -> None:
+def _check_server(connection: PostgresConnection, place: str) -> None:
     info = connection.info
     if info.server_version < _OLDEST:
         raise StoreUnusable(
@@ -125,7 +125,7 @@ def _check_server(connection: Connection, place: str) -> None:
         )
 
 
-def _version(connection: Connection, place: str) -> int:
+def _version(connection: PostgresConnection, place: str) -> int:
     """Return the version of the tables, 0 where there are none. Raises StoreUnusable."""
     query = "SELECT count(*) FROM pg_namespace WHERE nspname = %s"
     if not _count(connection, query, SCHEMA):
@@ -152,19 +152,19 @@ def _version(connection: Connection, place: str) -> int:
     return version
 
 
-def _count(connection: Connection, query: str, name: str) -> int:
+def _count(connection: PostgresConnection, query: str, name: str) -> int:
     row = connection.execute(query, (name,)).fetchone()
     return 0 if row is None else int(row[0])
 
 
-def _fact(connection: Connection, name: str) -> bytes | None:
+def _fact(connection: PostgresConnection, name: str) -> bytes | None:
     # By its whole name: a schema that this user may not use is left out of the search path.
     query = f"SELECT value FROM {SCHEMA}.facts WHERE name = %s"  # noqa: S608
     row = connection.execute(query, (name,)).fetchone()
     return None if row is None else bytes(row[0])
 
 
-def _put_fact(connection: Connection, name: str, value: bytes) -> None:
+def _put_fact(connection: PostgresConnection, name: str, value: bytes) -> None:
     query = (
         "INSERT INTO facts VALUES (%s, %s) ON CONFLICT (name) DO UPDATE SET value = EXCLUDED.value"
     )
