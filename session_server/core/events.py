@@ -438,14 +438,9 @@ EngineEvent = (
     | SessionCooled
     | SessionGone
     | KVForgotten
-    | TurnStarted
+    | TurnEvent
     | InputDrafted
-    | PrefillProgressed
-    | PromptLogprobsComputed
-    | TokensProduced
     | StepTokens
-    | TurnFinished
-    | TurnFailed
     | MemoryReported
     | CacheFlushed
     | EngineStats

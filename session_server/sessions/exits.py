@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
-from session_server.core.errors import SessionMoved
 from session_server.core.owner import Owner
 from session_server.core.session_events import CancelReason, CloseReason, SessionClosed
 from session_server.sessions.backlog import SLICE
@@ -14,6 +13,7 @@ from session_server.sessions.drafts import SessionDrafts
 from session_server.sessions.drain import Drain
 from session_server.sessions.parts import SessionParts
 from session_server.sessions.session import Session
+from session_server.sessions.turn_ends import turn_moved
 from session_server.sessions.turn_flow import TurnFlow
 from session_server.sessions.views import SessionView
 
@@ -55,8 +55,8 @@ class SessionExits:
         view = self.close_named(owner, session_id, "client")
         await logs.flush()  # the end of a turn, with which the session goes
         await logs.flush()
-        if place is not None and place.has_moved:
-            raise SessionMoved("the session goes on in another replica: ask again")
+        if place is not None:
+            place.check_not_moved()
         is_open = session is not None and session is sessions.find(owner, session_id)
         is_gone = not is_open and logs.is_gone(number)
         return replace(view, is_durable=is_gone if is_stored else None)
@@ -94,7 +94,7 @@ class SessionExits:
         log.has_moved |= is_lost
         session.closing = "moved"
         lost = (*session.queue, *([session.live] if session.live else [])) if is_lost else ()
-        self.flow.cancel(session, *lost, keep_partial=False, reason="draining", moved=_moved())
+        self.flow.cancel(session, *lost, keep_partial=False, reason="draining", moved=turn_moved())
 
     def lose_all(self) -> None:
         """Give up all sessions of a shared store: the lease of this replica is over."""
@@ -197,7 +197,3 @@ class SessionExits:
 def _keeps_pinned_kv(session: Session) -> bool:
     """Return whether a pin keeps KV of the session, which leaves the pools with it."""
     return session.settings.is_pinned and session.copy.state == "resident"
-
-
-def _moved() -> SessionMoved:
-    return SessionMoved("the session goes on in another replica: send the turn again")

@@ -122,6 +122,11 @@ class LogPlace:
     epoch: int = 0
     has_moved: bool = False
 
+    def check_not_moved(self) -> None:
+        """Raise SessionMoved if another replica holds the session."""
+        if self.has_moved:
+            raise _moved()
+
     @property
     def is_written(self) -> bool:
         """Return whether all of the session is in the store."""
@@ -206,13 +211,13 @@ class Session:
         """Raise SessionMoved if the session goes on in another replica, perhaps without its last
         change."""
         if self.closing == "moved" and self.life.log is not None and not self.life.log.is_written:
-            raise SessionMoved("the session goes on in another replica: ask again")
+            raise _moved()
 
     def check_not_closing(self) -> None:
         """Raise SessionClosing if the session takes no new work, SessionMoved if that goes
         elsewhere."""
         if self.closing == "moved":
-            raise SessionMoved("the session goes on in another replica: ask again")
+            raise _moved()
         if self.closing is not None:
             raise SessionClosing("the session is closing")
 
@@ -332,3 +337,7 @@ class Session:
         if self.closing is not None:
             return "closing"
         return "resident" if self.copy.state == "resident" else "cold"
+
+
+def _moved() -> SessionMoved:
+    return SessionMoved("the session goes on in another replica: ask again")

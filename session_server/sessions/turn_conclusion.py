@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from session_server.core.errors import SessionMoved
 from session_server.core.session_events import SessionRewound, TurnEnd
 from session_server.sessions.bugs import contained
 from session_server.sessions.ended_turns import record_of
@@ -16,7 +15,7 @@ from session_server.sessions.store.ownership import NotOurs
 from session_server.sessions.store.writer import Beside, Told
 from session_server.sessions.tokenizing import PromptBuilder
 from session_server.sessions.turn import SessionTurn, TurnCounts
-from session_server.sessions.turn_ends import refused, report_of, with_durability
+from session_server.sessions.turn_ends import refused, report_of, turn_moved, with_durability
 
 
 class TurnConclusion:
@@ -53,7 +52,7 @@ class TurnConclusion:
 
         def on_written(error: Exception | None) -> None:
             if isinstance(error, NotOurs):  # what is in memory goes, and this turn with it
-                self._conclude(session, turn, refused(turn, _moved()), None)
+                self._conclude(session, turn, refused(turn, turn_moved()), None)
             else:
                 durable = with_durability(end, is_durable=error is None)
                 self._conclude(session, turn, durable, rewound)
@@ -117,8 +116,3 @@ class TurnConclusion:
             self._quotas.output_rate.add(session.owner, num_outputs, now_s=now_s)
             self._quotas.rest_kv(session)
         self._quotas.recount(session)
-
-
-def _moved() -> SessionMoved:
-    """Return what a turn fails with whose session another replica holds by now."""
-    return SessionMoved("the session goes on in another replica: send the turn again")

@@ -9,6 +9,7 @@ from msgspec import structs
 from session_server.core.errors import (
     WIRE_ERRORS,
     QuotaExceeded,
+    SessionMoved,
     SessionServerError,
     wire_error,
 )
@@ -60,6 +61,11 @@ def refused(turn: SessionTurn, error: SessionServerError) -> TurnFailedEntry:
     wait_s = error.retry_after_s if isinstance(error, QuotaExceeded) else None
     code = wire_error(error).code
     return failed(turn, code=code, message=error.message, retry_after_s=wait_s)
+
+
+def turn_moved() -> SessionMoved:
+    """Return what a turn fails with whose session another replica holds by now."""
+    return SessionMoved("the session goes on in another replica: send the turn again")
 
 
 def report_of(session_id: str, turn: SessionTurn, end: TurnEnd, *, ended_s: float) -> TurnReport:
