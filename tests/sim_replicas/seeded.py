@@ -144,7 +144,7 @@ MUTANTS: Final[Mapping[str, Mutant]] = MappingProxyType(
         "moved turn is told": _bug(
             "A turn whose commit was refused is told as one that is durable.",
             f"{_SESSIONS}turn_conclusion:TurnConclusion.end",
-            "self._conclude(session, turn, refused(turn, _moved()), None)",
+            "self._conclude(session, turn, refused(turn, turn_moved()), None)",
             "self._conclude(session, turn, with_durability(end, is_durable=True), None)",
         ),
         "not ours is retried": _bug(
