@@ -18,8 +18,11 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainSerializer,
     SecretStr,
     StringConstraints,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
 )
 from pydantic_core import PydanticCustomError
 
@@ -88,6 +91,33 @@ def _size(given: Any) -> Any:
 
 
 _Bytes = Annotated[int, BeforeValidator(_size)]
+
+
+class DiskSpace(int):
+    """Hold the bytes of a disk, and the directory that they are of; None for one in the store."""
+
+    directory: Path | None = None
+
+
+def _disk_space(given: Any, check: ValidatorFunctionWrapHandler) -> DiskSpace:
+    """Read SIZE or SIZE:DIR."""
+    directory = getattr(given, "directory", None)
+    if isinstance(given, str):
+        given, colon, place = given.partition(":")
+        if colon and not Path(place).is_absolute():
+            raise PydanticCustomError("disk", "expected SIZE or SIZE:DIR with an absolute path")
+        directory = Path(place) if colon else None
+    space = DiskSpace(check(_size(given)))
+    space.directory = directory
+    return space
+
+
+def _told_space(space: int) -> int | str:
+    directory = getattr(space, "directory", None)
+    return int(space) if directory is None else f"{int(space)}:{directory}"
+
+
+_DiskBytes = Annotated[int, WrapValidator(_disk_space), PlainSerializer(_told_space)]
 
 StoreUrl = Annotated[str, StringConstraints(pattern=r"^postgres(ql)?://", max_length=2048)]
 """Of a database that several servers share. It may have a password in it."""
@@ -182,11 +212,12 @@ class CacheOptions(_Section):
         le=1 << 44,
     )
     disk_kv_bytes: Annotated[
-        _Bytes,
+        _DiskBytes,
         Bound("bytes", "the files of whoever has most give way, those used longest ago first"),
     ] = _setting(
         0,
-        "disk for copies of KV, in --store; they outlive the server; 0: none are written",
+        "disk for copies of KV, in --store; they outlive the server. SIZE:DIR is for those of all"
+        " servers that name the same directory and --store; 0: none are written",
         ge=0,
         le=1 << 50,
     )
@@ -414,6 +445,13 @@ class Settings(_Section):
     sessions: SessionOptions = SessionOptions()
     http: HttpOptions = HttpOptions()
     debug: DebugOptions = DebugOptions()
+
+
+class EngineSettings(Settings):
+    """Hold what an engine is told: all settings, and the key of a directory of KV that servers of
+    one store share, in hexadecimal digits; empty without a store."""
+
+    kv_key: str = Field("", repr=False)
 
 
 def model_directory(model: ModelOptions) -> Path:

@@ -19,7 +19,7 @@ from msgspec import structs
 from cache.capacity import BoundedPools
 from cache.session_cache import SessionAwareCache
 from cache.types import NULL_ROW, TurnId
-from session_server.config import Settings, model_directory
+from session_server.config import EngineSettings, Settings, model_directory
 from session_server.core.batch import Batch, BatchRow, Runner, SamplingStart
 from session_server.core.events import EngineReady
 from session_server.core.grammar import GrammarCompiler
@@ -249,7 +249,7 @@ def run_engine_process(fd: int) -> int:
 
 
 def _build_from_frame(frame: bytes) -> EngineAssembly:
-    settings = Settings.model_validate_json(frame)
+    settings = EngineSettings.model_validate_json(frame)
     # Whether colors are wanted is known to the server alone, and few lines are written here.
     configure_logging(settings.http.log_level, settings.http.log_format, allows_color=False)
     try:

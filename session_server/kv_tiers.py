@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from cache.spec import CacheSpec, LayerKind
-from session_server.config import CacheOptions, Settings
+from session_server.config import CacheOptions, EngineSettings, Settings
 from session_server.core.kv_place import KV_DIRECTORY
 from session_server.core.tier_orders import TierCarrier
 from session_server.engine.config import TierPolicy
@@ -25,6 +25,7 @@ from session_server.runner.loader import LoadedRunner
 from session_server.runner.native import WeightFormat
 from session_server.runner.segment_files import SegmentFiles
 from session_server.runner.segment_format import Layout, PoolLayout
+from session_server.runner.shared_files import SharedFiles
 
 _FREE_DIVISOR: Final = 8
 """Part of the free host memory that copies of KV take at most."""
@@ -72,7 +73,15 @@ class KvIdentity:
 
 def keeps_files(settings: Settings) -> bool:
     """Return whether KV goes to disk, so that it meets whatever the next server has loaded."""
-    return settings.cache.disk_kv_bytes > 0 and isinstance(settings.sessions.store, Path)
+    has_place = isinstance(settings.sessions.store, Path) or _shared_place(settings) is not None
+    return settings.cache.disk_kv_bytes > 0 and has_place
+
+
+def _shared_place(settings: Settings) -> tuple[Path, bytes] | None:
+    """Return the directory that servers of one store share, and the key of its files."""
+    directory = getattr(settings.cache.disk_kv_bytes, "directory", None)
+    key = settings.kv_key if isinstance(settings, EngineSettings) else ""
+    return (directory, bytes.fromhex(key)) if directory is not None and key else None
 
 
 def check_tiers(settings: Settings) -> None:
@@ -100,9 +109,13 @@ def make_tiers(settings: Settings, loaded: LoadedRunner, fingerprint: str) -> Kv
     """
     cache, store = settings.cache, settings.sessions.store
     disk_bytes = cache.disk_kv_bytes if keeps_files(settings) else 0
+    place = _shared_place(settings)
     if cache.disk_kv_bytes and not disk_bytes:
-        _LOG.warning("--disk-kv-bytes has no effect: its files lie in a --store, and there is none")
-    if isinstance(store, Path) and not disk_bytes:
+        _LOG.warning(
+            "--disk-kv-bytes has no effect: its files lie in a --store that is a directory, or in "
+            "DIR of SIZE:DIR beside any --store"
+        )
+    if isinstance(store, Path) and not (disk_bytes and place is None):
         left = store / KV_DIRECTORY
         threading.Thread(target=_remove_left, args=(left,), name="kv-removal", daemon=True).start()
     host_bytes = max(cache.host_kv_bytes, min(disk_bytes, _STAGING_BYTES))
@@ -114,13 +127,16 @@ def make_tiers(settings: Settings, loaded: LoadedRunner, fingerprint: str) -> Kv
         return KvTiers(TierPolicy(), NoTiers())
     files = None
     if disk_bytes:
-        assert isinstance(store, Path), "files of KV lie in a store"
-        files = _open_files(store / KV_DIRECTORY, layout_of(loaded, fingerprint))
+        files = _open_files(settings, layout_of(loaded, fingerprint))
     tensors = loaded.runner.paged_tensors()
     carrier = KvCarrier(tensors, files, is_pinned=loaded.device != "cpu")
     _LOG.info("kv host_mib=%.0f disk_mib=%.0f", host_bytes / 2**20, disk_bytes / 2**20)
     policy = TierPolicy(
-        host_bytes, disk_bytes, page_bytes=carrier.page_bytes, drain_s=settings.http.drain_s
+        host_bytes,
+        disk_bytes,
+        page_bytes=carrier.page_bytes,
+        drain_s=settings.http.drain_s,
+        is_shared=isinstance(files, SharedFiles),
     )
     return KvTiers(policy, carrier)
 
@@ -136,9 +152,14 @@ def _remove_left(directory: Path) -> None:
         _LOG.warning("files of KV cannot be removed from %s: %s", directory, error)
 
 
-def _open_files(directory: Path, layout: Layout) -> SegmentFiles:
+def _open_files(settings: Settings, layout: Layout) -> SegmentFiles:
+    shared, store = _shared_place(settings), settings.sessions.store
+    directory = store / KV_DIRECTORY if isinstance(store, Path) else Path()
     try:
-        return SegmentFiles(directory, layout)
+        if shared is None:
+            return SegmentFiles(directory, layout)
+        directory, key = shared
+        return SharedFiles(directory, replace(layout, key=key), settings.cache.disk_kv_bytes)
     except OSError as error:
         raise ValueError(f"--disk-kv-bytes: {directory} cannot be used: {error}") from error
 

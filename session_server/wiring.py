@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import hmac
 import logging
 import os
 import secrets
@@ -17,11 +18,11 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from session_server.config import LOOPBACK, EngineMode, HttpOptions, Settings
+from session_server.config import LOOPBACK, EngineMode, EngineSettings, HttpOptions, Settings
 from session_server.core.child_process import PROGRAM
 from session_server.core.engine_client import STOP_TIMEOUT_S, EngineClient
 from session_server.core.events import EngineReady
@@ -188,13 +189,16 @@ def make_tracing(settings: Settings, *, model: str) -> TurnTracing | None:
         return None
 
 
-def with_store(settings: Settings, store: SessionStore | None) -> Settings:
+def with_store(settings: Settings, store: SessionStore | None) -> EngineSettings:
     """Return the settings of the engine of a server that keeps sessions there: its files of KV lie
-    beside them, and without a store there are none."""
+    beside them, or in a directory for which it has a key from the store. Without a store there are
+    none."""
     directory = None if store is None else store.directory
     place = "none" if directory is None else directory.absolute()
-    sessions = settings.sessions.model_copy(update={"store": place})
-    return settings.model_copy(update={"sessions": sessions})
+    key = "" if store is None else hmac.digest(store.secret, b"files of KV", "sha256").hex()
+    sections = {name: getattr(settings, name) for name in Settings.model_fields}
+    sections["sessions"] = settings.sessions.model_copy(update={"store": place})
+    return EngineSettings(**sections, kv_key=key)
 
 
 def make_engine(settings: Settings) -> EngineProcess | InlineEngine:
@@ -340,8 +344,15 @@ def make_services(
             takes_tools=text.takes_tools,
         ),
         settings=_web_settings(settings, entrance or Entrance()),
-        server_args=settings.model_dump(mode="json", exclude=_HIDDEN),
+        server_args=_shown(settings),
     )
+
+
+def _shown(settings: Settings) -> dict[str, Any]:
+    """Return what clients are shown of the settings: of a directory for KV its size."""
+    shown = settings.model_dump(mode="json", exclude=_HIDDEN)
+    shown["cache"]["disk_kv_bytes"] = int(settings.cache.disk_kv_bytes)
+    return shown
 
 
 def _web_settings(settings: Settings, entrance: Entrance) -> WebSettings:

@@ -169,6 +169,15 @@ class SegmentTree:
         self._segments[segment.number] = segment
         return segment
 
+    def tokens_up_to(self, segment: Segment) -> Tokens:
+        """Return the tokens of a segment and of all before it. O(tokens)."""
+        parts = [segment.content.tokens]
+        while segment.parent is not None:
+            before = segment.parent.content
+            parts.append(before.tokens[: segment.content.start - before.start])
+            segment = segment.parent
+        return np.concatenate(parts[::-1])
+
     def page_bytes_of(self, num_pages: Mapping[PoolName, int]) -> int:
         """Return the bytes of so many pages of each pool."""
         return sum(count * self.page_bytes[pool] for pool, count in num_pages.items())

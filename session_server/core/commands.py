@@ -110,11 +110,13 @@ class CloseSession(Command, frozen=True, tag=True, kw_only=True):
     """Drop the session. A running turn is cancelled first. An unknown id is ignored.
 
     `is_deleted`: nothing of it is kept outside of the pools that no other session has. Else a copy
-    of its KV is made where such are kept, because it comes back.
+    of its KV is made where such are kept, because it comes back. `is_moving`: to another server,
+    which looks for its KV where several share files; answered by `SessionWritten`.
     """
 
     session_id: SessionId
     is_deleted: bool = True
+    is_moving: bool = False
 
 
 class WarmSession(Command, frozen=True, tag=True, kw_only=True):

@@ -121,6 +121,13 @@ class SessionGone(Event, frozen=True, tag=True, kw_only=True):
     session_id: SessionId
 
 
+class SessionWritten(Event, frozen=True, tag=True, kw_only=True):
+    """Report that the KV of a session that moves is where other servers find it, or that nobody is
+    to wait for that any longer. Answers `CloseSession` where that says so."""
+
+    session_id: SessionId
+
+
 class KVForgotten(Event, frozen=True, tag=True, kw_only=True):
     """Answer `ForgetKV`: whether nothing of it is left on disk, also if the power fails now."""
 
@@ -437,6 +444,7 @@ EngineEvent = (
     | SessionRefused
     | SessionCooled
     | SessionGone
+    | SessionWritten
     | KVForgotten
     | TurnEvent
     | InputDrafted

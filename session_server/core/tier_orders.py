@@ -62,8 +62,8 @@ class ReadPart(msgspec.Struct, frozen=True, gc=False):
 
 
 class CopyIn(msgspec.Struct, frozen=True, gc=False):
-    """Copy pages back. A file that does not verify in every field fails all of it, and its
-    `ReadPart.segment` is named in the result. `used_ns`: when the files were used, the first of
+    """Copy pages back. A file that is gone or does not verify in every field fails all of it, and
+    its `ReadPart.segment` is named in the result. `used_ns`: when the files were used, the first of
     them last, on the engine's clock."""
 
     number: int
@@ -106,11 +106,22 @@ class MeasureRoom(msgspec.Struct, frozen=True, gc=False):
     number: int
 
 
+class DroppedPath(msgspec.Struct, frozen=True, gc=False):
+    """Name a history of which nobody keeps what lies behind its first `num_kept` tokens, but what
+    others have: `tokens`, int32 [n]."""
+
+    namespace: Namespace
+    tokens: Tokens
+    num_kept: int
+
+
 class Forget(msgspec.Struct, frozen=True, gc=False):
-    """Drop segments from host memory, and files, by their ids, from disk; or all of either."""
+    """Drop segments from host memory, and files, by their ids, from disk; or all of either.
+    `paths`: histories whose files go, whoever has written them, of a directory that is shared."""
 
     segments: tuple[int, ...] = ()
     files: tuple[bytes, ...] = ()
+    paths: tuple[DroppedPath, ...] = ()
     all_segments: bool = False
     all_files: bool = False
 
@@ -140,7 +151,7 @@ def uses_disk(order: TierOrder) -> bool:
         case WriteFile() | FindFiles() | ListFiles() | MeasureRoom() | EraseFiles():
             return True
         case Forget():
-            return bool(order.files or order.all_files)
+            return bool(order.files or order.paths or order.all_files)
 
 
 class Refusal(enum.Enum):
@@ -153,7 +164,10 @@ class Refusal(enum.Enum):
     """The disk has no room for a file, or would have too little left."""
 
     WRONG = "wrong"
-    """A file is not what it should be, cannot be read, or is gone. It is used no more."""
+    """A file is not what it should be, or cannot be read. It is used no more."""
+
+    GONE = "gone"
+    """A file is gone, which in a shared directory is nobody's fault."""
 
 
 class TierResult(msgspec.Struct, frozen=True, gc=False):

@@ -7,6 +7,7 @@ late, or for a turn that has ended changes nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import assert_never
 
 import numpy as np
@@ -47,6 +48,7 @@ from session_server.core.events import (
     SessionCooled,
     SessionGone,
     SessionRefused,
+    SessionWritten,
     TurnFailed,
 )
 from session_server.engine.context import EngineContext
@@ -234,6 +236,9 @@ class CommandHandler:
         self._input_drafts.stop(session_id)
         if not command.is_deleted:
             self._tiers.note_cooling(session_id)
+        if command.is_moving:
+            written = SessionWritten(session_id=session_id)
+            self._tiers.hand_over(session_id, now_s, partial(self._outbox.emit, written))
         self._tiers.note_close(session_id, is_deleted=command.is_deleted)
         is_gone = self._cache.close(session_id)
         if turn is not None:

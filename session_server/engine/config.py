@@ -71,6 +71,7 @@ class TierPolicy:
     `page_bytes`: what a page of each pool takes there; by default what the spec says.
     `segment_bytes`: pages that are copied at a time, and kept together. What is read of a file
     passes through as much memory. `drain_s`: how long an engine that ends writes to disk.
+    `is_shared`: other engines write the same files, and look for those of this one.
     """
 
     host_bytes: int = 0
@@ -78,6 +79,7 @@ class TierPolicy:
     segment_bytes: int = 64 << 20
     drain_s: float = 10.0
     page_bytes: Mapping[PoolName, int] = field(default_factory=dict)
+    is_shared: bool = False
 
     def __post_init__(self) -> None:
         if self.host_bytes < 0 or self.disk_bytes < 0:

@@ -30,7 +30,7 @@ from session_server.core.tier_orders import (
     WriteFile,
     uses_disk,
 )
-from session_server.runner.segment_files import KeptForLog, Payload, SegmentFiles
+from session_server.runner.segment_files import FileGone, KeptForLog, Payload, SegmentFiles
 from session_server.runner.segment_format import FileRefused
 
 _LOG: Final = logging.getLogger("session_server.engine")
@@ -119,6 +119,8 @@ class KvCarrier:
                     payload = self._disk.read(part.found)
                     read_s += time.perf_counter() - started_s
                     used.append(part.found.file.file_id)
+            except FileGone:
+                return TierResult(order.number, 0.0, Refusal.GONE, part.segment)
             except FileRefused:
                 return TierResult(order.number, 0.0, Refusal.WRONG, part.segment)
             if payload is None:
@@ -170,6 +172,11 @@ class KvCarrier:
                 _LOG.warning("the files of KV cannot be removed: %s", error)
         if order.files:
             self._disk.remove(order.files)
+        if order.paths:
+            try:
+                self._disk.drop(order.paths)
+            except OSError as error:
+                _LOG.warning("files of KV that were deleted may be left: %s", error)
 
     def _erase(self, order: EraseFiles) -> TierResult:
         return TierResult(order.number, 0.0, None if self._disk.erase() else Refusal.FAILED)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from cache.tiers.segment import chain_after
 from cache.types import PoolName, Tokens
 from session_server.core.kv_place import KV_REFUSED
-from session_server.core.tier_orders import FileKey, FoundFile
+from session_server.core.tier_orders import DroppedPath, FileKey, FoundFile
 from session_server.runner.kv_directory import (
     NEW,
     OWNER,
@@ -44,7 +44,6 @@ from session_server.runner.segment_format import (
     Layout,
     SegmentFile,
     TensorPlace,
-    checks_of,
     part_name,
 )
 
@@ -58,6 +57,14 @@ _LOG: Final = logging.getLogger("session_server.engine")
 
 Payload = Mapping[PoolName, Sequence[NDArray[np.uint8]]]
 """Per pool, the pages of each of its tensors as bytes."""
+
+
+class OtherFile(FileRefused):
+    """Report a file that is as good as the one that was expected, and another one: it stays."""
+
+
+class FileGone(FileRefused):
+    """Report a file that is no longer there."""
 
 
 class KeptForLog(OSError):
@@ -81,14 +88,7 @@ class SegmentFiles:
             OSError: it cannot be used.
         """
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._directory = open_directory(directory)
-        try:
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(KV_REFUSED, 0o700, dir_fd=self._directory)
-            self._refused = open_directory(KV_REFUSED, self._directory)
-        except OSError:
-            os.close(self._directory)
-            raise
+        self._directory, self._refused = opened(open_directory(directory))
         self._layout, self._statvfs = layout, statvfs
         self._is_claimed = False
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
@@ -116,15 +116,13 @@ class SegmentFiles:
         for pool, arrays in payload.items():
             for index, array in enumerate(arrays):
                 data[part_name(pool, index)] = array
-        checks = {name: checks_of(array) for name, array in data.items()}
+        checks = {name: self._layout.checks_of(array) for name, array in data.items()}
         header = self._layout.header(segment.file, len(segment.tokens), segment.spans, checks)
         num_bytes = len(header.text) + sum(array.nbytes for array in data.values())
         if num_bytes > MAX_FILE_BYTES:
             raise OSError(errno.EFBIG, f"a segment of {num_bytes} bytes")
         self._claim()
-        room = self.room()
-        if room is not None and room < num_bytes:
-            raise KeptForLog(errno.ENOSPC, "what the disk has left is kept for the log")
+        self._take_room(num_bytes)
         temporary, name = NEW + secrets.token_hex(8), file_name(segment.file.file_id)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         descriptor = os.open(temporary, flags, 0o600, dir_fd=self._directory)
@@ -145,6 +143,11 @@ class SegmentFiles:
             self._unlink(temporary)
             self._unlink(name)
             raise
+
+    def _take_room(self, num_bytes: int) -> None:
+        room = self.room()
+        if room is not None and room < num_bytes:
+            raise KeptForLog(errno.ENOSPC, "what the disk has left is kept for the log")
 
     def room(self) -> int | None:
         """Return the bytes that files may still take, below 0 what of them has to go; None if the
@@ -197,29 +200,30 @@ class SegmentFiles:
         there until the next call.
 
         Raises:
-            FileRefused: the file is not the one that was written or found, cannot be read, or is
-                gone. One that is there is put aside.
+            FileRefused: the file is not the one that was written or found, or cannot be read, and
+                is put aside; `FileGone` where there is none.
             OSError: it could not be looked at now.
         """
         key = expected.file
         try:
             with self._opened(key) as (file, header):
                 if header.spans != expected.spans:
-                    raise FileRefused("it has other pages than when it was found")
+                    raise OtherFile("it has other pages than when it was found")
                 if not np.array_equal(self._layout.tokens(file, key, header), expected.tokens):
-                    raise FileRefused("it has other tokens than when it was found")
+                    raise OtherFile("it has other tokens than when it was found")
                 places = {
                     pool: [header.parts[part_name(pool, n)] for n in range(len(layout.shapes))]
                     for pool, layout in self._layout.pools.items()
                 }
+                checks_of = self._layout.checks_of
                 memory = self._memory_for(each for of_pool in places.values() for each in of_pool)
                 self.num_bytes_read += file.num_bytes
                 return {
-                    pool: [file.part(each, next(memory)) for each in of_pool]
+                    pool: [file.part(each, checks_of, next(memory)) for each in of_pool]
                     for pool, of_pool in places.items()
                 }
         except FileNotFoundError as error:
-            raise FileRefused("it is gone") from error
+            raise FileGone("it is gone") from error
         except (FileRefused, OSError) as error:
             self._refuse(key.file_id, error)
             raise FileRefused(str(error)) from error
@@ -292,6 +296,9 @@ class SegmentFiles:
             _LOG.warning("the files of KV have %d others beside them: %r", num_foreign, foreign)
         files.sort()
         return [(file_id, size) for _, file_id, size in files]
+
+    def drop(self, paths: Sequence[DroppedPath]) -> None:
+        """Remove what others may have written of some histories: nobody has, of this directory."""
 
     def _claim(self) -> None:
         """Remove what was written of another model or otherwise, before anything is added."""
@@ -375,6 +382,21 @@ class SegmentFiles:
             yield file, self._layout.verify(file, key)
         finally:
             os.close(descriptor)
+
+
+def opened(directory: int) -> tuple[int, int]:
+    """Return an open directory, and that of what is put aside in it.
+
+    Raises:
+        OSError: it cannot be used, and is closed.
+    """
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(KV_REFUSED, 0o700, dir_fd=directory)
+        return directory, open_directory(KV_REFUSED, directory)
+    except OSError:
+        os.close(directory)
+        raise
 
 
 def file_name(file_id: bytes) -> str:

@@ -3,20 +3,22 @@
 A file is a safetensors file that any reader of that format opens: `tokens`, int32 [n], and per
 pool the pages of each tensor as bytes. Its metadata say of what model, namespace and path it is.
 They are checked in every field before anything is allocated, and every block of the payload against
-its checksum: KV that is wrong is worse than none.
+its checksum: KV that is wrong is worse than none. In a directory that several servers share the
+checks are keyed, so that nobody who can write there, and has no key, can have his KV used.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 import math
 import os
 import stat
 import struct
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -37,6 +39,8 @@ MAX_FILE_BYTES: Final = 1 << 30
 _BLOCK_BYTES: Final = 1 << 20
 """Bytes of a payload that share a checksum."""
 
+_MAC_BYTES: Final = 16
+"""Of a keyed hash: that of a header, and that of all bytes of a tensor."""
 
 _NOT_OF_THIS_FORMAT: Final = (
     ValueError,
@@ -72,12 +76,14 @@ class PoolLayout:
 class Layout:
     """Describe the pages of a model: two servers may share files only if it is equal.
 
-    `identity`: what else must be equal, such as the model's weights and dtypes.
+    `identity`: what else must be equal, such as the model's weights and dtypes. `key`: of the
+    checks, where others can write files too; empty for checksums, which show damage alone.
     """
 
     page_size: int
     pools: Mapping[PoolName, PoolLayout]
     identity: str
+    key: bytes = field(default=b"", repr=False)
 
     @property
     def fingerprint(self) -> str:
@@ -85,6 +91,12 @@ class Layout:
         pools = {pool: (each.shapes, each.page_axis) for pool, each in sorted(self.pools.items())}
         told = json.dumps([self.page_size, pools, self.identity])
         return hashlib.sha256(told.encode()).hexdigest()
+
+    @property
+    def name(self) -> str:
+        """Return what the directory of its files is called among those of others, 32 digits."""
+        assert self.key, "without a key its files share no directory with others"
+        return _mac(self.key, self.fingerprint.encode()).hex()
 
     def verify(self, file: SegmentFile, key: FileKey) -> Header:
         """Return the header of a file that is what `key` says. It is compared as a whole with the
@@ -102,13 +114,13 @@ class Layout:
             }
             checks = {
                 str(name): tuple(int(check) for check in each)
-                for name, each in json.loads(told["crc32"]).items()
+                for name, each in json.loads(told[self._check_name]).items()
             }
             self._check_spans(key, num_tokens, spans)
             header = self.header(key, num_tokens, spans, checks)
         except _NOT_OF_THIS_FORMAT as error:
             raise FileRefused("its header is not of this format") from error
-        if header.text != file.header_text:
+        if not hmac.compare_digest(header.text, file.header_text):
             raise FileRefused("it is of another model, namespace, path or layout, or was changed")
         if file.num_bytes != len(header.text) + sum(p.num_bytes for p in header.parts.values()):
             raise FileRefused("it has another length than its header says")
@@ -130,7 +142,11 @@ class Layout:
     def tokens(self, file: SegmentFile, key: FileKey, header: Header) -> Tokens:
         """Return the tokens of a file, int32 [n], whose first page gives its name."""
         page_size = self.page_size
-        tokens = file.part(header.parts["tokens"]).view("<i4").astype(np.int32, copy=False)
+        tokens = (
+            file.part(header.parts["tokens"], self.checks_of)
+            .view("<i4")
+            .astype(np.int32, copy=False)
+        )
         if chain_after(key.chain, tokens[:page_size], page_size) != key.name:
             raise FileRefused("its tokens are not those of its name")
         return tokens
@@ -157,10 +173,13 @@ class Layout:
             "start": str(key.start),
             "num_tokens": str(num_tokens),
             "spans": json.dumps(spans),
-            "crc32": json.dumps({name: checks[name] for name in shapes}),
+            self._check_name: json.dumps({name: checks[name] for name in shapes}),
         }
         told = json.dumps([metadata, shapes]).encode()
-        metadata["sha256"] = hashlib.sha256(told).hexdigest()
+        if self.key:
+            metadata["mac"] = _mac(self.key, told).hex()
+        else:
+            metadata["sha256"] = hashlib.sha256(told).hexdigest()
         tensors: dict[str, object] = {"__metadata__": metadata}
         parts, at = {}, 0
         for name, (dtype, shape) in shapes.items():
@@ -176,11 +195,23 @@ class Layout:
         text += b" " * (-len(text) % 8)
         return Header(struct.pack("<Q", len(text)) + text, parts, spans)
 
+    def checks_of(self, data: NDArray[Any]) -> tuple[int, ...]:
+        """Return the checks of an array: the crc32 of every block, or one keyed hash."""
+        flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+        if self.key:
+            return (int.from_bytes(_mac(self.key, flat.data), "big"),)
+        starts = range(0, len(flat), _BLOCK_BYTES)
+        return tuple(zlib.crc32(flat[at : at + _BLOCK_BYTES].data) for at in starts)
+
+    @property
+    def _check_name(self) -> str:
+        return "hmac-sha256" if self.key else "crc32"
+
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Describe one tensor of a file: `start`, where it begins behind the header; `checks`: crc32 of
-    every block."""
+    """Describe one tensor of a file: `start`, where it begins behind the header; `checks`: see
+    `Layout.checks_of`."""
 
     shape: tuple[int, ...]
     start: int
@@ -215,7 +246,12 @@ class SegmentFile:
         self.header_text = self._read(0, 8 + length)
         self.header = self.header_text[8:]
 
-    def part(self, part: TensorPlace, memory: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
+    def part(
+        self,
+        part: TensorPlace,
+        checks_of: Callable[[NDArray[np.uint8]], tuple[int, ...]],
+        memory: NDArray[np.uint8] | None = None,
+    ) -> NDArray[np.uint8]:
         """Return the bytes of a tensor, in its shape; in `memory`, as many bytes, if given.
 
         Raises:
@@ -245,9 +281,5 @@ def part_name(pool: PoolName, index: int) -> str:
     return f"{pool}/{index}"
 
 
-def checks_of(data: NDArray[Any]) -> tuple[int, ...]:
-    """Return the crc32 of every block of an array."""
-    flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-    return tuple(
-        zlib.crc32(flat[at : at + _BLOCK_BYTES].data) for at in range(0, len(flat), _BLOCK_BYTES)
-    )
+def _mac(key: bytes, data: bytes | memoryview) -> bytes:
+    return hmac.digest(key, data, "sha256")[:_MAC_BYTES]

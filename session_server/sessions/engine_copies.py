@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Sequence
+from typing import Final
 
 import numpy as np
 
 from session_server.core.commands import CloseSession, ForgetKV, OpenSession
 from session_server.core.errors import EngineUnavailable
 from session_server.core.events import KVForgotten
+from session_server.core.ids import SessionId
 from session_server.core.owner import Owner
 from session_server.sessions.engine_link import EngineLink
 from session_server.sessions.prompt import Prompt
@@ -18,6 +21,10 @@ from session_server.sessions.session import Session
 from session_server.sessions.store.records import SessionRow
 from session_server.sessions.turn import SubmittedTurn
 from session_server.sessions.turn_names import TurnNames
+
+KV_WAIT_S: Final = 3.0
+"""For how long a session that another server asks for waits for its KV to be written, where an
+engine does not answer in time that should."""
 
 
 class EngineCopies:
@@ -31,6 +38,8 @@ class EngineCopies:
         """What is done once KV is gone from disk; an engine that ends answers nothing."""
 
         self._generation = 0
+        self._moving: dict[SessionId, asyncio.Event] = {}
+        """Sessions whose KV the engine writes for another server."""
 
     def tag_of(self, session: Session) -> str:
         """Return the tenant of a session, as the engine knows it."""
@@ -94,6 +103,7 @@ class EngineCopies:
             return False
         if is_known:
             self.send_close(session, comes_back=comes_back)
+            self._note_moving(session)
         # One that has run no turn has computed nothing: what it has of another one is that one's.
         if comes_back or not len(session.ended):
             return False
@@ -110,8 +120,31 @@ class EngineCopies:
         """Have the engine forget a session that it knows. Of one that `comes_back` it keeps the KV,
         unless it has more than the history: nobody would know the tokens by which that is found."""
         is_deleted = not comes_back or self._has_cut_off(session)
-        close = CloseSession(session_id=session.copy.session_id, is_deleted=is_deleted)
+        close = CloseSession(
+            session_id=session.copy.session_id,
+            is_deleted=is_deleted,
+            is_moving=session.closing == "moved",
+        )
         self._link.send_or_queue(close)
+
+    def _note_moving(self, session: Session) -> None:
+        if session.closing == "moved" and self._keeps_files and self._link.is_up:
+            self._moving[session.copy.session_id] = asyncio.Event()
+
+    async def written(self, session: Session) -> None:
+        """Wait until the KV of a session that moves is where another server looks for it, or for
+        `KV_WAIT_S`: it is a copy of what follows from the tokens."""
+        written = self._moving.get(session.copy.session_id)
+        if written is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(KV_WAIT_S):
+                    await written.wait()
+            del self._moving[session.copy.session_id]
+
+    def on_written(self, session_id: SessionId) -> None:
+        """Note that the engine has written a session, or does not go on with that."""
+        if session_id in self._moving:
+            self._moving[session_id].set()
 
     def _has_cut_off(self, session: Session) -> bool:
         """Return whether the engine may keep pages of a session that it knows, outside of the

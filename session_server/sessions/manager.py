@@ -28,6 +28,7 @@ from session_server.core.events import (
     MemoryReported,
     SessionCooled,
     SessionRefused,
+    SessionWritten,
     TurnEvent,
 )
 from session_server.core.origin import ORIGIN
@@ -429,6 +430,8 @@ class SessionManager:
                 session = self._sessions.find_by_engine_id(session_id)
                 if session is not None:
                     self._flow.on_refused(session, code, message)
+            case SessionWritten(session_id=session_id):
+                self._flow.copies.on_written(session_id)
             case KVForgotten():
                 self._flow.copies.on_forgotten(event)
             case EngineDied(will_restart=will_restart):

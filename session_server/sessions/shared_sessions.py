@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -87,6 +87,9 @@ class SharedSessions:
         self._tasks: set[asyncio.Task[None]] = set()
         self._recounted_s = -math.inf
         self.give_up: Callable[[Session], None] = lambda _session: None
+        self.written: Callable[[Session], Awaitable[None]] | None = None
+        """Waits until the KV of a session that leaves is where others find it, for a while."""
+
         lease.told.on_asked = self._on_asked
 
     @property
@@ -267,6 +270,8 @@ class SharedSessions:
     async def _part_from(self, session: Session) -> None:
         await self._logs.flush()
         self._logs.part_from(session)
+        if self.written is not None:
+            await self.written(session)
         await self._release(session.life.order)
 
     async def _release(self, number: int) -> None:

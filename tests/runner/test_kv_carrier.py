@@ -174,7 +174,7 @@ def test_a_file_that_is_wrong_or_gone_names_its_segment(house: House) -> None:
     more = ReadPart(2, later, {FULL: (0, array(25, 26))})
     order = CopyIn(3, (*house.copy_in(from_disk=True).parts, more), 0)
     result = house.do(order)
-    assert (result.refusal, result.wrong_segment) == (Refusal.WRONG, 2)
+    assert (result.refusal, result.wrong_segment) == (Refusal.GONE, 2)
     raw = bytearray(house.file.read_bytes())
     raw[-1] ^= 1
     house.file.write_bytes(raw)

@@ -8,14 +8,14 @@ and once nothing is under way nothing else is.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
 
 from cache.session_cache import SessionAwareCache
 from cache.spec import LayerKind
-from cache.tiers.segment import NAME_BYTES, Segment, chains_after, tenant_tag
+from cache.tiers.segment import NAME_BYTES, Chain, Segment, chains_after, tenant_tag
 from cache.tiers.segment_tree import Path
 from cache.tiers.tier_account import TierAccount
 from cache.types import Namespace, PoolName, SessionId, SlotState
@@ -42,6 +42,7 @@ from session_server.engine.scheduler import Scheduler
 from session_server.engine.tiers.restoring import Restoring
 from session_server.engine.tiers.spilling import Spilling
 from session_server.engine.tiers.store import TierStore
+from session_server.engine.tiers.unread_files import UnreadFiles
 from session_server.engine.turn import Turn, TurnState
 from tests.sim.carrier import EchoCarrier, Payload
 from tests.sim.draws import name_value
@@ -222,7 +223,7 @@ class TierWatch:
             num_others = segment.num_sessions - (0 if only else num_own)
             unread = (
                 file_id[NAME_BYTES : 2 * NAME_BYTES]
-                for file_id, _ in self._store._unread._files.values()
+                for file_id, _ in unread_of(self._store).values()
             )
             chains = {*chains_after(content.chain, content.tokens, self._page_size)}
             if num_others or len(segment.children) > bool(only) or not chains.isdisjoint(unread):
@@ -259,7 +260,7 @@ class TierWatch:
         for segment in held:
             sums[tenant_tag(segment.content.namespace.tenant)] += self._bytes_of(segment)
         if account is self._store.disk:
-            for file_id, num_bytes in self._store._unread._files.values():
+            for file_id, num_bytes in unread_of(self._store).values():
                 sums[file_id[2 * NAME_BYTES :]] += num_bytes
         if account.num_segments != len(held):
             raise self._broken(
@@ -395,7 +396,7 @@ class TierWatch:
         }
         if store.is_listed and store.has_disk:
             known = {s.content.file_id for s in segments if s.on_disk}
-            known |= {file_id for file_id, _ in store._unread._files.values()}
+            known |= {file_id for file_id, _ in unread_of(store).values()}
             left["files"] = len(carrier.disk.files.keys() ^ known)
             num_bytes = carrier.disk.num_bytes
             left["bytes on disk"] = num_bytes - store.disk.num_bytes
@@ -467,3 +468,9 @@ def pages_of(order: CopyIn) -> dict[PoolName, set[int]]:
         for pool, (_, pages) in part.pages.items():
             written.setdefault(pool, set()).update(pages.tolist())
     return written
+
+
+def unread_of(store: TierStore) -> Mapping[Chain, tuple[bytes, int]]:
+    """The files that no segment stands for, by their names."""
+    assert isinstance(store._unread, UnreadFiles), "a directory of this engine alone"
+    return store._unread._files

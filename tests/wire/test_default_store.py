@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from session_server.config import Settings
+from session_server.config import EngineSettings, Settings
 from session_server.engine_host.process import EngineProcess
 from session_server.local_server import LocalServer
 from session_server.sessions.store import lock
@@ -168,7 +168,7 @@ def test_an_engine_is_told_of_the_store_that_is_open_and_of_no_other(tmp_path: P
         async with opened_store(of_all, model_text(), environment) as store:
             engine = make_engine(with_store(of_all, store))
             assert isinstance(engine, EngineProcess)
-            yield Settings.model_validate_json(engine._settings.settings).sessions.store
+            yield EngineSettings.model_validate_json(engine._settings.settings).sessions.store
 
     async def run() -> None:
         async with serving() as place:

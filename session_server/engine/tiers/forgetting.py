@@ -127,11 +127,24 @@ class Forgetting:
         """Of sessions that are not open only what follows is known to be theirs."""
         store, namespace, num_kept = self._store, forgotten.namespace, forgotten.num_kept
         num_kept -= num_kept % store.tree.page_size
+        ends = self._ends_of(forgotten, num_kept) if store.is_shared else []
         store.drop_unshared(forgotten.last)
         path = store.find(namespace, forgotten.tokens)
         store.drop_unread(namespace, path, forgotten.tokens, num_kept)
         store.drop_unshared(path.parts[-1].segment if path.parts else None, num_kept)
+        for whose, tokens, kept_len in ends:
+            held_len = store.find(whose, tokens).length  # what others here have of it
+            store.orders.forget_path(whose, tokens, max(held_len, kept_len))
         if forgotten.then is not None and store.is_listed:
             self._dropped.append(forgotten.then)
         elif forgotten.then is not None:
             forgotten.then(False)
+
+    def _ends_of(self, forgotten: Forgotten, num_kept: int) -> list[tuple[Namespace, Tokens, int]]:
+        """Return the histories whose files go, and the tokens of them that stay."""
+        ends, tree = [(forgotten.namespace, forgotten.tokens, num_kept)], self._store.tree
+        last = tree.living(forgotten.last)
+        path = self._store.find(forgotten.namespace, forgotten.tokens)
+        if last is not None and all(part.segment is not last for part in path.parts):
+            ends.append((last.content.namespace, tree.tokens_up_to(last), 0))
+        return ends

@@ -357,7 +357,8 @@ class Restoring:
 
     def _refuse(self, result: TierResult) -> None:
         """Drop a segment whose file was not what it should be."""
-        if result.refusal is Refusal.WRONG and result.wrong_segment is not None:
-            segment = self._store.tree.get(result.wrong_segment)
+        refusal, number = result.refusal, result.wrong_segment
+        if refusal in (Refusal.WRONG, Refusal.GONE) and number is not None:
+            segment = self._store.tree.get(number)
             if segment is not None:
-                self._store.refuse_file(segment)
+                self._store.refuse_file(segment, refusal)

@@ -29,6 +29,10 @@ _MAX_TRIES: Final = 8
 _MIN_SEGMENTS: Final = 8
 """Segments that host memory has room for at least, if a page is no more."""
 
+REST_S: Final = 30.0
+"""Seconds that a session rests until it is copied where other servers may go on with it: this one
+may be killed."""
+
 _DIRTY_DIVISOR: Final = 4
 """Sessions are copied ahead of need while those at rest hold more than this part of the pages that
 was not copied."""
@@ -168,11 +172,17 @@ class Spilling:
             tokens = self._cache.tokens(session_id)
             self._forgetting.add(Forgotten(namespace, tokens, last=last))
 
+    @property
+    def _has_rested(self) -> bool:
+        """Return whether a session has been at rest for long enough to be there for others."""
+        rested_s = self._store.uses.now_s - REST_S
+        return self._store.is_shared and next(iter(self._dirty.values())).used_ns <= rested_s * 1e9
+
     def advance(self) -> None:
         """Order copies that are due. O(1) while none is."""
         while self._dirty and len(self._copying) < MAX_COPIES:
             is_draining = self._store.writes.is_draining
-            is_due = is_draining or self._num_dirty > self._max_dirty
+            is_due = is_draining or self._num_dirty > self._max_dirty or self._has_rested
             if not is_due or self._is_waiting_for_room or self._store.pace.is_spent:
                 return
             session_id = next(reversed(self._dirty) if is_draining else iter(self._dirty))
@@ -201,19 +211,25 @@ class Spilling:
     def copy_now(self, session_id: SessionId) -> None:
         """Begin to copy a session that is about to lose its KV, whether or not that is due."""
         if session_id in self._dirty and session_id not in self._copying:
-            self._begin(session_id)
+            self._begin(session_id, asks_disk=not self._store.is_shared)
         self._forget_dirty(session_id)
 
-    def _begin(self, session_id: SessionId) -> bool:
+    def last_of(self, session_id: SessionId) -> Segment | None:
+        """Return the segment in which the copied history of a session ends; None if there is
+        none."""
+        return self._store.tree.living(self._last.get(session_id))
+
+    def _begin(self, session_id: SessionId, *, asks_disk: bool = True) -> bool:
         """Copy what no segment has of a session; return False if not all of it could be: it is to
-        be tried again then where it is still dirty."""
+        be tried again then where it is still dirty. `asks_disk`: a file that has more comes first.
+        """
         store, cache = self._store, self._cache
         if not store.is_listed:
             return False
         slot = cache.slot(session_id)
         tokens = cache.tokens(session_id, 0, slot.protected_len)
         path = store.find(slot.namespace, tokens)
-        if store.is_unread(path.next_name):
+        if asks_disk and store.is_unread(path.next_name):
             self._copying[session_id] += 1
             store.find_files(slot.namespace, tokens, path, lambda: self._note_end(session_id))
             return True

@@ -8,7 +8,7 @@ Work that grows with what is kept is done in slices: `advance` does one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from cache.tiers.segment import Chain, Segment, chains_after, tenant_tag
@@ -33,7 +33,8 @@ from session_server.engine.tiers.listing import Listing
 from session_server.engine.tiers.misplaced import misplaced
 from session_server.engine.tiers.order_book import Continue, OrderBook
 from session_server.engine.tiers.pace import NUM_PER_STEP, TierPace
-from session_server.engine.tiers.unread_files import UNREAD_FILE_BYTES, UnreadFiles
+from session_server.engine.tiers.shared_index import SharedIndex
+from session_server.engine.tiers.unread_files import UNREAD_FILE_BYTES, UnreadFiles, names_behind
 from session_server.engine.tiers.use_clock import UseClock
 
 _FULL_DIVISOR: Final = 4
@@ -57,9 +58,11 @@ much."""
 class TierStore:
     """Hold the segments. Nothing here touches a pool."""
 
-    def __init__(self, tree: SegmentTree, *, host_bytes: int, disk_bytes: int) -> None:
+    def __init__(
+        self, tree: SegmentTree, *, host_bytes: int, disk_bytes: int, is_shared: bool = False
+    ) -> None:
         """Begin with nothing in host memory. `disk_bytes`: 0 for no disk; `start` finds what is
-        there."""
+        there. `is_shared`: see `TierPolicy`."""
         self.costs = TierCosts()
         self.tree = tree
         self.host = TierAccount(host_bytes)
@@ -67,10 +70,12 @@ class TierStore:
         self.counts = TierCounts()
         self.uses = UseClock()
         self.orders = OrderBook(tree.page_bytes)
-        self._unread = UnreadFiles(self.disk)
+        self.is_shared = is_shared and disk_bytes > 0
+        own = UnreadFiles(self.disk)
+        self._unread = SharedIndex(self.uses) if self.is_shared else own
         """Files that no segment stands for."""
 
-        self._listing = Listing(self._unread, is_over=disk_bytes == 0)
+        self._listing = Listing(own, is_over=disk_bytes == 0 or self.is_shared)
         self.writes = WriteQueue()
         self.pace = TierPace()
         self._num_clears = 0
@@ -109,7 +114,7 @@ class TierStore:
     @property
     def is_empty(self) -> bool:
         """Return whether nothing is kept of anybody, in host memory or on disk."""
-        return self.is_listed and not (self.tree or self._unread)
+        return self.is_listed and not (self.is_shared or self.tree or self._unread)
 
     def report(self) -> TierReport:
         """Return what was done so far, and what is held now."""
@@ -196,7 +201,7 @@ class TierStore:
         may_write = self.has_disk and self.disk.free_bytes >= 0
         if not may_write or self.is_writing or self.writes.is_over:
             return False
-        if self.writes.is_draining:
+        if self.writes.is_draining or self.is_shared:
             segment = self.writes.latest()
         elif self.host.free_bytes <= self.host.max_bytes // _FULL_DIVISOR:
             segment = self.host.next_to_give(self.writes.__contains__, _NUM_AHEAD)
@@ -297,30 +302,10 @@ class TierStore:
         from the last one back to where another file follows."""
         if not self._unread.num_of(tenant_tag(namespace.tenant)):
             return
-        for start, name in reversed([*self._names_behind(path, tokens)]):
+        for start, name in reversed([*names_behind(self._unread, self.tree, path, tokens)]):
             if self._unread.has_after(name) or start < num_kept:
                 return
             self._forget_unread(name)
-
-    def _names_behind(self, path: Path, tokens: Tokens) -> Iterator[tuple[int, Chain]]:
-        """Yield the names of files of `tokens` behind a path, and where they would begin, as far as
-        one may be there: a file begins within the one before it, or at its end.
-
-        Only where somebody has removed a file there may be others behind the gap. They are found
-        again if what is missing is written again, and else age out.
-        """
-        page_size = self.tree.page_size
-        end = len(tokens) - len(tokens) % page_size
-        names = chains_after(path.chain, tokens[path.length : end], page_size)
-        reach = path.length
-        for start, name in zip(range(path.length, end, page_size), names, strict=True):
-            if start > reach:
-                return
-            yield start, name
-            num_bytes = self._unread.size_of(name)
-            if num_bytes is not None:
-                num_pages = num_bytes // self.tree.least_page_bytes
-                reach = max(reach, start + num_pages * page_size)
 
     def drop_unshared(self, segment: Segment | None, num_kept: int = 0) -> None:
         """Drop a segment and those before it, as far as no session ends in them and nothing comes
@@ -339,9 +324,9 @@ class TierStore:
         self._let_go(segment)
         self._let_go_of_dropped()
 
-    def refuse_file(self, segment: Segment) -> None:
-        """Drop a segment whose file is not what it should be."""
-        self.counts.refused_files += 1
+    def refuse_file(self, segment: Segment, refusal: Refusal) -> None:
+        """Drop a segment whose file is not what it should be, or is gone."""
+        self.counts.refused_files += refusal is Refusal.WRONG
         if self.tree.get(segment.number) is segment:
             self.drop(segment)
 
@@ -385,7 +370,7 @@ class TierStore:
         if segment in self.disk:
             self.disk.remove(segment)
             if segment.on_disk:
-                self.orders.forget_file(segment.content.file_id)
+                self._remove_file(segment)
         self.writes.remove(segment)
 
     def _let_go_of_dropped(self) -> None:
@@ -517,7 +502,13 @@ class TierStore:
         # It is not written again before it is used: it would push out what has pushed it out.
         segment.on_disk, segment.is_refused = False, True
         self.disk.remove(segment)
-        self.orders.forget_file(segment.content.file_id)
+        self._remove_file(segment)
+
+    def _remove_file(self, segment: Segment) -> None:
+        """Have the file of a segment removed that is forgotten here. One that is shared is not: who
+        deletes a history names that (`OrderBook.forget_path`), and others may use it else."""
+        if not self.is_shared:
+            self.orders.forget_file(segment.content.file_id)
 
     def _forget_unread(self, name: Chain) -> None:
         if (file_id := self._unread.pop(name)) is not None:
@@ -548,7 +539,7 @@ class TierStore:
                 segment.content.num_bytes, _KNOWN_FILE_BYTES + segment.content.tokens.nbytes
             ):
                 self.tree.remove(segment)
-                self.orders.forget_file(segment.content.file_id)
+                self._remove_file(segment)
                 return
             segment.on_disk, segment.used_ns = True, used_ns - index
             self.disk.add(segment)

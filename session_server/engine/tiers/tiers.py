@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cache.components import components_of
 from cache.session_cache import SessionAwareCache
@@ -12,6 +12,7 @@ from session_server.core.tier_orders import TierOrder, TierResult
 from session_server.engine.config import TierPolicy
 from session_server.engine.in_flight import InFlight
 from session_server.engine.tiers.forgetting import Forgetting, Forgotten, ThenGone
+from session_server.engine.tiers.handovers import Handovers
 from session_server.engine.tiers.restoring import Restoring, Then
 from session_server.engine.tiers.room_watch import RoomWatch
 from session_server.engine.tiers.spilling import Spilling
@@ -29,7 +30,13 @@ class Tiers:
         spec = cache.spec
         page_bytes = policy.page_bytes or spec.pool_bytes_per_page
         tree = SegmentTree(spec.page_size, page_bytes, components_of(spec))
-        self.store = TierStore(tree, host_bytes=policy.host_bytes, disk_bytes=policy.disk_bytes)
+        self.store = TierStore(
+            tree,
+            host_bytes=policy.host_bytes,
+            disk_bytes=policy.disk_bytes,
+            is_shared=policy.is_shared,
+        )
+        self._handovers = Handovers(self.store)
         self._forgetting = Forgetting(self.store)
         self._spilling = Spilling(
             cache, self.store, self._forgetting, segment_bytes=policy.segment_bytes
@@ -79,6 +86,12 @@ class Tiers:
         if self._is_on:
             self._restoring.forget(session_id)
             self._spilling.note_rest(session_id)
+
+    def hand_over(self, session_id: SessionId, now_s: float, then: Callable[[], object]) -> None:
+        """Have a session that is about to be closed written where another server looks for it;
+        call `then` once it is, or cannot be within `HANDOVER_S`."""
+        last = self._spilling.last_of(session_id) if self._is_on else None
+        self._handovers.add(last, now_s, then)
 
     def note_close(self, session_id: SessionId, *, is_deleted: bool) -> None:
         """Note that a session is about to be closed. One that `is_deleted` leaves nothing that only
@@ -154,7 +167,12 @@ class Tiers:
         if not self._is_on:
             return None
         drain_until_s = self._drain_until_s if self.is_draining else None
-        due = (self.store.orders.disk_watch.due_s, self._room_watch.due_s, drain_until_s)
+        due = (
+            self.store.orders.disk_watch.due_s,
+            self._room_watch.due_s,
+            self._handovers.due_s,
+            drain_until_s,
+        )
         return min((each for each in due if each is not None), default=None)
 
     def take(self, results: Sequence[TierResult], now_s: float) -> None:
@@ -185,6 +203,7 @@ class Tiers:
             self.store.write_ahead()
         self._restoring.release()
         self._room_watch.ask(now_s)
+        self._handovers.advance(now_s)
         self.has_more = was_spent or self._forgetting.has_more or self.store.has_more
         orders = self.store.orders.take()
         for order in orders:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterator
 from typing import Any, Final
 
-from cache.tiers.segment import NAME_BYTES, Chain
+from cache.tiers.segment import NAME_BYTES, Chain, chains_after
+from cache.tiers.segment_tree import Path, SegmentTree
 from cache.tiers.tier_account import TierAccount
+from cache.types import Tokens
+from session_server.engine.tiers.shared_index import SharedIndex
 
 UNREAD_FILE_BYTES: Final = 640
 """Memory for what is known of a file that nobody has read: at most this much."""
@@ -91,6 +95,29 @@ class UnreadFiles:
     def has_after(self, chain: Chain) -> bool:
         """Return whether a file follows this very page."""
         return chain in self._num_after
+
+
+def names_behind(
+    files: UnreadFiles | SharedIndex, tree: SegmentTree, path: Path, tokens: Tokens
+) -> Iterator[tuple[int, Chain]]:
+    """Yield the names of files of `tokens` behind a path, and where they would begin, as far as
+    one may be there: a file begins within the one before it, or at its end.
+
+    Only where somebody has removed a file there may be others behind the gap. They are found
+    again if what is missing is written again, and else age out.
+    """
+    page_size = tree.page_size
+    end = len(tokens) - len(tokens) % page_size
+    names = chains_after(path.chain, tokens[path.length : end], page_size)
+    reach = path.length
+    for start, name in zip(range(path.length, end, page_size), names, strict=True):
+        if start > reach:
+            return
+        yield start, name
+        num_bytes = files.size_of(name)
+        if num_bytes is not None:
+            num_pages = num_bytes // tree.least_page_bytes
+            reach = max(reach, start + num_pages * page_size)
 
 
 def _parts(file_id: bytes) -> tuple[Chain, Chain, bytes]:
