@@ -58,6 +58,12 @@ class Facts:
     num_inherited: int = 0
     is_opened_twice: bool = False
 
+    @property
+    def may_be_another(self) -> bool:
+        """Return whether what is there may be the second one of this name, which has nothing that
+        was said in the first."""
+        return self.is_opened_twice and self.may_go
+
 
 @dataclass(frozen=True, slots=True)
 class Begun:
@@ -144,6 +150,8 @@ class Judge:
         """Take note of a turn that was told to be durable, as news or once more. Raises Broken."""
         facts = begun.facts
         self.found(begun)
+        if facts.may_be_another:
+            return
         if facts.said.setdefault(turn_id, item_id) != item_id:
             raise Broken("twice", f"{facts.name}: turn {turn_id} has two answers")
         facts.is_there = True
@@ -152,6 +160,7 @@ class Judge:
 
     def used(self, facts: Facts) -> None:
         """Take note of a session that was used, which is durable."""
+        facts.may_go |= facts.is_opened_twice and self.may_expire(facts)
         facts.is_there, facts.used_s = True, self._clock()
 
     def found(self, begun: Begun) -> None:
@@ -191,6 +200,8 @@ class Judge:
         places = {item.id: place for place, item in enumerate(items)}
         if len(places) != len(items):
             raise Broken("history", f"{facts.name} has an item twice")
+        if facts.may_be_another:
+            return
         for turn_id in said:
             if turn_id in facts.cut:
                 continue

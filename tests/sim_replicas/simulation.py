@@ -24,6 +24,7 @@ from tests.sim_replicas.process import Clock, Process, Site
 from tests.sim_replicas.requests import Requests
 from tests.sim_replicas.schedule import Schedule
 from tests.sim_replicas.server import DatabaseServer
+from tests.sim_replicas.tables import Change
 
 UNIX_S: Final = 1_700_000_000.0
 MAX_STEPS: Final = 6000
@@ -94,7 +95,8 @@ class Simulation:
         server.after = self.schedule.after
         self.judge = Judge(lambda: self.schedule.now_s)
         self.judge.name_of = self._name_of
-        server.on_committed = self.judge.committed
+        self._broken: Broken | None = None
+        server.on_committed = self._committed
         self.requests = Requests(self.judge, server.reached)
         num_replicas = draws.pick("replicas", (2, 3, 3, 3, 3, 3, 4, 5))
         if draws.happens("many replicas", 20):
@@ -118,6 +120,12 @@ class Simulation:
         num_clients = draws.between("clients", 2, 6) + num_replicas // 10
         self.clients = [Client(self, number, turns) for number in range(num_clients)]
 
+    def _committed(self, changes: Sequence[Change]) -> None:
+        try:
+            self.judge.committed(changes)
+        except Broken as broken:  # raised here it would be an error of the database
+            self._broken = self._broken or broken
+
     def processes(self) -> Sequence[Process]:
         """Return the replicas that can be asked."""
         return [each.process for each in self.machines if each.process is not None]
@@ -134,8 +142,13 @@ class Simulation:
             client.begin()
         self.weather.begin()
         while self.schedule.num_steps < max_steps:
-            self.schedule.step()
+            self._step()
         self._settle()
+
+    def _step(self) -> None:
+        self.schedule.step()
+        if self._broken is not None:
+            raise self._broken
 
     # -- when all is right again
 
@@ -160,7 +173,7 @@ class Simulation:
     def _run_until(self, condition: object, until_s: float) -> None:
         assert callable(condition)
         while self.schedule.now_s < until_s and not condition():
-            self.schedule.step()
+            self._step()
 
     def _use(self, name: str, process: Process, left: dict[str, Process]) -> None:
         """Run one more turn in a session, until it is durable."""
