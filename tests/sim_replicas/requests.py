@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from session_server.core.errors import (
     InternalInconsistency,
     SessionExists,
+    SessionMoved,
     SessionNotFound,
     SessionServerError,
     TurnConflict,
@@ -56,6 +57,16 @@ class Requests:
         self.reached[f"create: durable {view.is_durable}"] += 1
         if view.is_durable:
             self.judge.used(begun.facts)
+
+    async def is_known(self, process: Process, begun: Begun) -> bool:
+        """Return whether nobody can open another session of this name."""
+        request = OpenRequest(session_id=begun.facts.name, is_stored=True)
+        try:
+            await process.manager.create(OWNER, request)
+        except SessionServerError as error:
+            return isinstance(error, SessionExists)
+        self.judge.not_found(begun)
+        return True
 
     async def turn(self, process: Process, begun: Begun, request: TurnRequest) -> bool:
         """Run a turn, or be told of it again; return whether it need not be sent any more."""
@@ -159,10 +170,11 @@ class Requests:
 
     async def delete(self, process: Process, begun: Begun) -> None:
         """Delete a session."""
-        begun.facts.may_go = True
+        begun.facts.num_deleting += 1
         try:
             view = await process.manager.exits.delete(OWNER, begun.facts.name)
         except SessionServerError as error:
+            begun.facts.num_deleting -= isinstance(error, SessionMoved)
             self._refused(error, "delete", begun)
             return
         self.judge.found(begun)

@@ -188,3 +188,30 @@ def test_a_turn_that_waits_in_a_lost_session_does_not_begin(quiet: Quiet) -> Non
     sent = [each for each in replica.engine.seen if isinstance(each, SubmitTurn)]
     assert len(sent) == 1
     assert not list(replica.manager._sessions)
+
+
+def test_what_waits_under_one_lease_is_not_written_under_the_next(quiet: Quiet) -> None:
+    first, second = quiet.start(), quiet.start()
+    for name in ("ours", "other"):
+        quiet.open(first, name)
+
+    def write(name: str) -> None:
+        def change() -> None:
+            first.manager.update(OWNER, name, metadata={"a": "change"})
+
+        first.deliver(change)
+
+    first.link.mode = "refused"
+    write("ours")
+    quiet.after(0.05)  # it could not be written: all of it will be, as of a new session
+    first.link.mode = "silent"
+    write("other")
+    quiet.after(0.05)  # nothing is answered, and all others wait for it
+    write("ours")
+    first.link.mode = "up"
+    lose(quiet, first)
+    quiet.after(4.0)
+    assert first.lease.is_held, "another one"
+    assert quiet.do(second, second.manager.exits.delete(OWNER, "ours")).is_durable
+    quiet.after(20.0)
+    assert quiet.server.tables.named(OWNER.owner_id, "ours") is None
