@@ -109,6 +109,7 @@ class Restorer:
         held = LogSize(row.num_entries, restored.num_bytes, len(row.settings))
         session.life.log = LogPlace(held, expires_s=row.expires_s, epoch=row.epoch)
         session.life.log.num_uses = row.num_uses
+        session.life.log.replica_id = self.store.replica_id
         session.life.log.is_synced = self.store.is_synced
         self.ends.drop_cut(session, restored.cut)
         return session

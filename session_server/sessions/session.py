@@ -105,8 +105,8 @@ class LogPlace:
     are `told`. `is_behind`: a write has failed, so the next one has all of the session.
     `expires_s`, `num_uses`: when the session expires as the last write has it, by the clock of the
     store, and how often it was used. `is_synced`: a write that is told of is on disk. `epoch`: of
-    the lease with which this replica holds the session in a shared store; `has_moved`: another one
-    holds it, and nothing is written any more.
+    the lease with which this replica holds the session in a shared store, as `replica_id`;
+    `has_moved`: another one holds it, and nothing is written any more.
     """
 
     size: LogSize = field(default_factory=LogSize)
@@ -120,6 +120,7 @@ class LogPlace:
     num_uses: int = 0
     is_synced: bool = True
     epoch: int = 0
+    replica_id: int = 0
     has_moved: bool = False
 
     def check_not_moved(self) -> None:

@@ -110,7 +110,9 @@ class SessionLogs:
             session.life.log.has_changed = True
 
     def _new_place(self, store: SessionStore) -> LogPlace:
-        return LogPlace(is_synced=store.is_synced, epoch=int(store.is_shared))
+        return LogPlace(
+            is_synced=store.is_synced, epoch=int(store.is_shared), replica_id=store.replica_id
+        )
 
     def record_turn(
         self, session: Session, turn: EndRecord, told: Told, beside: Beside | None = None
@@ -279,8 +281,11 @@ class SessionLogs:
             return LogSize(before.num_entries + len(pieces), num_bytes, len(row.settings))
 
         written = self._on_written(session, place, told, after)
-        write = self.store.put if is_whole else self.store.append
-        write(row, large or pieces, written, beside)
+        if is_whole:
+            me = place.replica_id
+            self.store.put(row, large or pieces, written, beside, replica_id=me)
+        else:
+            self.store.append(row, large or pieces, written, beside)
 
     def _on_written(
         self, session: Session, place: LogPlace, told: Sequence[Told], after: Callable[[], LogSize]

@@ -145,8 +145,8 @@ class TurnFlow:
         """Start the next turn if there is one and none is live."""
         while session.live is None and session.queue:
             turn = session.queue[0]
-            if turn.phase is TurnPhase.CHECKING:
-                break
+            if turn.phase in (TurnPhase.CHECKING, TurnPhase.ENDED):
+                break  # of one that ends others may be told first, and come here
             if self._link.is_gone:
                 self._refuse(session, turn, EngineUnavailable("there is no engine"))
             elif not self._link.is_up:

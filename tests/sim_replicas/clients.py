@@ -21,6 +21,7 @@ PATIENCE_S: Final = 30.0
 _TTLS_S: Final = (3600.0, 3600.0, 3600.0, 60.0)
 _VERBS: Final = ("turn", "again", "read", "list", "rewind", "fork", "delete", "create")
 _WEIGHTS: Final = (520, 640, 820, 850, 880, 895, 935, 1000)
+_OF_STRAYS: Final = (100, 150, 550, 750, 800, 830, 1000, 1000)
 """Running sums."""
 
 
@@ -70,14 +71,30 @@ class Client:
         elif len(open_facts) >= self._town.max_sessions and verb in ("create", "fork"):
             verb = "delete"
         process = draws.pick("replica", processes)
+        if verb != "create" and open_facts:
+            verb, process, open_facts = self._interesting(verb, process, open_facts)
+        self.is_idle = False
+        self._serve(process, self._work(verb, process, draws.pick("session", open_facts or [None])))
+
+    def _interesting(
+        self, verb: str, process: Process, open_facts: list[Facts]
+    ) -> tuple[str, Process, list[Facts]]:
+        """Return what may go wrong sooner than what was drawn, now and then."""
+        draws, processes = self._town.draws, self._town.processes()
+        if draws.happens("a stray", 400):
+            strays = [(p, f) for p in processes for f in open_facts if p.has_strayed(f.name)]
+            if strays:
+                where, facts = draws.pick("which stray", strays)
+                if draws.happens("elsewhere first", 400):
+                    return "turn", process, [facts]
+                return draws.weighted("of a stray", _VERBS, _OF_STRAYS), where, [facts]
         # One that the database may have given up is asked for what it still has in memory.
-        doubtful = [each for each in processes if each.link.mode != "up" or each.state != "up"]
-        if doubtful and verb != "create" and draws.happens("a doubtful one", 300):
+        doubtful = [each for each in processes if not each.is_right]
+        if doubtful and draws.happens("a doubtful one", 300):
             process = draws.pick("which doubtful one", doubtful)
             here = {each.session_id for each in process.manager._sessions}
             open_facts = [each for each in open_facts if each.name in here] or open_facts
-        self.is_idle = False
-        self._serve(process, self._work(verb, process, draws.pick("session", open_facts or [None])))
+        return verb, process, open_facts
 
     def _work(
         self, verb: str, process: Process, facts: Facts | None

@@ -166,7 +166,8 @@ class SimDatabase:
         self.append(row)
 
     def _note(self, row: SessionRow, entries: tuple[bytes, ...], *, is_whole: bool) -> None:
-        change = Change(row.number, row.epoch, self.replica_id, entries, is_whole)
+        me = self.replica_id
+        change = Change(row.number, row.session_id, row.epoch, me, entries, is_whole)
         self._changes.append(change)
 
     def delete_some(self, number: int) -> Freed | None:

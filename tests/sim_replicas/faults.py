@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from tests.sim.draws import Draws
+from tests.sim_replicas.link import Part
 from tests.sim_replicas.process import Clock, Process
 from tests.sim_replicas.schedule import Schedule
 from tests.sim_replicas.server import DatabaseServer
 
-_KINDS = ("pause", "cut", "crash", "stop", "slow", "engine", "wall", "database", "lossy")
-_WEIGHTS = (280, 520, 620, 680, 760, 840, 900, 920, 1000)
+_KINDS = ("pause", "cut", "crash", "stop", "slow", "engine", "wall", "database", "lossy", "late")
+_WEIGHTS = (240, 440, 520, 580, 650, 720, 770, 790, 880, 1000)
 """Running sums."""
 
 
@@ -55,6 +56,9 @@ class Weather:
         if self.is_over:
             return
         machine = self._draws.pick("machine", self._machines)
+        busy = [each for each in self._machines if each.process and each.process.is_moving]
+        if busy and self._draws.happens("where sessions move", 400):
+            machine = self._draws.pick("which of those", busy)
         kind = self._draws.weighted("fault", _KINDS, _WEIGHTS)
         long = self._draws.happens("long fault", 500)
         for_s = self._draws.between("fault lasts", 50, 18_000 if long else 2500) / 1e3
@@ -70,7 +74,7 @@ class Weather:
 
     def _cut(self, machine: Machine, process: Process, for_s: float) -> None:
         process.link.mode = self._draws.pick("cut", ("refused", "silent", "deaf"))
-        self._server.asked.pop(process.lease.database.replica_id, None)  # type: ignore[attr-defined]
+        self._server.asked.pop(process.me, None)
         self._schedule.after(for_s, lambda: _mend(process))
 
     def _crash(self, machine: Machine, process: Process, for_s: float) -> None:
@@ -88,6 +92,12 @@ class Weather:
 
     def _lossy(self, machine: Machine, process: Process, for_s: float) -> None:
         process.link.lossy = self._draws.pick("how lossy", (20, 100, 300))
+        self._schedule.after(for_s, lambda: _mend(process))
+
+    def _late(self, machine: Machine, process: Process, for_s: float) -> None:
+        # Longer than the margin of a lease, and questions also than anybody waits for them.
+        part: Part = self._draws.pick("what is late", ("question", "answer"))
+        process.link.late_s = {part: self._draws.between("by how much", 1000, 14_000) / 1e3}
         self._schedule.after(for_s, lambda: _mend(process))
 
     def _engine(self, machine: Machine, process: Process, for_s: float) -> None:
@@ -119,7 +129,7 @@ class Weather:
 
 def _mend(process: Process) -> None:
     if process.state != "dead":
-        process.link.mode, process.link.slow, process.link.lossy = "up", 1.0, 0
+        process.link.mend()
 
 
 def _revive(process: Process) -> None:

@@ -37,8 +37,8 @@ class Log:
 class Facts:
     """What clients were told of a session.
 
-    `is_there`: it was said to be durable. `may_go`: somebody has begun to delete it. `gone_s`: when
-    it was said to be gone for good. `said`: the turns that were told to be durable, in that order,
+    `is_there`: it was said to be durable. `num_deleting`: how many have asked for its deletion, and
+    were not told that it has moved instead. `gone_s`: when it was said to be gone for good. `said`: the turns that were told to be durable, in that order,
     with the id of their answer. `after`: those that had been when a turn was sent first. `cut`:
     turns that a rewind may have dropped; `dropped`: those that it has. `num_inherited`: of those of
     another session, in which it was forked. `is_opened_twice`: two clients open one of this name;
@@ -49,7 +49,7 @@ class Facts:
     ttl_s: float
     used_s: float
     is_there: bool = False
-    may_go: bool = False
+    num_deleting: int = 0
     gone_s: float | None = None
     said: dict[str, str] = field(default_factory=dict)
     after: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -57,6 +57,17 @@ class Facts:
     dropped: set[str] = field(default_factory=set)
     num_inherited: int = 0
     is_opened_twice: bool = False
+
+    @property
+    def may_go(self) -> bool:
+        """Return whether somebody deletes it."""
+        return self.num_deleting > 0
+
+    @property
+    def may_be_another(self) -> bool:
+        """Return whether what is there may be the second one of this name, which has nothing that
+        was said in the first."""
+        return self.is_opened_twice and self.may_go
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +91,12 @@ class Judge:
         self.logs: dict[tuple[int, str], Log] = {}
         """By number and name: a number may be given again, once nothing has it."""
 
-        self.name_of: Callable[[int], str] = str
-
     # -- what is committed
 
     def committed(self, changes: Sequence[Change]) -> None:
         """Take note of a commit. Raises Broken."""
         for change in changes:
-            key = change.number, self.name_of(change.number)
+            key = change.number, change.name
             log = self.logs.get(key)
             if log is None:
                 log = self.logs[key] = Log(key[1])
@@ -144,6 +153,8 @@ class Judge:
         """Take note of a turn that was told to be durable, as news or once more. Raises Broken."""
         facts = begun.facts
         self.found(begun)
+        if facts.may_be_another:
+            return
         if facts.said.setdefault(turn_id, item_id) != item_id:
             raise Broken("twice", f"{facts.name}: turn {turn_id} has two answers")
         facts.is_there = True
@@ -152,6 +163,7 @@ class Judge:
 
     def used(self, facts: Facts) -> None:
         """Take note of a session that was used, which is durable."""
+        facts.num_deleting += facts.is_opened_twice and self.may_expire(facts)
         facts.is_there, facts.used_s = True, self._clock()
 
     def found(self, begun: Begun) -> None:
@@ -191,6 +203,8 @@ class Judge:
         places = {item.id: place for place, item in enumerate(items)}
         if len(places) != len(items):
             raise Broken("history", f"{facts.name} has an item twice")
+        if facts.may_be_another:
+            return
         for turn_id in said:
             if turn_id in facts.cut:
                 continue

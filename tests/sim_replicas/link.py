@@ -16,6 +16,7 @@ UNANSWERED_S: Final = 10.0
 
 _REFUSED_S: Final = 0.01
 
+Part = Literal["question", "answer"]
 Mode = Literal["up", "refused", "silent", "deaf"]
 """Of a link: whether connections are refused at once, whether nothing arrives and nobody is told,
 or whether questions arrive and answers do not."""
@@ -70,7 +71,8 @@ class Waiting:
 
 class Link:
     """Carry questions to the database and answers back. `deliver` runs something in the process of
-    the replica. `lossy`: of a thousand questions, how many meet each kind of misfortune."""
+    the replica. `lossy`: of a thousand questions, how many meet each kind of misfortune. `late_s`: by
+    how much all questions are late, or all answers."""
 
     def __init__(
         self,
@@ -84,6 +86,16 @@ class Link:
         self.mode: Mode = "up"
         self.slow = 1.0
         self.lossy = 0
+        self.late_s: dict[Part, float] = {}
+
+    @property
+    def is_right(self) -> bool:
+        """Return whether it carries what it should."""
+        return self.mode == "up" and not self.lossy and not self.late_s
+
+    def mend(self) -> None:
+        """Carry everything, and in time."""
+        self.mode, self.slow, self.lossy, self.late_s = "up", 1.0, 0, {}
 
     def ask(self, call: Callable[[], object], told: Callable[[Answer], None]) -> None:
         """Have something asked of the database; `told` is called in the process with the answer, if
@@ -121,8 +133,9 @@ class Link:
         answer = Answer(None, ConnectionError(why))
         self._schedule.after(after_s, partial(self._deliver, partial(told, answer)))
 
-    def _delay_s(self, what: str) -> float:
+    def _delay_s(self, what: Part) -> float:
         delay_s = self.slow * self._draws.between(what, 100, 1500) / 1e6
+        delay_s += self.late_s.get(what, 0.0)
         if self._draws.happens(f"{what} is late", self.lossy):
             delay_s += self._draws.between(f"how late {what} is", 1, 16_000) / 1e3
         return delay_s

@@ -161,6 +161,7 @@ class Process:
 
         def moved(session: Session) -> None:
             reached["write refused"] += 1
+            reached["write refused under a live lease"] += self.site.server.is_live(self.me)
             on_moved(session)
 
         lease.told.on_asked, lease.told.on_lost = asked, lost
@@ -172,6 +173,31 @@ class Process:
         shared = self.manager._sessions.on_disk
         assert isinstance(shared, SharedSessions)
         return shared
+
+    @property
+    def is_moving(self) -> bool:
+        """Return whether a session is on its way here, or from here."""
+        return bool(self.shared._loading or self.shared._leaving)
+
+    @property
+    def is_right(self) -> bool:
+        """Return whether nothing is wrong with it and its way to the database."""
+        return self.state == "up" and self.link.is_right and self.lease.is_held
+
+    def has_strayed(self, name: str) -> bool:
+        """Return whether it has a session in memory which the database says is not its own."""
+        server, session = self.site.server, self.manager._sessions.find(OWNER, name)
+        if session is None or session.life.log is None:
+            return False
+        held = server.tables.sessions.get(session.life.order)
+        return held is not None and not (held.holder == self.me and server.is_live(self.me))
+
+    @property
+    def me(self) -> int:
+        """Return the id that the database knows it by."""
+        database = self.lease.database
+        assert isinstance(database, SimDatabase)
+        return database.replica_id
 
     @property
     def store(self) -> SessionStore:

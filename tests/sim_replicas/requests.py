@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from session_server.core.errors import (
     InternalInconsistency,
     SessionExists,
+    SessionMoved,
     SessionNotFound,
     SessionServerError,
     TurnConflict,
@@ -56,6 +57,16 @@ class Requests:
         self.reached[f"create: durable {view.is_durable}"] += 1
         if view.is_durable:
             self.judge.used(begun.facts)
+
+    async def is_known(self, process: Process, begun: Begun) -> bool:
+        """Return whether nobody can open another session of this name."""
+        request = OpenRequest(session_id=begun.facts.name, is_stored=True)
+        try:
+            await process.manager.create(OWNER, request)
+        except SessionServerError as error:
+            return isinstance(error, SessionExists)
+        self.judge.not_found(begun)
+        return True
 
     async def turn(self, process: Process, begun: Begun, request: TurnRequest) -> bool:
         """Run a turn, or be told of it again; return whether it need not be sent any more."""
@@ -144,6 +155,7 @@ class Requests:
             await manager._sessions.look_up(OWNER, name)
             said = {t: i for t, i in source.said.items() if t in begun.said}
             said = {t: i for t, i in said.items() if t not in source.cut}
+            said = {} if source.may_be_another else said
             manager.edits.fork(OWNER, source.name, new_id=name)
             await manager.stored()
             view = manager.get(OWNER, name)
@@ -158,10 +170,11 @@ class Requests:
 
     async def delete(self, process: Process, begun: Begun) -> None:
         """Delete a session."""
-        begun.facts.may_go = True
+        begun.facts.num_deleting += 1
         try:
             view = await process.manager.exits.delete(OWNER, begun.facts.name)
         except SessionServerError as error:
+            begun.facts.num_deleting -= isinstance(error, SessionMoved)
             self._refused(error, "delete", begun)
             return
         self.judge.found(begun)
@@ -186,6 +199,8 @@ class Requests:
             if view is None:
                 if each.is_there and not facts.may_go and not self.judge.may_expire(facts):
                     raise Broken("list", f"{facts.name} is not listed")
+            elif facts.may_be_another:
+                continue
             elif view.num_turns < len(each.said) - facts.num_inherited:
                 raise Broken("list", f"{facts.name} has {view.num_turns} of {len(each.said)} turns")
 

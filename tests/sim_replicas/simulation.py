@@ -8,6 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 from unittest import mock
 
@@ -24,6 +25,7 @@ from tests.sim_replicas.process import Clock, Process, Site
 from tests.sim_replicas.requests import Requests
 from tests.sim_replicas.schedule import Schedule
 from tests.sim_replicas.server import DatabaseServer
+from tests.sim_replicas.tables import Change
 
 UNIX_S: Final = 1_700_000_000.0
 MAX_STEPS: Final = 6000
@@ -93,8 +95,8 @@ class Simulation:
         self.server = server = DatabaseServer(lambda: UNIX_S + self.schedule.now_s)
         server.after = self.schedule.after
         self.judge = Judge(lambda: self.schedule.now_s)
-        self.judge.name_of = self._name_of
-        server.on_committed = self.judge.committed
+        self._broken: Exception | None = None
+        server.on_committed = self._committed
         self.requests = Requests(self.judge, server.reached)
         num_replicas = draws.pick("replicas", (2, 3, 3, 3, 3, 3, 4, 5))
         if draws.happens("many replicas", 20):
@@ -118,13 +120,15 @@ class Simulation:
         num_clients = draws.between("clients", 2, 6) + num_replicas // 10
         self.clients = [Client(self, number, turns) for number in range(num_clients)]
 
+    def _committed(self, changes: Sequence[Change]) -> None:
+        try:
+            self.judge.committed(changes)
+        except Exception as error:  # noqa: BLE001 - from here it would be one of the database
+            self._broken = self._broken or error
+
     def processes(self) -> Sequence[Process]:
         """Return the replicas that can be asked."""
         return [each.process for each in self.machines if each.process is not None]
-
-    def _name_of(self, number: int) -> str:
-        held = self.server.tables.sessions.get(number)
-        return "" if held is None else held.row.name
 
     def run(self, max_steps: int) -> None:
         """Let all happen. Raises Broken."""
@@ -134,8 +138,13 @@ class Simulation:
             client.begin()
         self.weather.begin()
         while self.schedule.num_steps < max_steps:
-            self.schedule.step()
+            self._step()
         self._settle()
+
+    def _step(self) -> None:
+        self.schedule.step()
+        if self._broken is not None:
+            raise self._broken
 
     # -- when all is right again
 
@@ -160,7 +169,7 @@ class Simulation:
     def _run_until(self, condition: object, until_s: float) -> None:
         assert callable(condition)
         while self.schedule.now_s < until_s and not condition():
-            self.schedule.step()
+            self._step()
 
     def _use(self, name: str, process: Process, left: dict[str, Process]) -> None:
         """Run one more turn in a session, until it is durable."""
@@ -174,13 +183,18 @@ class Simulation:
                     break
                 await asyncio.sleep(0.2)
             await self.requests.read(process, self.judge.begin(name))
+            other = self.draws.pick("who knows it too", self.processes())
+            other.start(know(other), partial(_tell, other))
+
+        async def know(other: Process) -> None:
+            facts = self.judge.facts[name]
+            while facts.gone_s is None and not facts.may_go and not self.judge.may_expire(facts):
+                if await self.requests.is_known(other, self.judge.begin(name)):
+                    break
+                await asyncio.sleep(0.2)
             left.pop(name)
 
-        def done(task: asyncio.Task[None]) -> None:
-            if not task.cancelled() and (error := task.exception()) is not None:
-                process.loop.errors.append(error)
-
-        process.start(use(), done)
+        process.start(use(), partial(_tell, process))
 
     def _rest(self) -> None:
         self._run_until(lambda: False, self.schedule.now_s + REST_S)
@@ -212,6 +226,11 @@ class Simulation:
             for process in (machine.process, *machine.ending):
                 if process is not None and process.state != "dead":
                     process.kill()
+
+
+def _tell(process: Process, task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        process.loop.errors.append(error)
 
 
 class _Bugs(logging.Handler):

@@ -20,6 +20,7 @@ class Change(NamedTuple):
     entries it wrote (`is_whole`: in place of all others)."""
 
     number: int
+    name: str
     epoch: int
     replica_id: int
     entries: tuple[bytes, ...]

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from session_server.core.commands import SubmitTurn
 from session_server.core.errors import ServerBusy, SessionMoved, SessionServerError
 from session_server.core.sampling import SamplingParams
 from session_server.core.session_events import TokenInput, TurnRequest
@@ -172,3 +173,45 @@ def test_a_lost_session_whose_turn_is_being_cut_is_not_answered_for(quiet: Quiet
     assert quiet.do(first, first.manager.list(OWNER)).sessions == ()
     with pytest.raises(SessionMoved):
         first.manager.snapshot(OWNER, "ours")
+
+
+def test_a_turn_that_waits_in_a_lost_session_does_not_begin(quiet: Quiet) -> None:
+    replica = quiet.start()
+    quiet.open(replica, "ours")
+    lose(quiet, replica)
+    replica.link.slow = 1000.0
+    replica.manager.update(OWNER, "ours", metadata={"a": "write that will be refused"})
+    for turn_id in ("ends meanwhile", "waits"):
+        request = TurnRequest(turn_id, TokenInput((300,)), SamplingParams(max_tokens=2))
+        quiet.do(replica, replica.manager.submit(OWNER, "ours", request))
+    quiet.after(4.0)
+    sent = [each for each in replica.engine.seen if isinstance(each, SubmitTurn)]
+    assert len(sent) == 1
+    assert not list(replica.manager._sessions)
+
+
+def test_what_waits_under_one_lease_is_not_written_under_the_next(quiet: Quiet) -> None:
+    first, second = quiet.start(), quiet.start()
+    for name in ("ours", "other"):
+        quiet.open(first, name)
+
+    def write(name: str) -> None:
+        def change() -> None:
+            first.manager.update(OWNER, name, metadata={"a": "change"})
+
+        first.deliver(change)
+
+    first.link.mode = "refused"
+    write("ours")
+    quiet.after(0.05)  # it could not be written: all of it will be, as of a new session
+    first.link.mode = "silent"
+    write("other")
+    quiet.after(0.05)  # nothing is answered, and all others wait for it
+    write("ours")
+    first.link.mode = "up"
+    lose(quiet, first)
+    quiet.after(4.0)
+    assert first.lease.is_held, "another one"
+    assert quiet.do(second, second.manager.exits.delete(OWNER, "ours")).is_durable
+    quiet.after(20.0)
+    assert quiet.server.tables.named(OWNER.owner_id, "ours") is None

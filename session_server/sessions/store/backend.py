@@ -138,6 +138,9 @@ class SharedDatabase(StoreDatabase, Protocol):
     network does.
     """
 
+    replica_id: int
+    """Which replica this is since it joined last."""
+
     def holdings_of(self, owner_ids: Sequence[str]) -> list[Holding]:
         """Return what some owners have."""
 

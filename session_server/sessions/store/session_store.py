@@ -22,7 +22,7 @@ from session_server.sessions.store.deletions import Deletions
 from session_server.sessions.store.disk_health import DiskHealth
 from session_server.sessions.store.lease import ReplicaLease
 from session_server.sessions.store.lock import StoreIsBusy
-from session_server.sessions.store.ownership import NotOurs
+from session_server.sessions.store.ownership import LeaseLost, NotOurs
 from session_server.sessions.store.patience import NO_ANSWER, Patience
 from session_server.sessions.store.pieces import MAX_ENTRY_BYTES, LargeEntry
 from session_server.sessions.store.records import (
@@ -128,6 +128,11 @@ class SessionStore:
             database.close()
             raise
         return cls(database, model=model, durability=durability, wall=wall, clock=clock)
+
+    @property
+    def replica_id(self) -> int:
+        """Return which replica this is, another one with each lease; 0 where there are none."""
+        return 0 if self.lease is None else self.lease.database.replica_id
 
     @property
     def failure(self) -> str | None:
@@ -368,12 +373,21 @@ class SessionStore:
     # -- writing
 
     def put(
-        self, row: SessionRow, entries: _Entries, told: Told, beside: Beside | None = None
+        self,
+        row: SessionRow,
+        entries: _Entries,
+        told: Told,
+        beside: Beside | None = None,
+        *,
+        replica_id: int = 0,
     ) -> None:
         """Write a session in these entries, in place of what is there of it; `told` is called when
-        it is on disk, or cannot be. `beside`: in the same commit."""
+        it is on disk, or cannot be. `beside`: in the same commit. `replica_id`: who holds it."""
 
         def write(database: StoreVerbs) -> None:
+            if replica_id != self.replica_id:
+                # In epoch 1 it would be a new session, and it may have been deleted elsewhere.
+                raise LeaseLost(f"replica {replica_id} has joined again as {self.replica_id}")
             database.put(row, *_pieces_of(entries))
 
         self.ask(write, told, _num_bytes_of(entries), beside)
