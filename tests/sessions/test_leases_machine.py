@@ -26,6 +26,7 @@ from psycopg.errors import LockNotAvailable
 
 from session_server.sessions.postgres import connections
 from session_server.sessions.postgres.database import PostgresDatabase
+from session_server.sessions.postgres.holdings import SCAN
 from session_server.sessions.store.ownership import HeldBy, LeaseLost, Moved, NameTaken
 from session_server.sessions.store.records import SessionRow
 from tests.depth import at_depth
@@ -71,7 +72,8 @@ class LeasesMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.run("TRUNCATE session_server.sessions, session_server.replicas CASCADE")
+        tables = ("sessions", "replicas", "holdings")
+        self.run(f"TRUNCATE {', '.join(f'session_server.{name}' for name in tables)} CASCADE")
         self.sessions: dict[str, Shadow] = {}
         self.rows: dict[tuple[int, str], SessionRow] = {}
         """What each replica believes to hold."""
@@ -396,6 +398,12 @@ class LeasesMachine(RuleBasedStateMachine):
             epochs = [epoch for epoch, _ in entries]
             assert epochs == sorted(epochs)
 
+    @invariant()
+    def what_owners_have_is_counted(self) -> None:
+        query = "SELECT owner, sum(num_sessions), sum(num_bytes), sum(num_retired)"
+        scanned = self.run(f"{query} FROM ({SCAN}) AS each GROUP BY owner")
+        assert self.databases[0].holdings() == scanned
+
     def teardown(self) -> None:
         for replica in list(self.commits):
             self.end(replica, None)
@@ -407,7 +415,7 @@ def test_replicas_keep_their_promises(url: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(connections, "IDLE_TIMEOUT_S", 300)
     LeasesMachine.reached.clear()
     with contextlib.ExitStack() as stack:
-        superuser = psycopg.connect(url, autocommit=True)
+        superuser = psycopg.connect(url, autocommit=True, options="-c search_path=session_server")
         LeasesMachine.superuser = stack.enter_context(superuser)
         LeasesMachine.databases = [
             stack.enter_context(contextlib.closing(PostgresDatabase(url))) for _ in REPLICAS

@@ -27,7 +27,7 @@ from session_server.sessions.postgres.failures import explain, is_unavailable
 from session_server.sessions.store.database import Behind
 from session_server.sessions.store.lock import StoreUnusable
 from session_server.sessions.store.ownership import Moved, NameTaken
-from session_server.sessions.store.records import RecordRow
+from session_server.sessions.store.records import Holding, RecordRow
 from tests.rig.postgres import Postgres, running
 from tests.sessions.test_leases import LEASE_S, NEW, SOON_S, append, assert_waits, put, take
 
@@ -79,16 +79,17 @@ def test_an_interrupted_start_leaves_nothing(
 def test_a_later_version_adds_to_what_is_there(
     url: str, database: PostgresDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written = put(database, NEW, b"one")
+    written, later_version = put(database, NEW, b"one"), schema.SCHEMA_VERSION + 1
     more = "ALTER TABLE sessions ADD COLUMN more int NOT NULL DEFAULT 7; CREATE TABLE another ();"
     with monkeypatch.context() as patched:
         patched.setattr(schema, "VERSIONS", (*schema.VERSIONS, more))
-        patched.setattr(schema, "SCHEMA_VERSION", 2)
+        patched.setattr(schema, "SCHEMA_VERSION", later_version)
         for _ in range(2):
             with closing(PostgresDatabase(url)) as later:
                 assert later.secret == database.secret
                 assert later.numbered(1) == written
-    with pytest.raises(StoreUnusable, match="is of version 2, and this server knows 1"):
+    told = f"is of version {later_version}, and this server knows {schema.SCHEMA_VERSION}"
+    with pytest.raises(StoreUnusable, match=told):
         PostgresDatabase(url)
 
 
@@ -296,10 +297,11 @@ def test_a_commit_whose_answer_is_lost_is_written_again_whole(
 ) -> None:
     row = NEW if is_new else put(database, NEW, b"zero")
     record = RecordRow(1, "response", "alice", "resp_1", "s1", 10, 1)
+    commits = database._commit
 
     def commit() -> None:
         if is_committed:
-            database._writer.execute("COMMIT")
+            commits()
         cut(postgres, database)
         database._writer.execute("SELECT 1")
 
@@ -314,6 +316,8 @@ def test_a_commit_whose_answer_is_lost_is_written_again_whole(
     assert database.entries(1) == [b"zero", b"one"]
     assert database.parts(1) == [(0, b"a")]
     assert [found.num_writes for found in database.records()] == [1]
+    num_bytes = len(b"zero" + b"one" + NEW.settings)
+    assert database.holdings_of(["alice"]) == [Holding("alice", 1, num_bytes + 10, 0)]
 
 
 @pytest.fixture
@@ -518,3 +522,80 @@ def test_a_record_of_the_number_or_id_of_another_is_refused(database: PostgresDa
         with pytest.raises(NameTaken), database.transaction():
             database.put_record(other, [(0, b"b")])
     assert database.parts(1) == [(0, b"a")]
+
+
+# -- what owners have
+
+RECORD = RecordRow(1, "response", "alice", "resp_1", "", 100, 1)
+
+
+def counted(database: PostgresDatabase) -> list[Holding]:
+    return sorted(database.holdings_of(["alice", "bob"]))
+
+
+def test_what_owners_have_is_known_without_a_look_at_it(
+    url: str, database: PostgresDatabase
+) -> None:
+    put(database, NEW, b"one")
+    put(database, structs.replace(NEW, number=2, owner_id="bob"), b"three")
+    with database.transaction():
+        database.put_record(RECORD, [(0, b"a")])
+        database.change_record(structs.replace(RECORD, num_bytes=70, num_writes=1), [], [])
+    num_row_bytes = len(NEW.settings)
+    with psycopg.connect(url) as other:
+        other.execute("LOCK TABLE session_server.sessions, session_server.records")
+        assert counted(database) == [
+            Holding("alice", 1, 3 + num_row_bytes + 70, 0),
+            Holding("bob", 1, 5 + num_row_bytes, 0),
+        ]
+    with database.transaction():
+        database.retire(2)
+        database.delete_record(1)
+    assert counted(database) == [
+        Holding("alice", 1, 3 + num_row_bytes, 0),
+        Holding("bob", 0, 5 + num_row_bytes, 5),
+    ]
+
+
+def test_who_has_nothing_any_more_takes_no_room(
+    url: str, postgres: Postgres, database: PostgresDatabase
+) -> None:
+    put(database, NEW, b"one")
+    put(database, structs.replace(NEW, number=2, owner_id="bob"), b"one")
+    database.release([1])
+    query = "SELECT owner, slot, num_sessions FROM session_server.holdings ORDER BY 1, 2"
+    with closing(PostgresDatabase(url)) as other:
+        assert postgres.run(query, url) == [("alice", -1, 1), ("bob", -1, 1)]
+        other.join("there", LEASE_S)
+        with other.transaction():
+            other.delete_some(1)
+        assert postgres.run(query, url) == [("alice", -1, 1), ("alice", 1, -1), ("bob", -1, 1)]
+        assert [held.owner_id for held in other.holdings()] == ["bob"]
+    with closing(PostgresDatabase(url)):
+        assert postgres.run(query, url) == [("bob", -1, 1)]
+    put(database, structs.replace(NEW, number=3, session_id="c"), b"one")
+    with database.transaction():
+        database.delete_some(3)
+    assert postgres.run(query, url) == [("bob", -1, 1)]
+
+
+def test_what_a_server_of_an_earlier_version_has_not_counted_is_counted_at_a_start(
+    url: str, postgres: Postgres, database: PostgresDatabase, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(database, NEW, b"one")
+    before = counted(database)
+    postgres.run("DROP TABLE session_server.holdings", url)
+    postgres.run("UPDATE session_server.facts SET value = '1' WHERE name = 'version'", url)
+    with closing(PostgresDatabase(url)) as later:
+        assert counted(later) == before
+        assert "not counted right" not in caplog.text
+    postgres.run("UPDATE session_server.sessions SET num_bytes = num_bytes + 9", url)
+    # One that commits meanwhile waits for nobody, and is counted once.
+    row = structs.replace(NEW, number=2, session_id="two")
+    with database.transaction():
+        database.put(row, b"three")
+        with closing(PostgresDatabase(url)) as later:
+            assert [held.num_bytes for held in counted(later)] == [before[0].num_bytes + 9]
+    assert "what 1 owners have was not counted right" in caplog.text
+    num_bytes = before[0].num_bytes + 9 + 5 + len(NEW.settings)
+    assert counted(database) == database.holdings() == [Holding("alice", 2, num_bytes, 0)]

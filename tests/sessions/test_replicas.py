@@ -13,10 +13,11 @@ import pytest
 from session_server.core.errors import ServerDraining, SessionExists, SessionMoved, SessionNotFound
 from session_server.core.session_events import TurnEnd
 from session_server.sessions.backlog import SLICE
+from session_server.sessions.postgres import leases
 from session_server.sessions.postgres.database import PostgresDatabase
 from session_server.sessions.shared_sessions import HANDOVER_WAIT_S, RECOUNT_S
 from session_server.sessions.store.lease import ReplicaLease
-from session_server.sessions.store.ownership import HeldBy, Joined
+from session_server.sessions.store.ownership import HeldBy, Joined, LeaseLost
 from session_server.sessions.store.records import SessionRow
 from session_server.sessions.store.session_store import SessionStore
 from tests.sessions.world import OWNER, World, completed, turn
@@ -94,6 +95,10 @@ class Cluster:
                     await asyncio.sleep(0.01)
 
         self.loop.run_until_complete(wait())
+
+
+def lease_is_lost(_lease_s: float) -> float:
+    raise LeaseLost
 
 
 @pytest.fixture
@@ -294,6 +299,34 @@ def test_a_replica_joins_again_once_it_has_given_up_all_that_it_held(cluster: Cl
     first.database.join = joining  # type: ignore[method-assign]
     first.world.do(first.lease._renew())
     assert num_held == [0], "what it held may be others' by now"
+
+
+def test_a_replica_that_finds_no_slot_says_so_and_joins_once_there_is_one(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = cluster.start(lease_s=1.0)
+    name = first.world.create(session_id="ours", is_stored=True)
+    completed(first.say(name, "a"))
+    history = first.world.history(name)
+    with monkeypatch.context() as patched:
+        patched.setattr(leases, "MAX_REPLICAS", 0)
+        patched.setattr(first.database, "renew", lease_is_lost)
+        cluster.until(lambda: first.store.failure is not None)
+        assert "0 replicas share it: stop one" in str(first.store.failure)
+        use = first.world.manager.stats().store
+        assert use is not None
+        assert use.is_failing
+        with pytest.raises(SessionMoved):
+            first.history(name)
+        # What is in no store needs no lease.
+        alone = first.world.create(session_id="alone")
+        completed(first.say(alone, "a"))
+        first.world.do(asyncio.sleep(2.0))
+        assert not first.lease.is_held
+        assert caplog.text.count("share it: stop one") == 1, "not with each attempt"
+    cluster.until(lambda: first.lease.is_held)
+    assert first.store.failure is None
+    assert first.history(name) == history
 
 
 def test_a_session_that_a_lost_replica_could_not_delete_is_not_told_to_be_gone(

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Final
 
 import psycopg
+from msgspec import structs
 from psycopg import errors
 from psycopg_pool import PoolTimeout
 
@@ -21,6 +22,7 @@ from session_server.sessions.postgres.connections import (
     whole,
 )
 from session_server.sessions.postgres.failures import explain, is_unavailable, refusal
+from session_server.sessions.postgres.holdings import HoldingChanges, SessionSize
 from session_server.sessions.postgres.leases import IS_OVER, LEASE, Leases
 from session_server.sessions.postgres.reads import IS_ANOTHERS
 from session_server.sessions.postgres.schema import migrate
@@ -40,28 +42,36 @@ _logger: Final = logging.getLogger("session_server.store")
 _BEGIN_TO_DELETE: Final = f"{RENAMED}, epoch = epoch + 1"
 """What begins a deletion: nothing that its holder may still have to write changes it."""
 
-_PUT_SESSION: Final = (
+_BEFORE: Final = (
+    "before AS (SELECT expires AS expires_then, num_bytes AS num_then, octet_length(settings)"
+    " FROM sessions WHERE number = %(number)s)"
+)
+"""What a session was in the snapshot of the statement that changes it."""
+
+_OPEN_SESSION: Final = (
     "INSERT INTO sessions SELECT %(number)s, %(owner)s, %(id)s, %(model)s, %(expires)s,"
     " %(settings)s, %(num_tokens)s, %(num_turns)s, %(num_uses)s, %(num_entries)s, %(num_bytes)s,"
-    " %(me)s, %(epoch)s"
     # One that was taken was there: where it is not, somebody has deleted it.
-    " WHERE %(epoch)s <= 1 OR EXISTS (SELECT FROM sessions WHERE number = %(number)s)"
-    " ON CONFLICT (number) DO UPDATE SET model = EXCLUDED.model, expires = EXCLUDED.expires,"
-    " settings = EXCLUDED.settings, num_tokens = EXCLUDED.num_tokens,"
-    " num_turns = EXCLUDED.num_turns, num_uses = EXCLUDED.num_uses,"
-    " num_entries = EXCLUDED.num_entries, num_bytes = EXCLUDED.num_bytes"
-    " WHERE (sessions.owner, sessions.id, sessions.holder, sessions.epoch)"
-    " = (EXCLUDED.owner, EXCLUDED.id, EXCLUDED.holder, EXCLUDED.epoch)"
+    " %(me)s, %(epoch)s WHERE %(epoch)s <= 1 ON CONFLICT (number) DO NOTHING"
+)
+_REPLACE_SESSION: Final = (
+    f"WITH {_BEFORE}"  # noqa: S608 - our own words
+    " UPDATE sessions SET model = %(model)s, expires = %(expires)s, settings = %(settings)s,"
+    " num_tokens = %(num_tokens)s, num_turns = %(num_turns)s, num_uses = %(num_uses)s,"
+    " num_entries = %(num_entries)s, num_bytes = %(num_bytes)s FROM before"
+    " WHERE (number, owner, id, holder, epoch)"
+    " = (%(number)s, %(owner)s, %(id)s, %(me)s, %(epoch)s) RETURNING before.*"
 )
 _CHANGE_SESSION: Final = (
-    "WITH changed AS (UPDATE sessions SET expires = %(expires)s, settings = %(settings)s,"
+    f"WITH {_BEFORE}, changed AS (UPDATE sessions SET expires = %(expires)s,"  # noqa: S608
+    " settings = %(settings)s,"
     " num_tokens = %(num_tokens)s, num_turns = %(num_turns)s, num_uses = %(num_uses)s,"
     " num_entries = num_entries + %(num_added)s, num_bytes = num_bytes + %(num_bytes)s"
     " WHERE number = %(number)s AND num_entries = %(num_entries)s AND holder = %(me)s"
     " AND epoch = %(epoch)s RETURNING number), added AS (INSERT INTO entries"
     " SELECT number, %(num_entries)s + place - 1, entry, %(epoch)s FROM changed,"
     " unnest(%(entries)s::bytea[]) WITH ORDINALITY AS given (entry, place))"
-    " SELECT FROM changed"
+    " SELECT before.* FROM changed, before"
 )
 _PUT_ENTRIES: Final = (
     "INSERT INTO entries SELECT %s, place - 1, entry, %s"
@@ -97,6 +107,7 @@ class PostgresDatabase(Leases):
                 "--store: this is no URL of PostgreSQL: postgresql://user:password@host:5432/name"
             ) from None
         self._is_synced = durability == "turn"
+        self._changes = HoldingChanges()
         try:
             self._writer = connect(conninfo, is_synced=self._is_synced)
             try:
@@ -146,6 +157,7 @@ class PostgresDatabase(Leases):
         commits nobody knows whether it has: to put all of it again is right in both cases. Raises
         LeaseLost, Moved, NameTaken, Behind, psycopg.Error."""
         self._begin()
+        self._changes = HoldingChanges()
         try:
             with self._writer.answering(time.monotonic() + COMMIT_WAIT_S):
                 yield
@@ -186,7 +198,7 @@ class PostgresDatabase(Leases):
 
         self._writer.add_notice_handler(on_notice)
         try:
-            self._writer.execute("COMMIT")
+            self._changes.commit(self._writer, self.slot)
         finally:
             self._writer.remove_notice_handler(on_notice)
         if warnings and self._is_synced:
@@ -212,12 +224,18 @@ class PostgresDatabase(Leases):
             "num_entries": len(entries),
             "num_bytes": sum(map(len, entries)),
         }
+        before: SessionSize | None = None
         try:
-            found = self._execute(_PUT_SESSION, values)
+            is_new = self._execute(_OPEN_SESSION, values).rowcount == 1
         except errors.UniqueViolation as error:  # by another, at the same time
             raise NameTaken(f"{row.session_id} is another open session") from error
-        if found.rowcount != 1:
-            raise Moved(f"session {row.number} is not held in epoch {row.epoch}")
+        if not is_new:
+            found = self._execute(_REPLACE_SESSION, values).fetchone()
+            if found is None:
+                raise Moved(f"session {row.number} is not held in epoch {row.epoch}")
+            before = SessionSize(*found)
+        size = SessionSize(row.expires_s, values["num_bytes"], len(row.settings))
+        self._changes.change(row.owner_id, before, size)
         self._execute("DELETE FROM entries WHERE session = %s", (row.number,))
         self._execute(_PUT_ENTRIES, (row.number, row.epoch, list(entries)))
 
@@ -251,7 +269,12 @@ class PostgresDatabase(Leases):
             "num_bytes": sum(map(len, entries)),
             "entries": list(entries),
         }
-        if self._execute(_CHANGE_SESSION, values).rowcount == 1:
+        found = self._execute(_CHANGE_SESSION, values).fetchone()
+        if found is not None:
+            before = SessionSize(*found)
+            num_bytes = before.num_bytes + values["num_bytes"]
+            after = SessionSize(row.expires_s, num_bytes, len(row.settings))
+            self._changes.change(row.owner_id, before, after)
             return
         query = "SELECT FROM sessions WHERE number = %s AND holder = %s AND epoch = %s"
         if self._execute(query, (row.number, self.replica_id, row.epoch)).rowcount == 1:
@@ -265,21 +288,24 @@ class PostgresDatabase(Leases):
     def delete_some(self, number: int) -> Freed | None:
         """Delete a session, or the last entries of a long one; None if it is not there. Raises
         Moved if another live replica holds it."""
-        columns = "owner, num_bytes, octet_length(settings), expires"
-        found = self._locked(number, columns)
+        found = self._locked(number)
         if found is None:
             return None
-        owner_id, total, num_row_bytes, expires_s = found
-        num_retired = total if expires_s == 0 else 0
+        owner_id, size = found
+        num_retired = size.num_bytes if size.expires_s == 0 else 0
         start, num_bytes = self._last_entries(number)
         if start == 0:
             self._execute("DELETE FROM sessions WHERE number = %s", (number,))
-            return Freed(owner_id, total + num_row_bytes, num_retired, is_gone=True)
+            self._changes.change(owner_id, size, None)
+            total = size.num_bytes + size.num_row_bytes
+            return Freed(owner_id, total, num_retired, is_gone=True)
+        left = size._replace(num_bytes=size.num_bytes - num_bytes, expires_s=-1)
+        self._changes.change(owner_id, size, left)
         query = "DELETE FROM entries WHERE session = %s AND position >= %s"
         self._execute(query, (number, start))
-        hidden = "" if expires_s < 0 else f"{_BEGIN_TO_DELETE}, expires = -1, "
+        hidden = "" if size.expires_s < 0 else f"{_BEGIN_TO_DELETE}, expires = -1, "
         query = f"UPDATE sessions SET {hidden}num_entries = %s, num_bytes = %s WHERE number = %s"  # noqa: S608
-        self._execute(query, (start, total - num_bytes, number))
+        self._execute(query, (start, left.num_bytes, number))
         return Freed(owner_id, num_bytes, num_retired, is_gone=False)
 
     def _last_entries(self, number: int) -> tuple[int, int]:
@@ -299,24 +325,32 @@ class PostgresDatabase(Leases):
     def retire(self, number: int) -> int:
         """Let a session have expired long ago, and its id be free; its tokens can be read. Return
         the bytes of its entries, 0 if it is not there. Raises Moved as `delete_some` does."""
-        found = self._locked(number, "num_bytes")
+        found = self._locked(number)
+        if found is None:
+            return 0
+        owner_id, size = found
         query = f"UPDATE sessions SET {_BEGIN_TO_DELETE}, expires = 0 WHERE number = %s"  # noqa: S608
         self._execute(query, (number,))
-        return 0 if found is None else int(found[0])
+        self._changes.change(owner_id, size, size._replace(expires_s=0))
+        return size.num_bytes
 
-    def _locked(self, number: int, columns: str) -> Sequence[Any] | None:
-        """Return columns of a session that this replica may delete, which nobody takes meanwhile;
-        None if it is not there. Raises Moved."""
-        query = f"SELECT expires, {columns} FROM sessions WHERE number = %s FOR UPDATE"  # noqa: S608
+    def _locked(self, number: int) -> tuple[str, SessionSize] | None:
+        """Return the owner and the size of a session that this replica may delete, which nobody
+        takes meanwhile; None if it is not there. Raises Moved."""
+        query = (
+            "SELECT owner, expires, num_bytes, octet_length(settings) FROM sessions"
+            " WHERE number = %s FOR UPDATE"
+        )
         found = self._execute(query, (number,)).fetchone()
         if found is None:
             return None
-        expires_s, *asked = found
+        owner_id, *of_session = found
+        size = SessionSize(*of_session)
         query = f"SELECT FROM sessions WHERE number = %(number)s AND {IS_ANOTHERS}"
         values = {"number": number, "me": self.replica_id}
-        if expires_s > 0 and self._execute(query, values).rowcount:
+        if size.expires_s > 0 and self._execute(query, values).rowcount:
             raise Moved(f"another replica holds session {number}")
-        return asked
+        return owner_id, size
 
     def note_time(self, now_s: float) -> None:
         """Do nothing: the clock of the database is the time; see `noted_s`."""
@@ -324,8 +358,8 @@ class PostgresDatabase(Leases):
     def put_record(self, row: RecordRow, parts: Parts) -> None:
         """Write a record with all of its parts, in place of what was there of it. Raises
         NameTaken."""
-        query = "DELETE FROM records WHERE number = %s AND owner = %s AND id = %s"
-        self._execute(query, (row.number, row.owner_id, row.record_id))
+        condition = "number = %s AND owner = %s AND id = %s"
+        self._delete_records(condition, row.number, row.owner_id, row.record_id)
         values = (
             *(row.number, row.kind, row.owner_id, row.record_id, row.session_id),
             *(row.num_bytes, row.used, row.num_writes + 1),
@@ -335,25 +369,35 @@ class PostgresDatabase(Leases):
             self._execute(query, values)
         except errors.UniqueViolation as error:
             raise NameTaken(f"record {row.number}, {row.record_id}, is another one") from error
+        self._changes.add_record_bytes(row.owner_id, row.num_bytes)
         self._put_parts(row.number, parts)
 
     def change_record(self, row: RecordRow, parts: Parts, removed: Sequence[int]) -> None:
         """Write parts of a record, and delete some. Raises Behind if it was not written
         `row.num_writes` times before, or is not there."""
         found = self._execute(
-            "UPDATE records SET num_bytes = %s, used = %s, num_writes = num_writes + 1"
-            " WHERE number = %s AND num_writes = %s",
-            (row.num_bytes, row.used, row.number, row.num_writes),
-        )
-        if found.rowcount != 1:
+            "WITH before AS (SELECT num_bytes FROM records WHERE number = %(number)s)"
+            " UPDATE records SET num_bytes = %(num_bytes)s, used = %(used)s,"
+            " num_writes = num_writes + 1"
+            " WHERE number = %(number)s AND num_writes = %(num_writes)s"
+            " RETURNING owner, %(num_bytes)s - (SELECT num_bytes FROM before)",
+            structs.asdict(row),
+        ).fetchone()
+        if found is None:
             raise Behind(f"record {row.number} was not written {row.num_writes} times")
+        self._changes.add_record_bytes(*found)
         self._put_parts(row.number, parts)
         query = "DELETE FROM parts WHERE record = %s AND position = ANY(%s::bigint[])"
         self._execute(query, (row.number, list(removed)))
 
     def delete_record(self, number: int) -> None:
         """Delete a record and its parts, if it is there."""
-        self._execute("DELETE FROM records WHERE number = %s", (number,))
+        self._delete_records("number = %s", number)
+
+    def _delete_records(self, condition: str, *values: int | str) -> None:
+        query = f"DELETE FROM records WHERE {condition} RETURNING owner, num_bytes"  # noqa: S608
+        for owner_id, num_bytes in self._execute(query, values).fetchall():
+            self._changes.add_record_bytes(owner_id, -num_bytes)
 
     def _put_parts(self, number: int, parts: Parts) -> None:
         # Of several at one position the last is meant, as where one is written after another.

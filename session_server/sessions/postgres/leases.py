@@ -66,6 +66,7 @@ class Leases(PostgresReads):
         super().__init__(pool)
         self._conninfo, self._place = conninfo, place
         self._listener: Notifications | None = None
+        self.slot = 0
 
     def join(self, address: str, lease_s: float) -> Joined:
         """Become a replica that others reach at an address, for so many seconds. Whatever this
@@ -73,7 +74,7 @@ class Leases(PostgresReads):
         replicas, psycopg.Error."""
         joined = self._over_pool(partial(self._join, address, lease_s))
         self._stop_listening()
-        self.replica_id = joined.replica_id
+        self.replica_id, self.slot = joined.replica_id, joined.slot
         self._listener = Notifications(self._conninfo, joined.replica_id)
         return joined
 

@@ -14,6 +14,7 @@ from session_server.sessions.postgres.connections import (
     MAX_READERS,
     PostgresConnection,
 )
+from session_server.sessions.postgres.holdings import OF_ALL, OF_OWNERS
 from session_server.sessions.postgres.schema import COLUMNS
 from session_server.sessions.store.pieces import first_rows
 from session_server.sessions.store.records import Holding, Parts, RecordRow, SessionRow
@@ -71,26 +72,16 @@ class PostgresReads:
 
     def holdings(self) -> list[Holding]:
         """Return what each owner has; expired sessions are counted among the others."""
-        query = (
-            "SELECT owner, count(*) FILTER (WHERE expires > 0),"
-            " sum(num_bytes + octet_length(settings))::bigint,"
-            " coalesce(sum(num_bytes) FILTER (WHERE expires = 0), 0)::bigint"
-            " FROM sessions GROUP BY owner"
-        )
-        return [Holding(*found) for found in self._read(query)]
+        found = self._read(OF_ALL)
+        return [Holding(*sums) for *sums, _ in found]
 
     def holdings_of(self, owner_ids: Sequence[str]) -> list[Holding]:
-        """Return what some owners have, with the bytes of their records. Looks at all of it."""
-        query = (
-            "SELECT owner, sum(num)::bigint, sum(bytes)::bigint, sum(retired)::bigint FROM ("
-            "SELECT owner, count(*) FILTER (WHERE expires > 0) AS num,"
-            " sum(num_bytes + octet_length(settings)) AS bytes,"
-            " coalesce(sum(num_bytes) FILTER (WHERE expires = 0), 0) AS retired"
-            " FROM sessions WHERE owner = ANY(%(owners)s) GROUP BY owner"
-            " UNION ALL SELECT owner, 0, sum(num_bytes), 0 FROM records"
-            " WHERE owner = ANY(%(owners)s) GROUP BY owner) AS held GROUP BY owner"
-        )
-        return [Holding(*found) for found in self._read(query, {"owners": list(owner_ids)})]
+        """Return what some owners have, with the bytes of their records."""
+        found = self._read(OF_OWNERS, {"owners": list(owner_ids)})
+        return [
+            Holding(owner_id, num, num_bytes + num_record_bytes, num_retired)
+            for owner_id, num, num_bytes, num_retired, num_record_bytes in found
+        ]
 
     def expired(self, after: tuple[float, int], until_s: float, *, limit: int) -> list[SessionRow]:
         """Return up to `limit` sessions that expire before a time, behind one that is given by when

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from typing import Final
 
 from psycopg import errors
 
+from session_server.sessions.postgres import holdings
 from session_server.sessions.postgres.connections import SCHEMA, PostgresConnection
 from session_server.sessions.store import schema
 from session_server.sessions.store.lock import StoreUnusable
+
+_logger: Final = logging.getLogger("session_server.store")
 
 _TABLES: Final = """
 CREATE TABLE facts (name text PRIMARY KEY, value bytea NOT NULL);
@@ -63,7 +67,7 @@ CREATE TABLE parts (
     PRIMARY KEY (record, position)
 );
 """
-VERSIONS: Final = (_TABLES,)
+VERSIONS: Final = (_TABLES, holdings.TABLE)
 """What each version of the schema adds to the one before it. The name of whoever holds a session is
 no reference: a replica that is over is one row less, however many sessions it held."""
 
@@ -101,6 +105,10 @@ def migrate(connection: PostgresConnection, place: str) -> bytes:
         if version == 0:
             _put_fact(connection, "secret", secrets.token_bytes(_SECRET_BYTES))
         secret = _fact(connection, "secret")
+        num_wrong = holdings.set_right(connection)
+    if num_wrong and version == SCHEMA_VERSION:
+        told = "--store %s: what %d owners have was not counted right, and is now"
+        _logger.warning(told, place, num_wrong)
     if secret is None:
         raise StoreUnusable(f"--store {place} has lost its secret: restore a backup")
     return secret

@@ -17,8 +17,10 @@ from functools import partial
 from typing import Final, TypeVar
 
 from session_server.core.errors import SessionMoved
+from session_server.sessions.bugs import log_bug
 from session_server.sessions.daemon_threads import DaemonThreads
 from session_server.sessions.store.backend import SharedDatabase
+from session_server.sessions.store.lock import StoreUnusable
 from session_server.sessions.store.ownership import LeaseLost
 
 _logger: Final = logging.getLogger("session_server.store")
@@ -75,6 +77,9 @@ class ReplicaLease:
         self._address, self._lease_s, self._clock = address, lease_s, clock
         self._until_s = self._offset_s = -math.inf
         self.slot = 0
+        self.failure: str | None = None
+        """Why the lease was not renewed, or no other one begun; None if it was."""
+
         self.told = LeaseListeners()
         self._tasks: list[asyncio.Task[None]] = []
         self._threads = DaemonThreads("store-reader")
@@ -135,11 +140,19 @@ class ReplicaLease:
             await asyncio.sleep(self._lease_s / RENEWALS)
             try:
                 await self._renew()
-            except self.database.read_errors as error:
-                _logger.warning("the lease was not renewed: %s", self.database.explain(error))
+            except Exception as error:  # noqa: BLE001 - without a lease nothing is served
+                self._note_failure(error)
                 if not self.is_held:
                     self._lose()
                 await asyncio.sleep(RETRY_S)
+
+    def _note_failure(self, error: Exception) -> None:
+        if not isinstance(error, (StoreUnusable, *self.database.read_errors)):
+            log_bug("the lease was not renewed", error)
+        why = self.database.explain(error)
+        if why != self.failure:
+            _logger.warning("the lease was not renewed: %s", why)
+        self.failure = why
 
     async def _renew(self) -> None:
         """Renew the lease, or begin another one where it is over."""
@@ -163,6 +176,7 @@ class ReplicaLease:
 
     def _note(self, asked_s: float, now_s: float) -> None:
         # Of the time between the question and the answer the database may have used all or none.
+        self.failure = None
         self._until_s = asked_s + self._lease_s - min(MARGIN_S, self._lease_s / RENEWALS)
         self._offset_s = now_s - self._clock()
 
@@ -172,10 +186,7 @@ class ReplicaLease:
                 # Not counted among the reads: it waits, and takes no place from others.
                 ask = partial(self.database.asked, _LISTEN_S)
                 numbers = await asyncio.wrap_future(self._threads.submit(ask))
-            except LeaseLost:
-                numbers = []
-                await asyncio.sleep(RETRY_S)
-            except self.database.read_errors:
+            except (LeaseLost, *self.database.read_errors):
                 numbers = []
                 await asyncio.sleep(RETRY_S)
             for number in numbers:

@@ -136,8 +136,8 @@ class SessionStore:
 
     @property
     def failure(self) -> str | None:
-        """Return why the disk fails; None if it does not."""
-        return self.health.failure
+        """Return why the disk fails, or this replica has no lease; None if it can be used."""
+        return self.health.failure or (None if self.lease is None else self.lease.failure)
 
     @property
     def directory(self) -> Path | None:
