@@ -94,20 +94,23 @@ _Bytes = Annotated[int, BeforeValidator(_size)]
 
 
 class DiskSpace(int):
-    """Hold the bytes of a disk, and the directory that they are of; None for one in the store."""
+    """Hold the bytes of files, and the directory that they lie in."""
 
-    directory: Path | None = None
+    directory: Path
 
 
-def _disk_space(given: Any, check: ValidatorFunctionWrapHandler) -> DiskSpace:
-    """Read SIZE or SIZE:DIR."""
+def _disk_space(given: Any, check: ValidatorFunctionWrapHandler) -> int:
+    """Read SIZE, or SIZE:DIR into a `DiskSpace`."""
     directory = getattr(given, "directory", None)
     if isinstance(given, str):
         given, colon, place = given.partition(":")
         if colon and not Path(place).is_absolute():
             raise PydanticCustomError("disk", "expected SIZE or SIZE:DIR with an absolute path")
         directory = Path(place) if colon else None
-    space = DiskSpace(check(_size(given)))
+    num_bytes: int = check(_size(given))
+    if directory is None:
+        return num_bytes
+    space = DiskSpace(num_bytes)
     space.directory = directory
     return space
 

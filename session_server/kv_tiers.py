@@ -108,7 +108,7 @@ def make_tiers(settings: Settings, loaded: LoadedRunner, fingerprint: str) -> Kv
         ValueError: the directory of files cannot be used.
     """
     cache, store = settings.cache, settings.sessions.store
-    disk_bytes = cache.disk_kv_bytes if keeps_files(settings) else 0
+    disk_bytes = int(cache.disk_kv_bytes) if keeps_files(settings) else 0
     place = _shared_place(settings)
     if cache.disk_kv_bytes and not disk_bytes:
         _LOG.warning(
@@ -159,7 +159,7 @@ def _open_files(settings: Settings, layout: Layout) -> SegmentFiles:
         if shared is None:
             return SegmentFiles(directory, layout)
         directory, key = shared
-        return SharedFiles(directory, replace(layout, key=key), settings.cache.disk_kv_bytes)
+        return SharedFiles(directory, replace(layout, key=key), int(settings.cache.disk_kv_bytes))
     except OSError as error:
         raise ValueError(f"--disk-kv-bytes: {directory} cannot be used: {error}") from error
 

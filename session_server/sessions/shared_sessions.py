@@ -60,6 +60,9 @@ MAX_LOOKED_UP: Final = 4096
 
 _Key = tuple[str, str]
 
+Written = Callable[[Session], Awaitable[None]]
+"""Waits until the KV of a session that has left is where others look for it, for a while."""
+
 
 @dataclass(slots=True, eq=False)
 class _Loading:
@@ -87,9 +90,6 @@ class SharedSessions:
         self._tasks: set[asyncio.Task[None]] = set()
         self._recounted_s = -math.inf
         self.give_up: Callable[[Session], None] = lambda _session: None
-        self.written: Callable[[Session], Awaitable[None]] | None = None
-        """Waits until the KV of a session that leaves is where others find it, for a while."""
-
         lease.told.on_asked = self._on_asked
 
     @property
@@ -251,10 +251,10 @@ class SharedSessions:
             self._asked.discard(number)
             await self._release(number)
 
-    def on_left(self, session: Session) -> None:
+    def on_left(self, session: Session, *, written: Written) -> None:
         """Release a session that has left the memory, once all of it is written."""
         key = session.owner.owner_id, session.session_id
-        task = self._spawn(self._part_from(session))
+        task = self._spawn(self._part_from(session, written))
         self._leaving[key] = task
 
         def is_gone(_task: asyncio.Task[None]) -> None:
@@ -267,11 +267,10 @@ class SharedSessions:
         with reading(self._store):
             await self._restorer.ends.recount()
 
-    async def _part_from(self, session: Session) -> None:
+    async def _part_from(self, session: Session, written: Written) -> None:
         await self._logs.flush()
         self._logs.part_from(session)
-        if self.written is not None:
-            await self.written(session)
+        await written(session)
         await self._release(session.life.order)
 
     async def _release(self, number: int) -> None:

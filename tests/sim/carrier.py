@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cache.spec import LayerKind
-from cache.tiers.segment import chain_after
+from cache.tiers.segment import chain_after, chains_after, first_chain
 from cache.tiers.segment_tree import SEGMENT_BYTES
 from cache.types import PoolName
 from session_server.core.tier_orders import (
     CopyIn,
     CopyOut,
+    DroppedPath,
     EraseFiles,
     FileKey,
     FindFiles,
@@ -240,7 +241,8 @@ class EchoCarrier:
                 if stored is None or stored.is_damaged or not is_same(stored.found, part.found):
                     self.reached["tier: file refused"] += 1
                     self.refused.add(part.segment)
-                    return TierResult(order.number, _COPY_S, Refusal.WRONG, part.segment)
+                    why = Refusal.GONE if stored is None else Refusal.WRONG
+                    return TierResult(order.number, _COPY_S, why, part.segment)
                 payload = stored.payload
                 self.reached["tier: read from disk"] += 1
                 is_old = stored.writer is not self
@@ -322,6 +324,21 @@ class EchoCarrier:
             name = chain_after(chain, tokens[start : start + page_size], page_size)
             key = FileKey(name, key.namespace, chain, start)
 
+    def _drop(self, path: DroppedPath) -> None:
+        """As `SharedFiles.drop` does."""
+        chain = first_chain(path.namespace)
+        chains = [chain, *chains_after(chain, path.tokens, self._page_size)]
+        own, num_needed = {}, path.num_kept // self._page_size
+        for file_id, stored in self.disk.files.items():
+            key = stored.found.file
+            at = chains.index(key.chain) if key.chain in chains else 0
+            if chains[at : at + 2] == [key.chain, key.name]:
+                own[file_id] = at
+            else:
+                num_needed = max(num_needed, at)
+        for file_id in [each for each, at in own.items() if at >= num_needed]:
+            del self.disk.files[file_id]
+
     def _forget(self, order: Forget) -> None:
         self.disk.pushed_out.drop(order.segments)
         for number in order.segments:
@@ -330,6 +347,8 @@ class EchoCarrier:
             self.host.clear()
         if order.all_files:
             self.disk.files.clear()
+        for path in order.paths:
+            self._drop(path)
         is_short = self.disk.num_bytes > self.disk.told_bytes
         for file_id in order.files:
             gone = self.disk.files.pop(file_id, None)

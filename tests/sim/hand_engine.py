@@ -66,6 +66,7 @@ class Sizes:
     disk_kv_bytes: int = 0
     segment_pages: int = 64
     drain_s: float = 10.0
+    is_disk_shared: bool = False
 
     @property
     def capacity(self) -> Capacity:
@@ -98,6 +99,7 @@ class Sizes:
                 self.segment_pages
                 * sum(self.layers.spec(self.page_size).pool_bytes_per_page.values()),
                 self.drain_s,
+                is_shared=self.is_disk_shared,
             ),
         )
 

@@ -70,12 +70,11 @@ class TierStore:
         self.counts = TierCounts()
         self.uses = UseClock()
         self.orders = OrderBook(tree.page_bytes)
-        self.is_shared = is_shared and disk_bytes > 0
         own = UnreadFiles(self.disk)
-        self._unread = SharedIndex(self.uses) if self.is_shared else own
+        self._unread = SharedIndex(self.uses) if is_shared and disk_bytes else own
         """Files that no segment stands for."""
 
-        self._listing = Listing(own, is_over=disk_bytes == 0 or self.is_shared)
+        self._listing = Listing(own, is_over=disk_bytes == 0 or is_shared)
         self.writes = WriteQueue()
         self.pace = TierPace()
         self._num_clears = 0
@@ -84,6 +83,11 @@ class TierStore:
     def has_disk(self) -> bool:
         """Return whether segments may be written to disk."""
         return self.disk.given_bytes > 0
+
+    @property
+    def is_shared(self) -> bool:
+        """Return whether other engines write files too, and look for those of this one."""
+        return isinstance(self._unread, SharedIndex)
 
     @property
     def is_writing(self) -> bool:
