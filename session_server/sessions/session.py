@@ -97,8 +97,8 @@ class LogSize(NamedTuple):
 
 
 class Hold(NamedTuple):
-    """Say in which epoch a session of a shared store is held, and as which replica, another one with
-    each lease."""
+    """Say in which epoch a session of a shared store is held, and as which replica: another one
+    with each lease."""
 
     epoch: int = 0
     replica_id: int = 0

@@ -39,12 +39,14 @@ INTERESTING: Final = (
     "delete: durable False",
     "delete: durable True",
     "delete: session_moved",
+    "fault: late",
     "fork: durable True",
     "given up at rest",
     "given up with a turn",
     "lease lost",
     "list: server_busy",
     "list: session_moved",
+    "partition",
     "read: session_moved",
     "read: session_not_found",
     "released",
@@ -60,6 +62,7 @@ INTERESTING: Final = (
     "turn: session_moved",
     "turn: told again",
     "write refused",
+    "write refused under a live lease",
 )
 """What has to happen for a run to say something."""
 
