@@ -24,7 +24,14 @@ from session_server.sessions.engine_link import EngineLink
 from session_server.sessions.opening import SessionMaker, history_modes
 from session_server.sessions.quotas import Quotas
 from session_server.sessions.registry import SessionRegistry
-from session_server.sessions.session import LogPlace, LogSize, Session, SessionConfig, SessionLife
+from session_server.sessions.session import (
+    Hold,
+    LogPlace,
+    LogSize,
+    Session,
+    SessionConfig,
+    SessionLife,
+)
 from session_server.sessions.session_logs import BUSY_S
 from session_server.sessions.store.ownership import LeaseLost
 from session_server.sessions.store.records import (
@@ -107,9 +114,9 @@ class Restorer:
         if ready is not None and not session.transcript.has_only(ready.vocab_size):
             raise UnknownModel("this session has token ids that the model does not have")
         held = LogSize(row.num_entries, restored.num_bytes, len(row.settings))
-        session.life.log = LogPlace(held, expires_s=row.expires_s, epoch=row.epoch)
+        hold = Hold(row.epoch, self.store.replica_id)
+        session.life.log = LogPlace(held, expires_s=row.expires_s, hold=hold)
         session.life.log.num_uses = row.num_uses
-        session.life.log.replica_id = self.store.replica_id
         session.life.log.is_synced = self.store.is_synced
         self.ends.drop_cut(session, restored.cut)
         return session

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from session_server.core.errors import SessionClosing, SessionMoved, TurnNotActive, TurnNotFound
 from session_server.core.ids import SessionId, new_session_id
@@ -96,6 +96,18 @@ class LogSize(NamedTuple):
         return self.num_bytes + self.num_row_bytes
 
 
+class Hold(NamedTuple):
+    """Say in which epoch a session of a shared store is held, and as which replica: another one
+    with each lease."""
+
+    epoch: int = 0
+    replica_id: int = 0
+
+
+NO_HOLD: Final = Hold()
+"""In a store of this server alone."""
+
+
 @dataclass(slots=True)
 class LogPlace:
     """Say what the store has of a session, of the `size` given.
@@ -104,9 +116,8 @@ class LogPlace:
     `has_changed` if it needs an entry, `is_touched` if not, with the `ends` of turns and those that
     are `told`. `is_behind`: a write has failed, so the next one has all of the session.
     `expires_s`, `num_uses`: when the session expires as the last write has it, by the clock of the
-    store, and how often it was used. `is_synced`: a write that is told of is on disk. `epoch`: of
-    the lease with which this replica holds the session in a shared store, as `replica_id`;
-    `has_moved`: another one holds it, and nothing is written any more.
+    store, and how often it was used. `is_synced`: a write that is told of is on disk. `hold`: of
+    a shared store; `has_moved`: another replica holds the session, and nothing is written any more.
     """
 
     size: LogSize = field(default_factory=LogSize)
@@ -119,8 +130,7 @@ class LogPlace:
     expires_s: float = 0.0
     num_uses: int = 0
     is_synced: bool = True
-    epoch: int = 0
-    replica_id: int = 0
+    hold: Hold = NO_HOLD
     has_moved: bool = False
 
     def check_not_moved(self) -> None:

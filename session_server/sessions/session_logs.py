@@ -18,7 +18,7 @@ from session_server.sessions.ended_turns import RECORD_BYTES
 from session_server.sessions.footprint import item_bytes, text_bytes
 from session_server.sessions.items import message_of
 from session_server.sessions.record_log import RecordLog
-from session_server.sessions.session import LogPlace, LogSize, Session
+from session_server.sessions.session import Hold, LogPlace, LogSize, Session
 from session_server.sessions.store.ownership import Moved, NotOurs
 from session_server.sessions.store.pieces import MAX_ENTRY_BYTES, LargeEntry, encode_pieces
 from session_server.sessions.store.records import (
@@ -110,9 +110,8 @@ class SessionLogs:
             session.life.log.has_changed = True
 
     def _new_place(self, store: SessionStore) -> LogPlace:
-        return LogPlace(
-            is_synced=store.is_synced, epoch=int(store.is_shared), replica_id=store.replica_id
-        )
+        hold = Hold(int(store.is_shared), store.replica_id)
+        return LogPlace(is_synced=store.is_synced, hold=hold)
 
     def record_turn(
         self, session: Session, turn: EndRecord, told: Told, beside: Beside | None = None
@@ -282,7 +281,7 @@ class SessionLogs:
 
         written = self._on_written(session, place, told, after)
         if is_whole:
-            me = place.replica_id
+            me = place.hold.replica_id
             self.store.put(row, large or pieces, written, beside, replica_id=me)
         else:
             self.store.append(row, large or pieces, written, beside)
@@ -338,7 +337,7 @@ class SessionLogs:
             num_turns=num_turns,
             num_uses=session.life.num_uses,
             num_entries=place.size.num_entries,
-            epoch=place.epoch,
+            epoch=place.hold.epoch,
         )
 
 

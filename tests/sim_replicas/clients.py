@@ -63,6 +63,8 @@ class Client:
         if self.is_over or not processes:
             self.begin()
             return
+        for process in processes:
+            process.check_lease()
         draws, facts = self._town.draws, self._town.requests.judge.facts
         open_facts = [each for each in facts.values() if each.gone_s is None and not each.may_go]
         verb = draws.weighted("verb", _VERBS, _WEIGHTS)

@@ -17,11 +17,14 @@ from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import Final
 
+from tests.sim_replicas.fleet import table
 from tests.sim_replicas.simulation import MAX_STEPS, Failure, Report, run
 
 DEFAULT_STEPS: Final = 200_000
 _CHUNK: Final = 4
 """Seeds that a process takes at a time."""
+
+REPORTED: Final = (10, 30, 100)
 
 COVERED_FROM: Final = 200_000
 """From how many steps on everything of `INTERESTING` has to have happened."""
@@ -36,12 +39,14 @@ INTERESTING: Final = (
     "delete: durable False",
     "delete: durable True",
     "delete: session_moved",
+    "fault: late",
     "fork: durable True",
     "given up at rest",
     "given up with a turn",
     "lease lost",
     "list: server_busy",
     "list: session_moved",
+    "partition",
     "read: session_moved",
     "read: session_not_found",
     "released",
@@ -57,6 +62,7 @@ INTERESTING: Final = (
     "turn: session_moved",
     "turn: told again",
     "write refused",
+    "write refused under a live lease",
 )
 """What has to happen for a run to say something."""
 
@@ -81,31 +87,35 @@ class Totals:
         return [name for name in INTERESTING if not self.coverage[name]]
 
 
-def play_seeds(seeds: Iterable[int], max_steps: int = MAX_STEPS) -> list[Report | str]:
+def play_seeds(
+    seeds: Iterable[int], max_steps: int = MAX_STEPS, num_replicas: int | None = None
+) -> list[Report | str]:
     """Simulate seeds; the first failure is the last, and a text."""
     logging.getLogger("session_server").addHandler(logging.NullHandler())
     outcomes: list[Report | str] = []
     for seed in seeds:
         try:
-            outcomes.append(run(seed, max_steps=max_steps))
+            outcomes.append(run(seed, max_steps=max_steps, num_replicas=num_replicas))
         except Failure as failure:
             outcomes.append(str(failure))
             break
     return outcomes
 
 
-def play(seeds: Iterable[int], *, num_jobs: int, max_steps: int) -> Iterator[Report | str]:
+def play(
+    seeds: Iterable[int], *, num_jobs: int, max_steps: int, num_replicas: int | None = None
+) -> Iterator[Report | str]:
     """Simulate seeds over processes; outcomes come in the order of the seeds."""
     if num_jobs == 1:
         for seed in seeds:
-            yield from play_seeds([seed], max_steps)
+            yield from play_seeds([seed], max_steps, num_replicas)
         return
     source, pending = iter(seeds), deque[Future[list[Report | str]]]()
     with ProcessPoolExecutor(num_jobs, multiprocessing.get_context("spawn")) as pool:
         try:
             while True:
                 while len(pending) < 3 * num_jobs and (chunk := list(islice(source, _CHUNK))):
-                    pending.append(pool.submit(play_seeds, chunk, max_steps))
+                    pending.append(pool.submit(play_seeds, chunk, max_steps, num_replicas))
                 if not pending:
                     return
                 yield from pending.popleft().result()
@@ -127,11 +137,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=DEFAULT_STEPS, help="of all seeds together")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--seed-steps", type=int, default=MAX_STEPS, help="of one, with faults")
+    parser.add_argument("--replicas", type=int, help="so many, and not what a seed draws")
+    parser.add_argument("--report", action="store_true", help=f"measure {REPORTED} replicas")
     options = parser.parse_args(arguments)
+    if options.report:
+        for line in table(REPORTED):
+            print(line, flush=True)
+        return 0
     totals, begun_s = Totals(), time.perf_counter()
     seeds = _range_of(options.seeds)
     failed: str | None = None
-    for outcome in play(seeds, num_jobs=options.jobs, max_steps=options.seed_steps):
+    size = {"max_steps": options.seed_steps, "num_replicas": options.replicas}
+    for outcome in play(seeds, num_jobs=options.jobs, **size):
         if isinstance(outcome, str):
             failed = outcome
             break

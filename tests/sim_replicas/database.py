@@ -130,14 +130,8 @@ class SimDatabase:
             return
         if not self.server.is_over(held.row) or self.server.is_anothers(held, self.replica_id):
             raise NameTaken(f"{row.session_id} is another open session")
-        was = held.row
-        freed = structs.replace(
-            was,
-            session_id=f"{was.session_id}/{was.number}",
-            expires_s=min(was.expires_s, 1.0),
-            epoch=was.epoch + 1,
-        )
-        self._tables.sessions[was.number] = HeldRow(freed, None)
+        freed = _hidden(held.row, expires_s=min(held.row.expires_s, 1.0))
+        self._tables.sessions[freed.number] = HeldRow(freed, None)
 
     def append(self, row: SessionRow, *entries: bytes) -> None:
         """Write entries behind others. Raises Behind, Moved."""
@@ -184,7 +178,7 @@ class SimDatabase:
             return Freed(row.owner_id, total, num_retired, is_gone=True)
         sizes = {"num_entries": num_left, "num_bytes": row.num_bytes - num_bytes}
         if row.expires_s >= 0:
-            row = structs.replace(row, session_id=f"{row.session_id}/{number}", expires_s=-1)
+            row = _hidden(row, expires_s=-1.0)
         self._tables.sessions[number] = held._replace(row=structs.replace(row, **sizes))
         self._tables.entries[number] = entries[:num_left]
         return Freed(row.owner_id, num_bytes, num_retired, is_gone=False)
@@ -194,9 +188,8 @@ class SimDatabase:
         held = self._deletable(number)
         if held is None:
             return 0
-        row = structs.replace(held.row, session_id=f"{held.row.session_id}/{number}", expires_s=0.0)
-        self._tables.sessions[number] = held._replace(row=row)
-        return row.num_bytes
+        self._tables.sessions[number] = held._replace(row=_hidden(held.row, expires_s=0.0))
+        return held.row.num_bytes
 
     def _deletable(self, number: int) -> HeldRow | None:
         held = self._tables.sessions.get(number)
@@ -415,6 +408,13 @@ def _check_bounds(row: SessionRow) -> None:
     """Refuse what a column of PostgreSQL does not hold."""
     if max(row.num_tokens, row.num_turns, row.num_uses, row.number) >= _MOST:
         raise OverflowError("an integer is out of range")
+
+
+def _hidden(row: SessionRow, *, expires_s: float) -> SessionRow:
+    """Return a row under another name, which nothing that its holder may still have to write
+    changes."""
+    name = f"{row.session_id}/{row.number}"
+    return structs.replace(row, session_id=name, expires_s=expires_s, epoch=row.epoch + 1)
 
 
 def _last_entries(entries: Sequence[bytes]) -> tuple[int, int]:

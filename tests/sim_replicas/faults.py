@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 from tests.sim.draws import Draws
-from tests.sim_replicas.link import Part
+from tests.sim_replicas.link import Mode, Part
 from tests.sim_replicas.process import Clock, Process
 from tests.sim_replicas.schedule import Schedule
 from tests.sim_replicas.server import DatabaseServer
@@ -73,9 +74,17 @@ class Weather:
         self._schedule.after(for_s, process.resume)
 
     def _cut(self, machine: Machine, process: Process, for_s: float) -> None:
-        process.link.mode = self._draws.pick("cut", ("refused", "silent", "deaf"))
-        self._server.asked.pop(process.me, None)
-        self._schedule.after(for_s, lambda: _mend(process))
+        mode: Mode = self._draws.pick("cut", ("refused", "silent", "deaf"))
+        cut = [process]
+        if self._draws.happens("partition", 200):
+            each_part = self._draws.between("parts", 2, 5)
+            others = (each.process for each in self._machines[::each_part])
+            cut += [each for each in others if each and each.state == "up"]
+            self._reached["partition"] += 1
+        for each in cut:
+            each.link.mode = mode
+            self._server.asked.pop(each.me, None)
+            self._schedule.after(for_s, partial(_mend, each))
 
     def _crash(self, machine: Machine, process: Process, for_s: float) -> None:
         machine.process = None

@@ -38,11 +38,12 @@ class Facts:
     """What clients were told of a session.
 
     `is_there`: it was said to be durable. `num_deleting`: how many have asked for its deletion, and
-    were not told that it has moved instead. `gone_s`: when it was said to be gone for good. `said`: the turns that were told to be durable, in that order,
-    with the id of their answer. `after`: those that had been when a turn was sent first. `cut`:
-    turns that a rewind may have dropped; `dropped`: those that it has. `num_inherited`: of those of
-    another session, in which it was forked. `is_opened_twice`: two clients open one of this name;
-    when one of theirs is gone the other may be there.
+    were not told that it has moved instead. `gone_s`: when it was said to be gone for good. `said`:
+    the turns that were told to be durable, in that order, with the id of their answer. `after`:
+    those that had been when a turn was sent first. `cut`: turns that a rewind may have dropped;
+    `dropped`: those that it has. `num_inherited`: of those of another session, in which it was
+    forked. `is_opened_twice`: two clients open one of this name; when one of theirs is gone the
+    other may be there.
     """
 
     name: str

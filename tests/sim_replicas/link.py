@@ -71,8 +71,8 @@ class Waiting:
 
 class Link:
     """Carry questions to the database and answers back. `deliver` runs something in the process of
-    the replica. `lossy`: of a thousand questions, how many meet each kind of misfortune. `late_s`: by
-    how much all questions are late, or all answers."""
+    the replica. `lossy`: of a thousand questions, how many meet each kind of misfortune. `late_s`:
+    by how much all questions are late, or all answers."""
 
     def __init__(
         self,

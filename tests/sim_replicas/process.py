@@ -184,6 +184,13 @@ class Process:
         """Return whether nothing is wrong with it and its way to the database."""
         return self.state == "up" and self.link.is_right and self.lease.is_held
 
+    def check_lease(self) -> None:
+        """Raise Broken if it answers for what the database has given up already: clocks go no
+        more wrong than the margin of a lease."""
+        is_held = self.clock.local_s(self.site.schedule.now_s) < self.lease._until_s
+        if self.state == "up" and is_held and not self.site.server.is_live(self.me):
+            raise Broken("lease", f"{self.name} answers as {self.me}, whose lease is over")
+
     def has_strayed(self, name: str) -> bool:
         """Return whether it has a session in memory which the database says is not its own."""
         server, session = self.site.server, self.manager._sessions.find(OWNER, name)

@@ -120,8 +120,8 @@ MUTANTS: Final[Mapping[str, Mutant]] = MappingProxyType(
         "epoch of the reader": _bug(
             "An adopted session is written in the epoch before it was taken.",
             f"{_RESTORER}finish",
-            "epoch=row.epoch)",
-            "epoch=row.epoch - 1)",
+            "Hold(row.epoch,",
+            "Hold(row.epoch - 1,",
         ),
         "ends are not adopted": _bug(
             "Whoever adopts a session does not know which turns it has run.",
@@ -174,8 +174,20 @@ MUTANTS: Final[Mapping[str, Mutant]] = MappingProxyType(
         "epoch of the first": _bug(
             "Every session is written in its first epoch.",
             f"{_LOGS}_row",
-            "epoch=place.epoch",
+            "epoch=place.hold.epoch",
             "epoch=1",
+        ),
+        "written under the next lease": _bug(
+            "What waited under a lease that was lost is written under the next one.",
+            f"{_SESSIONS}store.session_store:SessionStore.put",
+            "if replica_id != self.replica_id:",
+            "if False:",
+        ),
+        "waiting turn begins": _bug(
+            "A turn that is told to have moved begins when those before it are told.",
+            f"{_SESSIONS}turn_flow:TurnFlow.start_next",
+            "(TurnPhase.CHECKING, TurnPhase.ENDED)",
+            "(TurnPhase.CHECKING,)",
         ),
         "refused deletion is retried": _bug(
             "A session that another replica holds is deleted again and again, and hidden here.",

@@ -96,6 +96,7 @@ class DatabaseServer:
         now_s = self.check(replica_id)
         member = self.members[replica_id]
         self.members[replica_id] = member._replace(expires_s=now_s + lease_s)
+        self.reached["renewed"] += 1
         return now_s
 
     def leave(self, replica_id: int) -> None:
@@ -196,6 +197,8 @@ class DatabaseServer:
             raise ConnectionError("the transaction has done nothing for too long")
         if not self.is_live(begun.replica_id):
             self.reached["commit behind the end of its lease"] += 1
+        self.reached["commit"] += 1
+        self.reached["log write"] += sum(bool(change.entries) for change in changes)
         self.tables = tables
         self.on_committed(changes)
 

@@ -87,9 +87,9 @@ class Failure(Exception):
 
 
 class Simulation:
-    """Replicas on machines, clients and weather."""
+    """Replicas on machines, clients and weather. `num_replicas`: as drawn, if None."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, num_replicas: int | None = None) -> None:
         self.schedule = Schedule()
         self.draws = draws = Draws(seed)
         self.server = server = DatabaseServer(lambda: UNIX_S + self.schedule.now_s)
@@ -98,9 +98,10 @@ class Simulation:
         self._broken: Exception | None = None
         server.on_committed = self._committed
         self.requests = Requests(self.judge, server.reached)
-        num_replicas = draws.pick("replicas", (2, 3, 3, 3, 3, 3, 4, 5))
-        if draws.happens("many replicas", 20):
-            num_replicas = draws.between("how many", 20, 100)
+        if num_replicas is None:
+            num_replicas = draws.pick("replicas", (2, 3, 3, 3, 3, 3, 4, 5))
+            if draws.happens("many replicas", 20):
+                num_replicas = draws.between("how many", 20, 100)
         memory = draws.pick("memory", (10_000, 10_000, 4))
         site = Site(
             self.schedule,
@@ -113,7 +114,8 @@ class Simulation:
         self.machines = [Machine(site, f"http://replica-{n}") for n in range(num_replicas)]
         self.weather = Weather(self.machines, self.schedule, server, draws)
         self.weather.skew = draws.pick("skews", (0, 20, 140))
-        self.weather.every_ms = draws.pick("weather", (1000, 4000, 16_000))
+        every_ms = draws.pick("weather", (1000, 4000, 16_000))
+        self.weather.every_ms = every_ms // max(1, num_replicas // 10)
         self.max_sessions = draws.pick("sessions", (2, 4, 10))
         self.think_ms = draws.pick("pace", (20, 400))
         turns: dict[str, list[TurnRequest]] = {}
@@ -140,6 +142,12 @@ class Simulation:
         while self.schedule.num_steps < max_steps:
             self._step()
         self._settle()
+
+    def pass_s(self, seconds: float) -> None:
+        """Let so much time pass. Raises Broken."""
+        until_s = self.schedule.now_s + seconds
+        self.schedule.at(until_s, lambda: None)
+        self._run_until(lambda: False, until_s)
 
     def _step(self) -> None:
         self.schedule.step()
@@ -277,9 +285,9 @@ def watched() -> Iterator[_Bugs]:
         logger.propagate = propagates
 
 
-def run(seed: int, *, max_steps: int = MAX_STEPS) -> Report:
-    """Simulate one seed. Raises Failure."""
-    simulation = Simulation(seed)
+def run(seed: int, *, max_steps: int = MAX_STEPS, num_replicas: int | None = None) -> Report:
+    """Simulate one seed, with as many replicas as it draws or so many. Raises Failure."""
+    simulation = Simulation(seed, num_replicas)
     with watched() as bugs:
         try:
             simulation.run(max_steps)

@@ -8,8 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from session_server.sessions.postgres import connections, leases
+from session_server.sessions.store.lease import LEASE_S, RENEWALS
 from tests.depth import at_depth
-from tests.sim_replicas import link, server
+from tests.sim_replicas import fleet, link, server
 from tests.sim_replicas.command import COVERED_FROM, Totals, play_seeds
 from tests.sim_replicas.simulation import Report, run
 
@@ -44,12 +45,25 @@ def test_no_thread_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     run(1, max_steps=500)
 
 
-def test_many_replicas_share_a_database() -> None:
-    assert run(MANY, max_steps=3000).coverage["taken from nobody"]
+def test_a_hundred_replicas_share_a_database() -> None:
+    reached = run(MANY, max_steps=4000, num_replicas=100).coverage
+    assert all(
+        reached[each] for each in ("fault: cut", "lease lost", "taken from one that is over")
+    )
 
 
-MANY = 369
-"""A seed of sixty-four replicas."""
+MANY = 0
+"""A seed with partitions that last longer than leases."""
+
+
+def test_sessions_of_lost_replicas_are_served_again() -> None:
+    measured = fleet.measure(9)
+    assert len(measured.moved_s) == 3 * fleet.SESSIONS_EACH
+    assert max(measured.moved_s) < LEASE_S + 2.0
+    assert measured.moved["replica buried"] == measured.num_lost == 3
+    renewals_s = measured.counts["renewed"] / fleet.MEASURED_S
+    assert renewals_s == pytest.approx(9 * RENEWALS / LEASE_S, rel=0.05)
+    assert measured.counts["log write"] == pytest.approx(measured.counts["turns"], rel=0.05)
 
 
 def test_bounds_are_those_of_postgresql() -> None:
