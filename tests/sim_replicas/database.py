@@ -169,9 +169,9 @@ class SimDatabase:
         change = Change(row.number, row.epoch, self.replica_id, entries, is_whole)
         self._changes.append(change)
 
-    def delete_some(self, number: int) -> Freed | None:
+    def delete_some(self, number: int, epoch: int | None = None) -> Freed | None:
         """Delete a session, or the last entries of a long one. Raises Moved."""
-        held = self._deletable(number)
+        held = self._deletable(number, epoch)
         if held is None:
             return None
         row, entries = held.row, self._tables.entries[number]
@@ -188,21 +188,22 @@ class SimDatabase:
         self._tables.entries[number] = entries[:num_left]
         return Freed(row.owner_id, num_bytes, num_retired, is_gone=False)
 
-    def retire(self, number: int) -> int:
+    def retire(self, number: int, epoch: int | None = None) -> int:
         """Let a session have expired long ago. Raises Moved."""
-        held = self._deletable(number)
+        held = self._deletable(number, epoch)
         if held is None:
             return 0
         row = structs.replace(held.row, session_id=f"{held.row.session_id}/{number}", expires_s=0.0)
         self._tables.sessions[number] = held._replace(row=row)
         return row.num_bytes
 
-    def _deletable(self, number: int) -> HeldRow | None:
+    def _deletable(self, number: int, epoch: int | None) -> HeldRow | None:
         held = self._tables.sessions.get(number)
         if held is None:
             return None
-        if held.row.expires_s > 0 and self.server.is_anothers(held, self.replica_id):
-            raise Moved(f"another replica holds session {number}")
+        is_anothers = self.server.is_anothers(held, self.replica_id)
+        if held.row.expires_s > 0 and (is_anothers or epoch not in (None, held.row.epoch)):
+            raise Moved(f"session {number} is another replica's, or was since epoch {epoch}")
         return held
 
     def note_time(self, now_s: float) -> None:
