@@ -155,8 +155,9 @@ class SessionLogs:
 
     def close(self, session: Session, on_gone: Callable[[], object], *, leaves_kv: bool) -> None:
         """End the log of a session that closes, and delete it from the store; `on_gone` is called
-        once it is gone from there too, or cannot be now. One that goes on in another process is
-        told of no end. `leaves_kv`: the store keeps its tokens until `StoredEnds` has read them."""
+        once it is gone from there too, or cannot be now. One that goes on in another process, or in
+        another replica, is told of no end. `leaves_kv`: the store keeps its tokens until
+        `StoredEnds` has read them."""
         place = session.life.log
         if place is None or self.store is None:
             on_gone()
@@ -169,16 +170,20 @@ class SessionLogs:
         self._behind.pop(session, None)
 
         def told(error: Exception | None) -> None:
-            place.has_moved |= isinstance(error, NotOurs)
-            on_gone()
+            if isinstance(error, NotOurs):
+                place.has_moved = True
+                session.journal.suspend()
+            else:
+                on_gone()
 
         number, deletions = session.life.order, self.store.deletions
         is_urgent = session.closing != "expired"
         if leaves_kv:
             owner_id, num_bytes = session.owner.owner_id, place.size.num_bytes
-            deletions.retire(number, owner_id, num_bytes, told, is_urgent=is_urgent)
+            asked = (number, owner_id, num_bytes, told)
+            deletions.retire(*asked, epoch=place.epoch, is_urgent=is_urgent)
         else:
-            deletions.delete(number, told, is_urgent=is_urgent)
+            deletions.delete(number, told, epoch=place.epoch, is_urgent=is_urgent)
 
     def leave(self, session: Session) -> None:
         """Write what is left of a session that goes on elsewhere, if anything is."""

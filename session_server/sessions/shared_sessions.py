@@ -31,7 +31,7 @@ from session_server.sessions.session import Session
 from session_server.sessions.session_logs import SessionLogs
 from session_server.sessions.store.backend import SharedDatabase
 from session_server.sessions.store.lease import ReplicaLease
-from session_server.sessions.store.ownership import HeldBy
+from session_server.sessions.store.ownership import HeldBy, NotOurs
 from session_server.sessions.store.records import SessionRow
 from session_server.sessions.store.session_store import SessionStore
 from session_server.sessions.store.survey import SurveyQuestion
@@ -364,8 +364,21 @@ class SharedSessions:
         except (InternalInconsistency, UnknownModel, UnsupportedOperation):
             row = await self._take(owner, session_id)
             if row is not None:
-                self._restorer.ends.delete(row)
+                await self._delete(row)
                 self._closed[owner.owner_id, session_id] = self._restorer.view(row, "closing")
+
+    async def _delete(self, row: SessionRow) -> None:
+        """Delete a session that is not in memory, and wait until that is on disk, or cannot be.
+        Raises SessionMoved if it goes on in another replica."""
+        answered = asyncio.get_running_loop().create_future()
+
+        def told(error: Exception | None) -> None:
+            if not answered.done():
+                answered.set_result(error)
+
+        self._restorer.ends.delete(row, told)
+        if isinstance(await answered, NotOurs):
+            raise SessionMoved("the session goes on in another replica: ask again")
 
     def close(self, owner: Owner, session_id: str) -> SessionView | None:
         """Return a session that `prepare_close` has deleted unread."""

@@ -26,6 +26,7 @@ from session_server.sessions.parts import SessionParts
 from session_server.sessions.session import Session
 from session_server.sessions.store.records import Damaged, Holding, SessionRow, decode_settings
 from session_server.sessions.store.session_store import SessionStore
+from session_server.sessions.store.writer import Told, tell_nobody
 from session_server.sessions.turn_flow import TurnFlow
 
 _logger: Final = logging.getLogger("session_server.store")
@@ -91,14 +92,14 @@ class StoredEnds:
         held = nothing | {holding.owner_id: holding for holding in found}
         self._recount(each._replace(owner_id=owner_id) for owner_id, each in held.items())
 
-    def delete(self, row: SessionRow) -> None:
-        """Delete a session whose time is not over."""
+    def delete(self, row: SessionRow, told: Told = tell_nobody) -> None:
+        """Delete a session whose time is not over; `told` as in `Deletions.delete`."""
         self._parts.quotas.owned_sessions.add(Owner(row.owner_id), -1)
         deletions = self._store.deletions
         if self._may_leave_kv(row):
-            deletions.retire(row.number, row.owner_id, row.num_bytes)
+            deletions.retire(row.number, row.owner_id, row.num_bytes, told, epoch=row.epoch)
         else:
-            deletions.delete(row.number)
+            deletions.delete(row.number, told, epoch=row.epoch)
 
     def expire(self, now_s: float) -> bool:
         """Delete a slice of the sessions whose time is over, or read a slice of one; return whether
@@ -176,7 +177,8 @@ class StoredEnds:
         if not row.is_retired:
             self._parts.quotas.owned_sessions.add(Owner(row.owner_id), -1)
         self._num_asked += 1
-        self._store.deletions.delete(row.number, self._on_deleted, is_urgent=False)
+        delete = partial(self._store.deletions.delete, row.number, epoch=row.epoch)
+        delete(told=self._on_deleted, is_urgent=False)
 
     def _on_deleted(self, _error: Exception | None) -> None:
         self._num_asked -= 1

@@ -569,12 +569,6 @@ SESSIONS = (
         "`session_moved`",
     ),
     _constant(
-        "sessions.store.deletions:MAX_REFUSED",
-        "sessions of a shared store whose deletion was refused, and of which that is remembered",
-        "sessions",
-        "the oldest is told as one that is gone",
-    ),
-    _constant(
         "sessions.shared_sessions:RECOUNT_S",
         "time for which what other replicas keep for an owner is not counted",
         "s",

@@ -201,7 +201,7 @@ def test_a_disk_that_has_much_to_write_is_not_dead(
 def test_one_that_is_asked_for_again_and_again_of_a_silent_disk_counts_once() -> None:
     asked: list[tuple[Told, Told]] = []
 
-    database: Any = SimpleNamespace(retire=lambda _number: 100)
+    database: Any = SimpleNamespace(retire=lambda _number, _epoch: 100)
 
     def ask(write: Write, written: Told, told: Told, *, is_urgent: bool) -> None:
         assert is_urgent

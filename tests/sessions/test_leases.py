@@ -555,6 +555,26 @@ def test_what_another_replica_holds_is_not_deleted(join: Join, lapse: Callable[.
         assert others.delete_some(2) is not None
 
 
+@pytest.mark.parametrize("is_retired", [True, False])
+def test_what_somebody_has_held_since_is_not_deleted(join: Join, *, is_retired: bool) -> None:
+    ours, others = join(), join()
+    before = put(ours, NEW, b"one")
+    ours.release([1])
+    taken = take(others)
+    append(others, taken, b"two")
+    others.release([1])
+    delete = ours.retire if is_retired else ours.delete_some
+    with pytest.raises(Moved), ours.transaction():
+        delete(1, before.epoch)
+    assert ours.entries(1) == [b"one", b"two"]
+    with ours.transaction():
+        assert delete(1, taken.epoch)
+    with ours.transaction():  # an earlier attempt, whose answer was lost
+        delete(1, taken.epoch)
+    left = ours.numbered(1)
+    assert left is None or left.is_retired
+
+
 @pytest.mark.parametrize("num_entries", [1, 100])
 @pytest.mark.parametrize("is_retired", [True, False])
 def test_what_is_deleted_is_not_written_behind(

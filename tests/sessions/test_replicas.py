@@ -338,9 +338,38 @@ def test_a_session_that_a_lost_replica_could_not_delete_is_not_told_to_be_gone(
     cluster.pause(first)
     assert second.history(name)
     first.lease._until_s = math.inf  # it was stopped behind its check, and goes on
+    session = first.world.manager._sessions.find(OWNER, name)
+    assert session is not None
     with pytest.raises(SessionMoved):
         first.world.do(first.world.manager.exits.delete(OWNER, name))
+    assert session.journal.is_suspended, "who listens is told of no end"
     completed(second.say(name, "b"))
+
+
+def test_a_session_that_is_deleted_unread_and_was_taken_meanwhile_is_told_to_have_moved(
+    cluster: Cluster,
+) -> None:
+    first, second = cluster.start(), cluster.start()
+    name = first.world.create(session_id="ours", is_stored=True)
+    completed(first.say(name, "a"))
+    second.store.model = b"another tokenizer"
+    take = second.database.take
+
+    def take_and_lose(owner_id: str, session_id: str) -> SessionRow | HeldBy | None:
+        found = take(owner_id, session_id)
+        if isinstance(found, SessionRow):
+            second.database.release([found.number])
+            assert isinstance(first.database.take(owner_id, session_id), SessionRow)
+            first.database.release([found.number])
+        return found
+
+    second.database.take = take_and_lose  # type: ignore[method-assign]
+    with pytest.raises(SessionMoved):
+        second.world.do(second.world.manager.exits.delete(OWNER, name))
+    second.database.take = take  # type: ignore[method-assign]
+    assert second.world.do(second.world.manager.exits.delete(OWNER, name)).is_durable
+    with pytest.raises(SessionNotFound):
+        first.history(name)
 
 
 def test_who_waits_for_one_session_gives_up_another_meanwhile(cluster: Cluster) -> None:

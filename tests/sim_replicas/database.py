@@ -164,9 +164,9 @@ class SimDatabase:
         change = Change(row.number, row.session_id, row.epoch, me, entries, is_whole)
         self._changes.append(change)
 
-    def delete_some(self, number: int) -> Freed | None:
+    def delete_some(self, number: int, epoch: int | None = None) -> Freed | None:
         """Delete a session, or the last entries of a long one. Raises Moved."""
-        held = self._deletable(number)
+        held = self._deletable(number, epoch)
         if held is None:
             return None
         row, entries = held.row, self._tables.entries[number]
@@ -183,20 +183,21 @@ class SimDatabase:
         self._tables.entries[number] = entries[:num_left]
         return Freed(row.owner_id, num_bytes, num_retired, is_gone=False)
 
-    def retire(self, number: int) -> int:
+    def retire(self, number: int, epoch: int | None = None) -> int:
         """Let a session have expired long ago. Raises Moved."""
-        held = self._deletable(number)
+        held = self._deletable(number, epoch)
         if held is None:
             return 0
         self._tables.sessions[number] = held._replace(row=_hidden(held.row, expires_s=0.0))
         return held.row.num_bytes
 
-    def _deletable(self, number: int) -> HeldRow | None:
+    def _deletable(self, number: int, epoch: int | None) -> HeldRow | None:
         held = self._tables.sessions.get(number)
         if held is None:
             return None
-        if held.row.expires_s > 0 and self.server.is_anothers(held, self.replica_id):
-            raise Moved(f"another replica holds session {number}")
+        is_anothers = self.server.is_anothers(held, self.replica_id)
+        if held.row.expires_s > 0 and (is_anothers or epoch not in (None, held.row.epoch)):
+            raise Moved(f"session {number} is another replica's, or was since epoch {epoch}")
         return held
 
     def note_time(self, now_s: float) -> None:

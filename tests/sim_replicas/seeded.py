@@ -197,9 +197,9 @@ MUTANTS: Final[Mapping[str, Mutant]] = MappingProxyType(
         ),
         "refused deletion is durable": _bug(
             "A deletion that was refused is told to be durable.",
-            f"{_DELETIONS}is_gone",
-            " or number in self._refused",
-            "",
+            f"{_LOGS}close",
+            "place.has_moved = True",
+            "pass",
         ),
         "epoch is not raised": _bug(
             "Whoever takes a session writes in the epoch of the one before.",

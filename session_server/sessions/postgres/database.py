@@ -285,10 +285,10 @@ class PostgresDatabase(Leases):
         """Write what the row says, but no entry. Raises Behind, Moved, as `append`."""
         self.append(row)
 
-    def delete_some(self, number: int) -> Freed | None:
+    def delete_some(self, number: int, epoch: int | None = None) -> Freed | None:
         """Delete a session, or the last entries of a long one; None if it is not there. Raises
-        Moved if another live replica holds it."""
-        found = self._locked(number)
+        Moved if another live replica holds it, or somebody has held it since that epoch."""
+        found = self._locked(number, epoch)
         if found is None:
             return None
         owner_id, size = found
@@ -322,10 +322,10 @@ class PostgresDatabase(Leases):
             start, total = position, total + num_bytes
         return start, total
 
-    def retire(self, number: int) -> int:
+    def retire(self, number: int, epoch: int | None = None) -> int:
         """Let a session have expired long ago, and its id be free; its tokens can be read. Return
         the bytes of its entries, 0 if it is not there. Raises Moved as `delete_some` does."""
-        found = self._locked(number)
+        found = self._locked(number, epoch)
         if found is None:
             return 0
         owner_id, size = found
@@ -334,22 +334,24 @@ class PostgresDatabase(Leases):
         self._changes.change(owner_id, size, size._replace(expires_s=0))
         return size.num_bytes
 
-    def _locked(self, number: int) -> tuple[str, SessionSize] | None:
+    def _locked(self, number: int, epoch: int | None) -> tuple[str, SessionSize] | None:
         """Return the owner and the size of a session that this replica may delete, which nobody
         takes meanwhile; None if it is not there. Raises Moved."""
         query = (
-            "SELECT owner, expires, num_bytes, octet_length(settings) FROM sessions"
+            "SELECT owner, epoch, expires, num_bytes, octet_length(settings) FROM sessions"
             " WHERE number = %s FOR UPDATE"
         )
         found = self._execute(query, (number,)).fetchone()
         if found is None:
             return None
-        owner_id, *of_session = found
+        owner_id, found_epoch, *of_session = found
         size = SessionSize(*of_session)
+        if size.expires_s <= 0:
+            return owner_id, size  # its deletion has begun: anybody goes on with it
         query = f"SELECT FROM sessions WHERE number = %(number)s AND {IS_ANOTHERS}"
         values = {"number": number, "me": self.replica_id}
-        if size.expires_s > 0 and self._execute(query, values).rowcount:
-            raise Moved(f"another replica holds session {number}")
+        if epoch not in (None, found_epoch) or self._execute(query, values).rowcount:
+            raise Moved(f"session {number} is another replica's, or was since epoch {epoch}")
         return owner_id, size
 
     def note_time(self, now_s: float) -> None:

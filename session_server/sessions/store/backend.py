@@ -25,11 +25,12 @@ class StoreVerbs(Protocol):
     def touch(self, row: SessionRow) -> None:
         """Write what the row says, but no entry. Raises as `append`."""
 
-    def delete_some(self, number: int) -> Freed | None:
-        """Delete a session, or the last entries of a long one; None if it is not there."""
+    def delete_some(self, number: int, epoch: int | None = None) -> Freed | None:
+        """Delete a session as it is in an epoch, None: in any, or the last entries of a long one;
+        None if it is not there. Raises NotOurs."""
 
-    def retire(self, number: int) -> int:
-        """Let a session have expired long ago; return the bytes of its entries."""
+    def retire(self, number: int, epoch: int | None = None) -> int:
+        """Let a session have expired long ago; return the bytes of its entries. Raises NotOurs."""
 
     def note_time(self, now_s: float) -> None:
         """Write the time, by which a later server knows how long none was there."""

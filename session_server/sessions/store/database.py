@@ -331,12 +331,12 @@ class Database(Reads):
         found = self._writer.execute("DELETE FROM sessions WHERE number = ?", (number,))
         self.has_deleted |= found.rowcount > 0
 
-    def delete_some(self, number: int) -> Freed | None:
+    def delete_some(self, number: int, epoch: int | None = None) -> Freed | None:
         """Delete a session, or the last entries of a long one; None if it is not there."""
         self.has_deleted = True
         return delete_some(self._writer, number)
 
-    def retire(self, number: int) -> int:
+    def retire(self, number: int, epoch: int | None = None) -> int:
         """Let a session have expired long ago, and its id be free; its tokens can be read. Return
         the bytes of its entries, 0 if it is not there."""
         query = f"UPDATE sessions SET {RENAMED}, expires = 0 WHERE number = ?"  # noqa: S608

@@ -21,9 +21,6 @@ deleted at once, and their KV ages out."""
 RETRIED_AT_ONCE: Final = 64
 """Sessions that are deleted again once that has failed, while the disk does not fail."""
 
-MAX_REFUSED: Final = 1024
-"""Sessions that were not deleted because they go on elsewhere, and of which that is known."""
-
 
 class Ask(Protocol):
     """Have something written, before what is asked for next, or some time behind it."""
@@ -50,17 +47,14 @@ class Deletions:
         self._failed: dict[int, Callable[[], None]] = {}
         """Those of them that could not be deleted yet."""
 
-        self._refused: dict[int, None] = {}
-        """Those that were refused last: they live on elsewhere."""
-
         self._retired_bytes: Counter[str] = Counter()
         self._expected: dict[int, int] = {}
         """What those have that are to be retired, as it was when that was asked for."""
 
     def is_gone(self, number: int | None) -> bool:
-        """Return whether it is on disk that a session was deleted; None is that of none."""
-        is_there = number in self.hidden or number in self._refused
-        return not is_there or number in self._begun
+        """Return whether it is on disk that a session was deleted, unless that was refused; None is
+        that of none."""
+        return number not in self.hidden or number in self._begun
 
     @property
     def num_failed(self) -> int:
@@ -72,14 +66,21 @@ class Deletions:
         for holding in holdings:
             self._count_retired(holding.owner_id, holding.num_retired)
 
-    def delete(self, number: int, told: Told = tell_nobody, *, is_urgent: bool = True) -> None:
-        """Delete a session. From now on it is not found; `told` once that is on disk, or cannot be:
-        of a long one that is deleted in parts once the first part is gone, which hides it, and if
-        it is not urgent once all of it is."""
+    def delete(
+        self,
+        number: int,
+        told: Told = tell_nobody,
+        *,
+        epoch: int | None = None,
+        is_urgent: bool = True,
+    ) -> None:
+        """Delete a session as it is in an epoch, None: in any. From now on it is not found; `told`
+        once that is on disk, or cannot be: of a long one that is deleted in parts once the first
+        part is gone, which hides it, and if it is not urgent once all of it is."""
         found: list[Freed | None] = []
 
         def write(database: StoreVerbs) -> None:
-            found[:] = [database.delete_some(number)]
+            found[:] = [database.delete_some(number, epoch)]
 
         def on_written(error: Exception | None) -> None:
             freed = found[0] if error is None else None
@@ -97,7 +98,7 @@ class Deletions:
             if is_over or is_urgent:
                 told(error)
 
-        again = partial(self.delete, number)
+        again = partial(self.delete, number, epoch=epoch)
         self._end(number, write, (on_written, on_told), again, is_urgent=is_urgent)
 
     def retire(
@@ -107,26 +108,33 @@ class Deletions:
         num_bytes: int,
         told: Told = tell_nobody,
         *,
+        epoch: int | None = None,
         is_urgent: bool = True,
     ) -> None:
         """Delete a session of so many bytes whose tokens are still to be read: from now on it is
         not found, and once that is on disk it is one that has expired; `told` as in `delete`. Where
         its owner has too many such it is deleted."""
         if self._retired_bytes[owner_id] + num_bytes > MAX_RETIRED_BYTES:
-            self.delete(number, told, is_urgent=is_urgent)
+            self.delete(number, told, epoch=epoch, is_urgent=is_urgent)
             return
         # Once, however often it is asked for: what could not be retired yet is asked for again.
         self._retired_bytes[owner_id] += num_bytes
         self._expected[number] = num_bytes
-        self._retire(number, owner_id, told, is_urgent=is_urgent)
+        self._retire(number, owner_id, told, epoch=epoch, is_urgent=is_urgent)
 
     def _retire(
-        self, number: int, owner_id: str, told: Told = tell_nobody, *, is_urgent: bool = True
+        self,
+        number: int,
+        owner_id: str,
+        told: Told = tell_nobody,
+        *,
+        epoch: int | None,
+        is_urgent: bool = True,
     ) -> None:
         found = [0]
 
         def write(database: StoreVerbs) -> None:
-            found[:] = [database.retire(number)]
+            found[:] = [database.retire(number, epoch)]
 
         def on_written(error: Exception | None) -> None:
             is_over = error is None or isinstance(error, NotOurs)
@@ -135,7 +143,7 @@ class Deletions:
                 num_retired = found[0] if error is None else 0
                 self._count_retired(owner_id, num_retired - expected)
 
-        again = partial(self._retire, number, owner_id)
+        again = partial(self._retire, number, owner_id, epoch=epoch)
         self._end(number, write, (on_written, told), again, is_urgent=is_urgent)
 
     def retry(self, *, is_failing: bool) -> None:
@@ -153,7 +161,6 @@ class Deletions:
         is_urgent: bool,
     ) -> None:
         self.hidden.add(number)
-        self._refused.pop(number, None)
         on_written, on_told = whom
 
         def written(error: Exception | None) -> None:
@@ -166,9 +173,6 @@ class Deletions:
             if isinstance(error, NotOurs):  # whoever holds it deletes it, or lets it live
                 self.hidden.discard(number)
                 self._begun.discard(number)
-                self._refused[number] = None
-                if len(self._refused) > MAX_REFUSED:
-                    del self._refused[next(iter(self._refused))]
             elif error is not None:
                 self._failed[number] = again
             on_told(error)

@@ -186,7 +186,10 @@ class ReplicaLease:
                 # Not counted among the reads: it waits, and takes no place from others.
                 ask = partial(self.database.asked, _LISTEN_S)
                 numbers = await asyncio.wrap_future(self._threads.submit(ask))
-            except (LeaseLost, *self.database.read_errors):
+            except LeaseLost:
+                numbers = []
+                await asyncio.sleep(RETRY_S)
+            except self.database.read_errors:
                 numbers = []
                 await asyncio.sleep(RETRY_S)
             for number in numbers:
