@@ -24,6 +24,9 @@ BUSY = (409, 429, 503)
 """Statuses of what may be asked again."""
 
 
+SEED = {"seed": 7}
+"""An echo says other things with another one, whatever the temperature is."""
+
 STAY_S = 12.0
 """How long a client stays about, before it connects again."""
 
@@ -127,6 +130,7 @@ class LibraryResponder(Responder):
                 max_output_tokens=6,
                 temperature=0,
                 extra_headers=headers,
+                extra_body=SEED,
                 **options,
             )
         except openai.APIStatusError as refusal:
@@ -140,6 +144,10 @@ class LibraryResponder(Responder):
         if answer.parse().output_text != text_of(body):
             self._complain(f"the library reads {answer.parse().output_text!r} in {body}")
         return body
+
+    def _complain(self, problem: str) -> None:
+        super()._complain(problem)
+        print(f"{time.strftime('%H:%M:%S')} {self.report.problems[-1][:600]}", flush=True)
 
     async def is_settled(self, url: str) -> bool:
         """Return whether all is as remembered."""
@@ -170,6 +178,7 @@ async def responded_again(responder: LibraryResponder, url: str) -> None:
                 "input": told.said,
                 "max_output_tokens": 6,
                 "temperature": 0,
+                **SEED,
                 "previous_response_id": names[told.previous],
             }
             found = await http.post("/v1/responses", json=body)

@@ -120,7 +120,7 @@ class RayTown(Way):
                 self.report.saw[f"closed with {code}"] += code is not None
                 if code not in ANNOUNCED and not isinstance(each, ConnectionRefusedError):
                     self.report.problems.append(f"cut off, and nothing befell it: {each!r}")
-                    print(self.report.problems[-1], flush=True)
+                    print(time.strftime("%H:%M:%S"), self.report.problems[-1], flush=True)
 
     def befell(self, kind: str) -> None:
         """Note what has become of one of them."""
