@@ -103,7 +103,7 @@ async def live(town: RayTown, torment: Torment, *, num_clients: int) -> Waits:
 async def kill(town: RayTown) -> None:
     """Kill as many as are to be killed."""
     await asyncio.sleep(5)
-    await town.torment()
+    await asyncio.gather(town.torment(), town.torment_engines())
     await asyncio.sleep(5)
 
 
@@ -153,10 +153,10 @@ def run(
         wanted = KILLED if num >= MANY else CERTAIN
         judge(report, town.store_url, wanted if torment is kill else CERTAIN)
     lines = [*waits.lines()]
-    if town.back_s:
-        back_s = sorted(town.back_s)
-        half, most = back_s[len(back_s) // 2], back_s[int(len(back_s) * 0.95)]
-        lines.append(f"all replicas were back: p50 {half:.1f} s, p95 {most:.1f} s")
+    for kind, took_s in town.back_s.items():
+        took_s.sort()
+        half, most = took_s[len(took_s) // 2], took_s[int(len(took_s) * 0.95)]
+        lines.append(f"all were back after {kind}: p50 {half:.1f} s, p95 {most:.1f} s")
     return report, lines
 
 

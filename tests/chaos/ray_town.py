@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import time
@@ -29,7 +30,7 @@ LEASE_S = 6.0
 """How long a replica's lease is that nobody has made shorter."""
 
 BEFELL_S = 20.0
-"""How long after something befell a replica a client may be cut off for it."""
+"""How long after all replicas are back a client may be cut off for what befell one."""
 
 ANNOUNCED = (1001, 1012)
 """Close codes of a replica that stops."""
@@ -41,12 +42,16 @@ REPLICA, ENGINE, PROXY, CONTROLLER, WORKER = (
     "the controller killed",
     "a worker killed",
 )
+_WORST = (PROXY, REPLICA, ENGINE, CONTROLLER, WORKER)
 _WORKERS = {
     "ray::ProxyActor": PROXY,
     "ray::ServeController": CONTROLLER,
     "ray::IDLE": WORKER,
-    "ray::RuntimeEnvAgent": "",
 }
+
+
+ENGINE_PACE_S = 9.0
+"""How often an engine is killed, about, besides what is killed at the same time."""
 
 
 class NotReady(Exception):
@@ -58,7 +63,8 @@ class RayTown(Way):
     """Replicas, and the one address that clients know.
 
     `num_left`: how many processes are still to be killed. `fates`: what befell any of them, in
-    order. `back_s`: how long it took until all replicas served again.
+    order. Until `hurt_until_s` clients may be cut off for it. `back_s`: how long it took until all
+    replicas served again, by the worst that befell them.
     """
 
     report: Report
@@ -70,8 +76,9 @@ class RayTown(Way):
     think_s: float = 4.0
     lease_s: float = LEASE_S
     is_over: bool = False
+    hurt_until_s: float = 0.0
     fates: list[Fate] = field(default_factory=list)
-    back_s: list[float] = field(default_factory=list)
+    back_s: dict[str, list[float]] = field(default_factory=dict)
 
     async def place(self) -> str:
         """Return the address, a moment later: it may be that nobody listens there."""
@@ -85,16 +92,15 @@ class RayTown(Way):
 
     def fate_of(self, url: str, since_s: float) -> str:
         """Return the worst of what befell any of them from a moment before a time on."""
-        kinds = self._lately(since_s - 2.0)
-        order = (REPLICA, PROXY, ENGINE, CONTROLLER, WORKER)
-        return next((kind for kind in order if kind in kinds), "a handover")
+        kinds = self._lately(since_s - self.think_s - 2.0)  # who thinks does not hear it at once
+        return next((kind for kind in _WORST if kind in kinds), "a handover")
 
     def _lately(self, since_s: float) -> set[str]:
         return {fate.kind for fate in self.fates if fate.at_s >= since_s}
 
     def may_still_run(self) -> bool:
         """Return whether a replica may live that a client was cut off from."""
-        kinds = self._lately(time.monotonic() - BEFELL_S)
+        kinds = self._lately(time.monotonic() - 3 * BEFELL_S)
         return PROXY in kinds or REPLICA not in kinds
 
     def http(self, url: str, *, timeout_s: float = 20) -> httpx.AsyncClient:
@@ -114,7 +120,7 @@ class RayTown(Way):
     def lost(self, error: BaseException) -> None:
         """Count it; complain of what nothing explains."""
         super().lost(error)
-        if not self._lately(time.monotonic() - BEFELL_S):
+        if time.monotonic() > self.hurt_until_s:
             for each in _single(error):
                 code = each.rcvd.code if isinstance(each, ConnectionClosed) and each.rcvd else None
                 self.report.saw[f"closed with {code}"] += code is not None
@@ -168,21 +174,33 @@ class RayTown(Way):
 
     # -- deeds
 
+    async def torment_engines(self) -> None:
+        """Kill an engine now and then, of a replica that lives, whatever befalls the others."""
+        while self.num_left > 0:
+            await asyncio.sleep(ENGINE_PACE_S * (0.5 + self.chance.share()))
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                replicas = [pid for pid, name in self._processes() if name == "ray::ServeReplica"]
+                for engine in engines_of(self.chance.pick(replicas), ECHO_ENGINE):
+                    self._kill(engine, ENGINE)
+
     async def torment(self) -> None:
         """Kill until enough were killed; wait each time until all replicas serve again."""
         rows = await self.rows()
         while self.num_left > 0:
-            begun_s = time.monotonic()
+            begun_s, self.hurt_until_s = time.monotonic(), math.inf
             killed = self._kill_some(rows)
             rows = await self.rows(without=frozenset(killed))
             await self._answers()
-            self.back_s.append(time.monotonic() - begun_s)
+            self.hurt_until_s = time.monotonic() + BEFELL_S
+            kinds = self._lately(begun_s)
+            worst = next(kind for kind in (PROXY, *_WORST) if kind in kinds)
+            self.back_s.setdefault(worst, []).append(time.monotonic() - begun_s)
             await asyncio.sleep(self.pace_s * 2 * self.chance.share())
 
     def _kill_some(self, rows: Sequence[Any]) -> list[int]:
         """Kill one process, or two or three at once; return those that will be others then."""
         killed, replicas = list[int](), list(rows)
-        for _ in range(self.chance.pick((1, 1, 1, 1, 1, 2, 2, 3))):
+        for _ in range(self.chance.pick((1, 1, 1, 2, 2, 2, 3, 3))):
             deed = self.chance.pick((REPLICA, REPLICA, REPLICA, ENGINE, ENGINE, WORKER))
             if deed == WORKER:
                 killed += self._kill_worker()
@@ -196,14 +214,16 @@ class RayTown(Way):
 
     def _kill_worker(self) -> list[int]:
         """Kill a process of Ray that is no replica: a proxy, the controller, or an idle one."""
+        found = [(pid, _WORKERS[name]) for pid, name in self._processes() if name in _WORKERS]
+        return self._kill(*self.chance.pick(found)) if found else []
+
+    def _processes(self) -> Iterator[tuple[int, str]]:
+        """Yield the processes of the cluster with the names that Ray gives to its own."""
         head = self.cluster.record().head
         assert head is not None
-        found = list[tuple[int, str]]()
         for process in psutil.Process(head.pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                kind = _WORKERS.get(process.cmdline()[0] if process.cmdline() else "")
-                found += [(process.pid, kind)] if kind else []
-        return self._kill(*self.chance.pick(found)) if found else []
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                yield process.pid, ":".join(process.cmdline()[:1]).split(":session-server")[0]
 
     def _kill(self, pid: int, kind: str) -> list[int]:
         os.kill(pid, signal.SIGKILL)

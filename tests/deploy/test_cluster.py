@@ -6,9 +6,11 @@ The tests use one cluster, in their order: it is up, grown, sticky, replaced, an
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
@@ -127,6 +129,23 @@ def test_a_replica_whose_engine_is_given_up_is_replaced(cluster: Cluster) -> Non
     tags = cluster.wait_for(2, without=frozenset({victim["replica"]}))
     assert rows[1]["replica"] in tags, "the other one served on"
     assert_gone([victim["pid"], engine])
+
+
+def test_a_proxy_that_is_killed_is_back_in_seconds(cluster: Cluster) -> None:
+    (proxy,) = (
+        process
+        for process in map(psutil.Process, cluster.processes())
+        if process.cmdline()[:1] == ["ray::ProxyActor"]
+    )
+    proxy.kill()
+    killed_s = time.monotonic()
+    while True:
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{cluster.url}/ready").status_code == 200:
+                break
+        assert time.monotonic() < killed_s + 20, "Ray looks three times before it begins another"
+        time.sleep(0.2)
+    cluster.seen |= cluster.processes()
 
 
 def test_a_rolling_update_is_announced_and_loses_nothing_that_was_not(cluster: Cluster) -> None:
