@@ -121,6 +121,11 @@ def test_calls_that_name_their_conversation_find_its_replica(cluster: Cluster) -
             assert cached[0] < cached[1] < cached[2], "each goes on where the last one ended"
 
 
+def test_replicas_are_no_less_urgent_than_a_server_of_its_own(cluster: Cluster) -> None:
+    replicas = [psutil.Process(row["pid"]) for row in cluster.status()]
+    assert {replica.nice() for replica in replicas} == {psutil.Process().nice()}
+
+
 def test_a_replica_whose_engine_is_given_up_is_replaced(cluster: Cluster) -> None:
     rows = cluster.status()
     victim = rows[0]
