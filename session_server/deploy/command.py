@@ -8,13 +8,14 @@
 Without --address, `up` starts a Ray for these replicas on this machine, and
 `down` ends it; with it they join the cluster there. Every flag of `serve` is
 one of `up`, and every replica is such a server, with an engine of its own.
-A session stays with the replica that opened it. Sessions end with their
-replica: Ray replaces one whose engine fails.
+A session stays with the replica that opened it, and ends with it, unless
+--store names a PostgreSQL: then it goes on in another one.
 Needs the extra `ray`. docs/cluster.md has the rest: several machines,
 Kubernetes, and other ways to spread sessions.
 
 examples:
   session-server cluster up --replicas 2
+  session-server cluster up --replicas 2 --store postgresql://user@host/sessions
   session-server cluster up --replicas 1-8 --replica-gpus 1 --model-path DIR
   session-server cluster up --address auto --replicas 4 --host 0.0.0.0 \\
       --api-key-file FILE
@@ -164,11 +165,12 @@ def _up(args: argparse.Namespace, settings: Settings) -> int:
             cluster.deploy(settings, key, options, on_progress=tell, timeout_s=args.timeout)
         write_record(http.port, Record(_url_of(http), address, head))
         undone.pop_all()
-    _announce(http, options, needs_key=not entrance.keys.is_open)
+    _announce(settings, options, needs_key=not entrance.keys.is_open)
     return wiring.EXIT_OK
 
 
-def _announce(http: HttpOptions, options: ReplicaOptions, *, needs_key: bool) -> None:
+def _announce(settings: Settings, options: ReplicaOptions, *, needs_key: bool) -> None:
+    http = settings.http
     url, port = _url_of(http), "" if http.port == HttpOptions().port else f" --port {http.port}"
     print(f"listening on {url}")
     if not sys.stdout.isatty():
@@ -176,8 +178,14 @@ def _announce(http: HttpOptions, options: ReplicaOptions, *, needs_key: bool) ->
     variable = "SESSION_SERVER_API_KEY=KEY " if needs_key else ""
     print(f"  replicas       {options.count}: {called_as()} cluster status{port}")
     print(f"  chat           {variable}{called_as()} chat --url {url}")
-    print("  sessions       end with their replica")
+    print(f"  sessions       {_kept_in(settings)}")
     print(f"  to stop        {called_as()} cluster down{port}")
+
+
+def _kept_in(settings: Settings) -> str:
+    """Return what becomes of sessions whose replica is replaced or lost."""
+    has_store = settings.sessions.store not in ("auto", "none")
+    return "go on in another replica" if has_store else "end with their replica"
 
 
 def _url_of(http: HttpOptions) -> str:

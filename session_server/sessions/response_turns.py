@@ -260,6 +260,7 @@ class ResponseTurns:
         except InternalInconsistency:
             self.conversations.records.remove_unread(owner, conversation_id)
             return
+        await self.store.records.look_up_made_in(owner, conversation.place.session_id)
         self.conversations.records.remove(conversation)
         self._close_unasked(owner, conversation.place.session_id)
 
@@ -375,7 +376,7 @@ class ResponseTurns:
 
     def forget(self, response: StoredResponse) -> None:
         """Delete a response; its session closes with the last of its responses, unless somebody
-        else uses it."""
+        else uses it. Other replicas may have made some: `KeptRecords.look_up_beside`."""
         self.store.records.remove(response)
         self._close_unasked(response.owner, response.made_in)
 

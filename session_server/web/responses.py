@@ -168,6 +168,7 @@ async def delete_response(response_id: str, request: Request, caller: Caller) ->
     turns = turns_of(request)
     with contextlib.suppress(InternalInconsistency):  # one that cannot be read can be deleted
         await turns.store.load(caller.owner, response_id)
+    await turns.store.records.look_up_beside(caller.owner, response_id)
     number = turns.store.records.number_of(caller.owner, response_id)
     if not turns.forget_unread(caller.owner, response_id):
         stored = await _find(request, caller, response_id)

@@ -14,12 +14,12 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import httpx
 
 from session_server.local_server import LocalServer
-from tests.chaos.crashes import FLAGS, Report
+from tests.chaos.crashes import FLAGS, Place, Report
 from tests.rig.decisions import Decisions
 from tests.rig.echo_replica import echo_replica
 from tests.rig.processes import ECHO_ENGINE, engines_of
@@ -56,8 +56,29 @@ class Replica:
     url: str | None = None
 
 
+class Way(Place, Protocol):
+    """The clients' way to replicas. `lease_s`: how long the sessions of one that is lost are
+    nobody's. `think_s`: how long a client says nothing between two turns, at most."""
+
+    lease_s: float
+    think_s: float = 0.0
+
+    @property
+    def urls(self) -> list[str]:
+        """Where servers are now."""
+        ...
+
+    def fate_of(self, url: str, since_s: float) -> str:
+        """Return what befell the server at a URL since a time: "a handover" if nothing did."""
+        ...
+
+    def may_still_run(self) -> bool:
+        """Return whether what was asked of a server that is lost may run there still."""
+        return True
+
+
 @dataclass
-class Cluster:
+class Cluster(Way):
     """Replicas, and the clients' way to them.
 
     `num_left`: how many more servers and engines are to be killed. `fates`: what befell the server

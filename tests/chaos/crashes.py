@@ -50,8 +50,28 @@ class Report:
     ready_s: list[float] = field(default_factory=list)
 
 
+class Place(Protocol):
+    """Where a client lives: `is_over` once the last servers have begun, which are not killed."""
+
+    report: Report
+    chance: Decisions
+    is_over: bool
+
+    async def place(self) -> str:
+        """Wait for a server, and return its URL."""
+        ...
+
+    def http(self, url: str, *, timeout_s: float = 20) -> httpx.AsyncClient:
+        """Return a client for requests to a server."""
+        return http_client(url, timeout_s=timeout_s)
+
+    def lost(self, error: BaseException) -> None:
+        """Be told how a visit to a server has ended."""
+        self.report.saw["connection lost"] += 1
+
+
 @dataclass
-class Town:
+class Town(Place):
     """The one server there is at the moment, made by `serve`, with an engine process whose command
     line has `engine` in it. `url` is None while there is none. `between` is called when one is
     dead. Each lives until clients were told of up to `num_told` more things."""
@@ -115,18 +135,6 @@ class Remembered:
     end: dict[str, Any]
 
 
-class Place(Protocol):
-    """Where a client lives: `is_over` once the last servers have begun, which are not killed."""
-
-    report: Report
-    chance: Decisions
-    is_over: bool
-
-    async def place(self) -> str:
-        """Wait for a server, and return its URL."""
-        ...
-
-
 class Client:
     """One user with one session at a time. A visit to a server ends after `patience_s`."""
 
@@ -156,8 +164,8 @@ class Client:
             try:
                 async with asyncio.timeout(self.patience_s):
                     await self._visit(url)
-            except* LOST:
-                self.report.saw["connection lost"] += 1
+            except* LOST as errors:
+                self.town.lost(errors)
                 await asyncio.sleep(0.02)
 
     async def place(self) -> str:
@@ -168,7 +176,7 @@ class Client:
         """Be told of each frame of a turn that runs."""
 
     async def _visit(self, url: str) -> None:
-        async with http_client(url, timeout_s=20) as http:
+        async with self.town.http(url) as http:
             if self.session_id is None:
                 self._forget()
                 if self.chance.happens(0.5):

@@ -15,11 +15,13 @@ from typing import Any
 
 import httpx
 import openai
+from openai.types.chat import ChatCompletion
 
-from tests.chaos.cluster import Cluster
+from tests.chaos.cluster import Way
 from tests.chaos.crashes import LOST, TOLD, Client
 from tests.rig.decisions import Decisions
-from tests.web.wire_client import Wire, http_client
+from tests.sim.echo import replay
+from tests.web.wire_client import Wire
 
 MODEL = "session-server-embedded"
 WORDS = ("red", "green", "blue", "seven", "eight", "north", "south")
@@ -46,12 +48,14 @@ class Mover(Client):
     """A client over WebSocket. One that is sticky stays where it is until it is sent away; others
     go from replica to replica. With an odd number it never rewinds, and onlookers may read it."""
 
-    def __init__(self, cluster: Cluster, number: int, waits: Waits) -> None:
+    def __init__(self, cluster: Way, number: int, waits: Waits) -> None:
         super().__init__(cluster, number)
         self.cluster, self.waits = cluster, waits
         self.patience_s = cluster.lease_s + 6.0
         self.is_sticky = number % 4 < 2
-        self.url = ""
+        self.url = self.epoch = ""
+        self.answers: dict[str, list[int]] = {}
+        """The tokens that turns must have said, by the turn."""
         self.left: tuple[str, float] | None = None
         """The replica where its session was last, and since when the client waits for it."""
 
@@ -92,24 +96,56 @@ class Mover(Client):
         cannot reach the database, may be lost with it."""
         if self.session_id is not None:
             answer = await http.get(f"/v1/sessions/{self.session_id}")
-            if answer.status_code == 200 and answer.json()["durable"] is False:
-                self.report.saw["shown, and not on disk"] += 1
-                await asyncio.sleep(0.1)
-                return False
+            if answer.status_code == 200:
+                self.epoch = answer.json()["epoch"]
+                if answer.json()["durable"] is False:
+                    self.report.saw["shown, and not on disk"] += 1
+                    await asyncio.sleep(0.1)
+                    return False
         return await super()._is_as_remembered(http)
 
     def _forget(self) -> None:
         super()._forget()
-        self.left = None
+        self.left, self.answers = None, {}
 
     def _hear(self, end: dict[str, Any], body: dict[str, Any]) -> None:
         if end.get("durable") is False and not end.get("retryable"):
             # It may be lost with a replica that cannot reach the database: ask until it is not.
             self.report.saw["told that it is not on disk"] += 1
             return
+        num_kept = len(self.kept)
         super()._hear(end, body)
+        if len(self.kept) > num_kept:
+            self._says_what_it_must(end)
+
+    def _says_what_it_must(self, end: dict[str, Any]) -> None:
+        """Compare the turn that is kept last with what an echo says to all before it."""
+        turn_id, body = self.kept[-1].turn_id, self.kept[-1].body
+        history = [
+            token
+            for turn in self.kept[:-1]
+            for token in (*turn.body["input_ids"], *self.answers[turn.turn_id])
+        ]
+        answer = replay(
+            "a",
+            (*history, *body["input_ids"]),
+            seed=body["sampling"]["seed"],
+            max_new=end["usage"]["output_tokens"],
+        )
+        self.answers[turn_id] = answer
+        told = end["item"].get("token_ids")
+        if told:  # of one that had ended before, only its text is told again
+            self.report.saw["answers that are an echo's"] += 1
+            if list(told) != answer:
+                self._complain(f"{turn_id} said {told}, and an echo says {answer}")
+
+    async def think(self) -> None:
+        """Say nothing for a while, unless something is waited for."""
+        if self.left is None and self.unknown is None:
+            await asyncio.sleep(self.cluster.think_s * self.chance.share())
 
     async def _talk_and_update(self, wire: Wire, http: httpx.AsyncClient) -> bool:
+        await self.think()
         goes_on = await super()._talk_and_update(wire, http)
         if self.unknown is not None:
             await asyncio.sleep(0.1)
@@ -124,7 +160,7 @@ class Mover(Client):
 
     async def is_settled(self, url: str) -> bool:
         """Return whether a replica has shown its session, and all as remembered."""
-        async with http_client(url, timeout_s=20) as http:
+        async with self.cluster.http(url) as http:
             return self.session_id is None or await self._is_as_remembered(http)
 
 
@@ -132,7 +168,7 @@ class Requester(Mover):
     """A client over REST."""
 
     async def _stay(self, url: str) -> None:
-        async with http_client(url, timeout_s=20) as http:
+        async with self.cluster.http(url) as http:
             if self.session_id is None:
                 self._forget()
                 answer = await http.post("/v1/sessions", json={})
@@ -145,6 +181,7 @@ class Requester(Mover):
                 if self._is_long:
                     await self._close(http)
                     return
+                await self.think()
                 body = self._next_turn()
                 answer = await http.post(f"/v1/sessions/{self.session_id}/turns", json=body)
                 if answer.status_code != 200:
@@ -162,19 +199,38 @@ class Requester(Mover):
         self._hear(end, body)
 
 
+async def complete(
+    client: openai.AsyncOpenAI, session_id: str, said: list[dict[str, str]], asked: str
+) -> ChatCompletion:
+    """Ask something behind what was said in a session."""
+    return await client.chat.completions.create(
+        model=MODEL,
+        messages=[*said, {"role": "user", "content": asked}],  # type: ignore[list-item]
+        seed=7,
+        temperature=1,
+        max_tokens=12,
+        extra_body={"session_id": session_id},
+        extra_headers={"x-session-id": session_id},
+    )
+
+
 class Chatter:
     """A client of OpenAI's library, which names its session and sends the whole conversation."""
 
-    def __init__(self, cluster: Cluster, number: int) -> None:
+    def __init__(self, cluster: Way, number: int) -> None:
         self.cluster, self.report, self.number = cluster, cluster.report, number
         self.chance = Decisions(cluster.chance.below(1 << 30), "chat", number)
         self.num_held = 0
+        self.said: list[dict[str, str]] = []
+        self.past: list[list[dict[str, str]]] = []
+        """The conversations before this one."""
         self._begin()
 
     def _begin(self) -> None:
         self.num_held += 1
+        self.past.append(self.said)
         self.session_id = f"chat-{self.number}-{self.num_held}"
-        self.said: list[dict[str, str]] = []
+        self.said = []
         self.asked: str | None = None
         self.seen = ""
         """What was seen of an answer that nobody could be told of."""
@@ -185,20 +241,20 @@ class Chatter:
             url = await self.cluster.place()
             patience_s = self.cluster.lease_s + 6.0
             async with (
-                http_client(url, timeout_s=patience_s) as http,
+                self.cluster.http(url, timeout_s=patience_s) as http,
                 openai.AsyncOpenAI(
                     base_url=f"{url}/v1",
                     api_key="none",
-                    http_client=openai.DefaultAsyncHttpxClient(trust_env=False, verify=False),
+                    http_client=http,
                     max_retries=0,
                     timeout=patience_s,
                 ) as client,
             ):
                 try:
                     await self._visit(client, http)
-                except (*LOST, openai.APIConnectionError):
-                    self.report.saw["connection lost"] += 1
-                    if self.asked is not None:  # it may still be answered, some time
+                except (*LOST, openai.APIConnectionError) as error:
+                    self.cluster.lost(error)
+                    if self.asked is not None and self.cluster.may_still_run():
                         self._begin()
 
     async def _visit(self, client: openai.AsyncOpenAI, http: httpx.AsyncClient) -> None:
@@ -207,6 +263,8 @@ class Chatter:
         while not (self.cluster.is_over and self.asked is None) and self.chance.happens(0.8):
             if len(self.said) >= MAX_SAID:
                 self._begin()
+            if self.asked is None:
+                await asyncio.sleep(self.cluster.think_s * self.chance.share())
             try:
                 await self._ask(client)
             except openai.APIStatusError as refusal:
@@ -218,14 +276,7 @@ class Chatter:
 
     async def _ask(self, client: openai.AsyncOpenAI) -> None:
         self.asked = self.asked or self.chance.pick(WORDS)
-        completion = await client.chat.completions.create(
-            model=MODEL,
-            messages=[*self.said, {"role": "user", "content": self.asked}],  # type: ignore[list-item]
-            seed=7,
-            temperature=1,
-            max_tokens=12,
-            extra_body={"session_id": self.session_id},
-        )
+        completion = await complete(client, self.session_id, self.said, self.asked)
         answer = completion.choices[0].message.content or ""
         assert completion.model_extra is not None
         if completion.model_extra["durable"] is not True:
@@ -265,7 +316,7 @@ class Chatter:
 
     async def is_settled(self, url: str) -> bool:
         """Return whether a replica has shown its session, and all as remembered."""
-        async with http_client(url, timeout_s=20) as http:
+        async with self.cluster.http(url) as http:
             return await self._is_as_remembered(http)
 
     def _complain(self, problem: str) -> None:
@@ -276,7 +327,7 @@ class Chatter:
 class Onlooker:
     """A reader of sessions of others that never rewind: what it reads only grows at its end."""
 
-    def __init__(self, cluster: Cluster, clients: list[Mover]) -> None:
+    def __init__(self, cluster: Way, clients: list[Mover]) -> None:
         self.cluster, self.report = cluster, cluster.report
         self.clients = [client for client in clients if not client.rewinds]
         self.chance = Decisions(cluster.chance.below(1 << 30), "onlooker")
@@ -287,9 +338,8 @@ class Onlooker:
         while not self.cluster.is_over:
             session_id = self.chance.pick(self.clients).session_id
             if session_id is not None:
-                async with http_client(
-                    await self.cluster.place(), timeout_s=self.cluster.lease_s + 6.0
-                ) as http:
+                url, patience_s = await self.cluster.place(), self.cluster.lease_s + 6.0
+                async with self.cluster.http(url, timeout_s=patience_s) as http:
                     try:
                         await self._look(http, session_id)
                     except LOST:

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from pprint import pprint
 from typing import TypeVar
 
-from tests.chaos.cluster import NUM_REPLICAS, Cluster, Deed, Replica
+from tests.chaos.cluster import NUM_REPLICAS, Cluster, Deed, Replica, Way
 from tests.chaos.crashes import LOST, TOLD, Report
 from tests.chaos.ledger import Ledger
 from tests.chaos.movers import Chatter, Mover, Onlooker, Requester, Waits
@@ -61,11 +61,16 @@ MANY = 20
 class Crowd:
     """The clients of one run."""
 
-    def __init__(self, cluster: Cluster, num_clients: int) -> None:
+    def __init__(
+        self,
+        cluster: Way,
+        num_clients: int,
+        *,
+        kinds: Sequence[type[Mover]] = (Mover, Mover, Requester),
+    ) -> None:
         self.cluster, self.waits = cluster, Waits()
-        self.movers: list[Mover] = [
-            (Requester if number % 3 == 2 else Mover)(cluster, number, self.waits)
-            for number in range(num_clients)
+        self.movers = [
+            kinds[number % len(kinds)](cluster, number, self.waits) for number in range(num_clients)
         ]
         self.chatters = [Chatter(cluster, number) for number in range(max(1, num_clients // 4))]
         self.onlooker = Onlooker(cluster, self.movers)

@@ -11,9 +11,8 @@ from typing import Any
 import httpx
 
 from session_server.local_server import LocalServer
-from tests.chaos.crashes import LOST, TOLD, Town
+from tests.chaos.crashes import LOST, TOLD, Place, Town
 from tests.rig.decisions import Decisions
-from tests.web.wire_client import http_client
 
 WORDS = ("red", "green", "blue", "seven", "eight", "north", "south")
 MAX_TOLD = 6
@@ -45,7 +44,7 @@ def text_of(body: dict[str, Any]) -> str:
 class Responder:
     """One user with responses, and one conversation."""
 
-    def __init__(self, town: Town, number: int) -> None:
+    def __init__(self, town: Place, number: int) -> None:
         self.town, self.report, self.number = town, town.report, number
         self.chance = Decisions(town.chance.below(1 << 30), number)
         self.told: list[Told] = []
@@ -61,23 +60,29 @@ class Responder:
             try:
                 async with asyncio.timeout(30):
                     await self.visit(url)
-            except LOST:
-                self.report.saw["connection lost"] += 1
+            except LOST as error:
+                self.town.lost(error)
                 await asyncio.sleep(0.02)
 
     async def visit(self, url: str) -> None:
         """Compare what is there with what was told, then go on until the server dies."""
-        async with http_client(url, timeout_s=20) as http:
+        async with self._http(url) as http:
             await self._is_as_remembered(http)
             if self.conversation is None:
                 answer = await http.post("/v1/conversations", json={})
                 self.conversation = answer.json()["id"] if answer.status_code == 200 else None
-            while not self.town.is_over:
+            while not (self.town.is_over or self._leaves()):
                 await self._ask(http)
                 if self.conversation is not None and self.chance.happens(0.4):
                     await self._converse(http)
                 if len(self.told) > MAX_TOLD:
                     await self._delete(http)
+
+    def _leaves(self) -> bool:
+        return False
+
+    def _http(self, url: str) -> httpx.AsyncClient:
+        return self.town.http(url)
 
     async def _ask(self, http: httpx.AsyncClient) -> None:
         """Go on from some response, or ask again what was asked."""

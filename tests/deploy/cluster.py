@@ -23,6 +23,7 @@ from websockets.exceptions import ConnectionClosed
 
 from session_server.deploy.head import Record, read_record
 
+COMMAND = (sys.executable, "-m", "session_server", "cluster")
 UP_S = 240.0
 FLAGS = ("--max-engine-restarts", "0", "--max-running-requests", "4", "--drain-timeout", "5")
 
@@ -32,6 +33,7 @@ class Cluster:
     """Replicas behind one port, and the commands about them."""
 
     port: int
+    program: tuple[str, ...]
     seen: set[int] = field(default_factory=set)
 
     @property
@@ -39,8 +41,7 @@ class Cluster:
         return f"http://127.0.0.1:{self.port}"
 
     def command(self, action: str, *flags: str) -> tuple[str, ...]:
-        program = (sys.executable, "-m", "session_server", "cluster", action)
-        return (*program, "--port", str(self.port), *flags)
+        return (*self.program, action, "--port", str(self.port), *flags)
 
     def run(self, action: str, *flags: str) -> subprocess.CompletedProcess[str]:
         argv = self.command(action, *flags)
@@ -84,11 +85,11 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def running_cluster(state: Path) -> Iterator[Cluster]:
+def running_cluster(state: Path, program: tuple[str, ...] = COMMAND) -> Iterator[Cluster]:
     """A cluster that is not up yet, and is gone after the block."""
     before, os.environ["XDG_STATE_HOME"] = os.environ.get("XDG_STATE_HOME"), str(state)
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as free:
-        cluster = Cluster(free.getsockname()[1])
+        cluster = Cluster(free.getsockname()[1], program)
     try:
         yield cluster
     finally:

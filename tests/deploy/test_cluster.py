@@ -6,9 +6,11 @@ The tests use one cluster, in their order: it is up, grown, sticky, replaced, an
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
@@ -119,6 +121,11 @@ def test_calls_that_name_their_conversation_find_its_replica(cluster: Cluster) -
             assert cached[0] < cached[1] < cached[2], "each goes on where the last one ended"
 
 
+def test_replicas_are_no_less_urgent_than_a_server_of_its_own(cluster: Cluster) -> None:
+    replicas = [psutil.Process(row["pid"]) for row in cluster.status()]
+    assert {replica.nice() for replica in replicas} == {psutil.Process().nice()}
+
+
 def test_a_replica_whose_engine_is_given_up_is_replaced(cluster: Cluster) -> None:
     rows = cluster.status()
     victim = rows[0]
@@ -127,6 +134,23 @@ def test_a_replica_whose_engine_is_given_up_is_replaced(cluster: Cluster) -> Non
     tags = cluster.wait_for(2, without=frozenset({victim["replica"]}))
     assert rows[1]["replica"] in tags, "the other one served on"
     assert_gone([victim["pid"], engine])
+
+
+def test_a_proxy_that_is_killed_is_back_in_seconds(cluster: Cluster) -> None:
+    (proxy,) = (
+        process
+        for process in map(psutil.Process, cluster.processes())
+        if process.cmdline()[:1] == ["ray::ProxyActor"]
+    )
+    proxy.kill()
+    killed_s = time.monotonic()
+    while True:
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{cluster.url}/ready").status_code == 200:
+                break
+        assert time.monotonic() < killed_s + 20, "Ray looks three times before it begins another"
+        time.sleep(0.2)
+    cluster.seen |= cluster.processes()
 
 
 def test_a_rolling_update_is_announced_and_loses_nothing_that_was_not(cluster: Cluster) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from session_server import cli
+from session_server.config import Settings
 from session_server.deploy import command
 from session_server.deploy.head import (
     Head,
@@ -138,6 +139,20 @@ def test_only_a_process_of_ours_is_ended(tmp_path: Path) -> None:
         finally:
             stranger.kill()
             ours.kill()
+
+
+@pytest.mark.parametrize(
+    ("store", "told"),
+    [
+        ("auto", "end with their replica"),
+        ("none", "end with their replica"),
+        ("postgresql://host/sessions", "go on in another replica"),
+    ],
+)
+def test_what_becomes_of_sessions_is_told_as_it_is(store: str, told: str) -> None:
+    settings = Settings()
+    sessions = settings.sessions.model_copy(update={"store": store})
+    assert command._kept_in(settings.model_copy(update={"sessions": sessions})) == told
 
 
 def test_a_row_shows_what_did_not_answer() -> None:

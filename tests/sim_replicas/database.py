@@ -335,6 +335,10 @@ class SimDatabase:
         found = [r for r in self.records() if (r.owner_id, r.record_id) == (owner_id, record_id)]
         return next(iter(found), None)
 
+    def records_made_in(self, owner_id: str, session_id: str) -> list[RecordRow]:
+        """Return the records that were made in a session."""
+        return [r for r in self.records() if (r.owner_id, r.session_id) == (owner_id, session_id)]
+
     def parts(
         self, number: int, *, after: int = -1, limit: int = -1, max_bytes: int | None = None
     ) -> Parts:

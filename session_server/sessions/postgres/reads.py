@@ -138,6 +138,10 @@ class PostgresReads:
         rows = self._record_rows("WHERE owner = %s AND id = %s", owner_id, record_id)
         return next(iter(rows), None)
 
+    def records_made_in(self, owner_id: str, session_id: str) -> list[RecordRow]:
+        """Return the records that were made in a session, as of the last commit."""
+        return self._record_rows("WHERE owner = %s AND session = %s", owner_id, session_id)
+
     def parts(
         self, number: int, *, after: int = -1, limit: int = -1, max_bytes: int | None = None
     ) -> Parts:

@@ -148,6 +148,9 @@ class SharedDatabase(StoreDatabase, Protocol):
     def find_record(self, owner_id: str, record_id: str) -> RecordRow | None:
         """Return a record by its id."""
 
+    def records_made_in(self, owner_id: str, session_id: str) -> list[RecordRow]:
+        """Return the records that were made in a session."""
+
     def join(self, address: str, lease_s: float) -> Joined:
         """Take part from now on, until the lease is over unless it is renewed."""
 
