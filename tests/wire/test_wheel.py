@@ -15,6 +15,7 @@ import pytest
 
 from session_server.cli import COMMANDS
 from session_server.web import pages
+from tests.depth import at_depth
 from tests.docs.import_graph import module_imports
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -39,6 +40,12 @@ sys.meta_path.insert(0, Blocker())
 """
 
 
+UNOPTIMIZED = ("cmake.build-type=None", "cmake.define.SESSION_SERVER_OPTIMIZE=-O0")
+BUILD: tuple[str, ...] = at_depth(UNOPTIMIZED, proof=())
+"""The same files are compiled in less than half of the time; the environment that tests run in was
+built with the usual settings."""
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of this checkout, built in a clean copy so that no build leftovers enter."""
@@ -47,7 +54,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         subprocess.run(["cp", "-r", str(REPOSITORY / name), str(source)], check=True)
     target = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir"]
-    subprocess.run([*build, str(target), str(source)], check=True)
+    settings = [f"--config-settings={setting}" for setting in BUILD]
+    subprocess.run([*build, str(target), *settings, str(source)], check=True)
     return next(target.glob("*.whl"))
 
 
