@@ -86,8 +86,20 @@ def turn_entry(load: LogLoad, seed: int) -> bytes:
     return encode_entry(LogEntry(change, (end,)))
 
 
-def commit_turns(url: str, place: int, load: LogLoad, start: Barrier, told: Queue[float]) -> None:
-    """Be one replica; tells when it began and when it ended."""
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Have replicas begin and end together, and tell when each of them did."""
+
+    line: Barrier
+    times: Queue[float]
+
+    def wait(self) -> None:
+        """Wait until all are here."""
+        self.line.wait(_WAIT_S)
+
+
+def commit_turns(url: str, place: int, load: LogLoad, told: Told) -> None:
+    """Be one replica."""
     database = PostgresDatabase(url)
     database.join(f"http://replica-{place}", LEASE_S)
     numbers = [place * NUMBERS_OF_A_REPLICA + n for n in range(load.num_sessions)]
@@ -100,14 +112,14 @@ def commit_turns(url: str, place: int, load: LogLoad, start: Barrier, told: Queu
             database.put(row)
     entries = [turn_entry(load, seed) for seed in range(load.num_turns)]
     order = [(n, turn) for turn in range(load.num_turns) for n in numbers]
-    start.wait(_WAIT_S)
-    told.put(time.time())
+    told.wait()
+    told.times.put(time.time())
     for at in range(0, len(order), load.turns_per_commit):
         with database.transaction():
             for n, turn in order[at : at + load.turns_per_commit]:
                 database.append(structs.replace(rows[n], num_entries=turn), entries[turn])
-    told.put(time.time())
-    start.wait(_WAIT_S)
+    told.times.put(time.time())
+    told.wait()
     database.leave()
     database.close()
 
@@ -117,18 +129,18 @@ def measure(postgres: Postgres, load: LogLoad) -> dict[str, Any]:
     url = postgres.new_database()
     PostgresDatabase(url).close()  # makes the tables
     context = multiprocessing.get_context("spawn")
-    start, told = context.Barrier(load.num_replicas + 1), context.Queue()
+    told = Told(context.Barrier(load.num_replicas + 1), context.Queue())
     processes = [
-        context.Process(target=commit_turns, args=(url, place, load, start, told), daemon=True)
+        context.Process(target=commit_turns, args=(url, place, load, told), daemon=True)
         for place in range(load.num_replicas)
     ]
     for process in processes:
         process.start()
-    start.wait(_WAIT_S)
+    told.wait()
     before = position(url)
-    times = sorted(told.get(timeout=_WAIT_S) for _ in range(2 * load.num_replicas))
+    times = sorted(told.times.get(timeout=_WAIT_S) for _ in range(2 * load.num_replicas))
     num_wal_bytes = position(url) - before
-    start.wait(_WAIT_S)
+    told.wait()
     for process in processes:
         process.join(_WAIT_S)
     num_turns = load.num_replicas * load.num_sessions * load.num_turns
