@@ -224,7 +224,10 @@ class SegmentFiles:
                 }
         except FileNotFoundError as error:
             raise FileGone("it is gone") from error
-        except (FileRefused, OSError) as error:
+        except FileRefused as error:
+            self._refuse(key.file_id, error)
+            raise
+        except OSError as error:
             self._refuse(key.file_id, error)
             raise FileRefused(str(error)) from error
 

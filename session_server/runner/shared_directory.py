@@ -144,8 +144,10 @@ class SharedDirectory:
             raise OSError(errno.ENOSPC, "the directory that servers share is full")
 
     def end_write(self) -> None:
-        """Note that what was reserved is there, or nothing of it. Others are told in a while."""
+        """Note that what was reserved is there, or nothing of it."""
         self._counts = _Counts(self._counts.begun, self._counts.begun)
+        with contextlib.suppress(OSError):  # others count it twice meanwhile
+            self._publish()
 
     def tick(self) -> bool:
         """Do a slice of what is due; return False if the directory of this layout is gone, which
@@ -168,11 +170,6 @@ class SharedDirectory:
         if self._walked is not None and self._excess(0) > 0:
             self._remove_oldest(until_s, 0)
         return is_there
-
-    @property
-    def max_excess(self) -> int:
-        """Return by how many bytes files may exceed what they may have; below 0, what is free."""
-        return self._excess(0)
 
     # How much is there
 

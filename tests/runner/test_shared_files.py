@@ -1,0 +1,344 @@
+"""A directory of KV that several servers write: nothing wrong is used, its bytes are kept, what is
+deleted goes, and what others need stays."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from session_server.core.tier_orders import DroppedPath, FoundFile
+from session_server.runner.kv_directory import RESERVE_DIVISOR
+from session_server.runner.segment_files import FileGone, OtherFile, file_name
+from session_server.runner.segment_format import FileRefused, Layout
+from session_server.runner.shared_directory import UNUSED_S, SharedDirectory
+from session_server.runner.shared_files import SharedFiles
+from tests.runner.kv_files import (
+    LAYOUT,
+    NAMESPACE,
+    PAGE_SIZE,
+    REFUSED,
+    found_of,
+    key_of,
+    path_of,
+    payload_of,
+    with_header,
+    with_text,
+)
+from tests.runner.kv_files import Written as WrittenFile
+
+KEY = b"k" * 32
+SHARED = replace(LAYOUT, key=KEY)
+PLENTY = 1 << 24
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def server(directory: Path, max_bytes: int = PLENTY, layout: Layout = SHARED) -> SharedFiles:
+    return SharedFiles(directory, layout, max_bytes)
+
+
+def files_in(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.glob("*/*.safetensors"))
+
+
+def write(files: SharedFiles, found: FoundFile, used_ns: int = 0) -> WrittenFile:
+    payload = payload_of(found)
+    files.write(found, payload, used_ns)
+    name = file_name(found.file.file_id)
+    (path,) = (Path(f"/proc/self/fd/{files._directory}") / name,)
+    return WrittenFile(found, payload, path.read_bytes())
+
+
+def drop(files: SharedFiles, tokens: np.ndarray, num_kept: int = 0) -> None:
+    files.drop([DroppedPath(NAMESPACE, tokens, num_kept)])
+    assert files.erase()
+
+
+def size_of_one(directory: Path) -> int:
+    write(server(directory / "sized"), found_of(path_of()))
+    (path,) = files_in(directory / "sized")
+    return path.stat().st_size
+
+
+# What is used
+
+
+def test_what_one_server_writes_another_finds_and_reads(tmp_path: Path) -> None:
+    tokens = path_of()
+    one = write(server(tmp_path), found_of(tokens))
+    other = server(tmp_path)
+    (found,), has_refused = other.find(key_of(tokens, 0), tokens)
+    assert not has_refused
+    payload = other.read(found)
+    for pool, arrays in one.payload.items():
+        assert all(map(np.array_equal, payload[pool], arrays))
+
+
+def test_nobody_without_the_key_has_a_file_used_and_none_is_used_that_was_changed(
+    tmp_path: Path,
+) -> None:
+    tokens = path_of()
+    reader = server(tmp_path)
+    one = write(reader, found_of(tokens))
+    (path,) = files_in(tmp_path)
+    forged = dict(one.header["__metadata__"])
+    of_other_key = server(tmp_path / "x", layout=replace(LAYOUT, key=b"other" * 8))
+    of_none = WrittenFile(one.found, one.payload, write(of_other_key, one.found).raw)
+    unsigned = {**one.header, "__metadata__": {**forged, "mac": "0" * len(forged["mac"])}}
+    spoiled = [
+        with_header(one, unsigned, signed=False),
+        with_header(one, one.header),  # with a checksum, which anybody can compute
+        of_none.raw,
+        with_text(one, b"{}"),
+        one.raw[:-1],
+    ]
+    for at in range(0, len(one.raw), 7):
+        raw = bytearray(one.raw)
+        raw[at] ^= 1
+        spoiled.append(bytes(raw))
+    for raw in spoiled:
+        path.write_bytes(raw)
+        with pytest.raises(FileRefused):
+            reader.read(one.found)
+        assert not path.exists()
+    path.write_bytes(one.raw)
+    reader.read(one.found)
+
+
+def test_a_file_that_another_server_has_written_anew_is_not_put_aside(tmp_path: Path) -> None:
+    tokens, files, others = path_of(), server(tmp_path), server(tmp_path)
+    before = write(files, found_of(tokens[: 3 * PAGE_SIZE]))
+    after = write(others, found_of(tokens))
+    with pytest.raises(OtherFile):
+        files.read(before.found)
+    others.read(after.found)
+    (path,) = files_in(tmp_path)
+    path.unlink()
+    with pytest.raises(FileGone):
+        others.read(after.found)
+
+
+def test_another_layout_or_store_has_files_of_its_own_that_are_left_alone(tmp_path: Path) -> None:
+    layouts = (SHARED, replace(SHARED, identity="another"), replace(LAYOUT, key=b"other" * 8))
+    servers = [server(tmp_path, layout=layout) for layout in layouts]
+    for each in servers:
+        write(each, found_of(path_of()))
+        each.room()
+    assert len(files_in(tmp_path)) == len(layouts)
+    servers[0].remove_all()
+    assert len(files_in(tmp_path)) == len(layouts) - 1
+
+
+# Deletion
+
+
+def test_what_is_deleted_goes_whoever_has_written_it_and_what_others_follow_stays(
+    tmp_path: Path,
+) -> None:
+    one, other = server(tmp_path), server(tmp_path)
+    common = path_of(4)
+    ours = np.concatenate([common, path_of(4, seed=1)])
+    theirs = np.concatenate([common, path_of(4, seed=2)])
+    write(one, found_of(common))
+    write(other, found_of(ours, 16))
+    write(one, found_of(theirs, 16))
+    drop(one, ours)
+    assert len(files_in(tmp_path)) == 2
+    assert len(one.find(key_of(theirs, 0), theirs)[0]) == 2
+    drop(other, theirs, num_kept=20)
+    assert len(files_in(tmp_path)) == 2, "what is kept of it begins before its last file ends"
+    drop(other, theirs)
+    assert not files_in(tmp_path)
+
+
+def test_a_gap_hides_no_file_from_being_deleted(tmp_path: Path) -> None:
+    files, tokens = server(tmp_path), path_of(6)
+    for start in (0, 8, 16):
+        write(files, found_of(tokens[: start + 8], start))
+    files.remove([key_of(tokens, 8).file_id])
+    drop(files, tokens)
+    assert not files_in(tmp_path)
+
+
+def test_of_two_that_are_deleted_at_once_the_last_look_takes_what_both_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = server(tmp_path), server(tmp_path)
+    common = path_of(4)
+    both = [np.concatenate([common, path_of(4, seed=seed)]) for seed in (1, 2)]
+    write(one, found_of(common))
+    for tokens in both:
+        write(one, found_of(tokens, 16))
+    barrier = threading.Barrier(2, timeout=10)
+    ids = SharedFiles._ids
+
+    def at_once(files: SharedFiles) -> list[bytes]:
+        found = list(ids(files))
+        if len(found) == 3:
+            barrier.wait()  # both have seen what the other one has
+        return found
+
+    monkeypatch.setattr(SharedFiles, "_ids", at_once)
+    threads = [
+        threading.Thread(target=drop, args=each) for each in zip((one, other), both, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not files_in(tmp_path)
+
+
+# Bytes
+
+
+def test_the_directory_keeps_its_bytes_with_two_writers_and_those_used_last(
+    tmp_path: Path,
+) -> None:
+    size = size_of_one(tmp_path)
+    directory, most = tmp_path / "kv", 8 * size
+    servers = [server(directory, most) for _ in range(2)]
+    for number in range(60):
+        write(servers[number % 2], found_of(path_of(seed=number)), number)
+        assert sum(path.stat().st_size for path in files_in(directory)) <= most
+        if number % 7 == 0:
+            servers[number % 2].room()
+    assert len(files_in(directory)) >= 5, "and no more goes than has to"
+    left = {path.name for path in files_in(directory)}
+    newest = found_of(path_of(seed=59))
+    assert file_name(newest.file.file_id) in left
+
+
+def test_the_bytes_are_kept_by_writers_at_the_same_time_of_whom_some_are_killed(
+    tmp_path: Path,
+) -> None:
+    size = size_of_one(tmp_path)
+    directory, most, largest, codes = tmp_path / "kv", 12 * size, 0, list[int | None]()
+
+    def live(first: int) -> None:
+        files = server(directory, most)
+        for number in range(first, first + 25):
+            if number % 6 == 5:
+                files = server(directory, most)  # one that was killed says nothing more
+            found = found_of(path_of(seed=number))
+            try:
+                files.write(found, payload_of(found), number)
+            except OSError as error:  # what three are writing is counted for all of them
+                codes.append(error.errno)
+
+    writers = [threading.Thread(target=live, args=(1000 * n,)) for n in range(3)]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        held = 0
+        for path in directory.glob("*/*"):
+            if path.is_file():
+                try:
+                    held += path.stat().st_size
+                except FileNotFoundError:
+                    continue
+        largest = max(largest, held)
+    assert most // 4 < largest <= most
+    assert len(codes) < 25
+    assert set(codes) <= {errno.ENOSPC}
+
+
+def test_a_file_that_somebody_has_used_since_is_not_the_oldest(tmp_path: Path) -> None:
+    size = size_of_one(tmp_path)
+    directory = tmp_path / "kv"
+    one, other = (server(directory, 4 * size + size // 2) for _ in range(2))
+    names = [
+        write(one, found_of(path_of(seed=seed)), 1000 * seed).found.file.file_id
+        for seed in range(4)
+    ]
+    one.room()  # it knows them by now
+    other.touch(names[:1], 10_000_000)
+    write(one, found_of(path_of(seed=9)), 20_000_000)
+    left = {path.name for path in files_in(directory)}
+    assert file_name(names[0]) in left
+    assert file_name(names[1]) not in left
+
+
+def test_what_dead_servers_have_left_is_removed(tmp_path: Path) -> None:
+    gone = server(tmp_path, layout=replace(SHARED, identity="of last year"))
+    write(gone, found_of(path_of()))
+    clock = Clock()
+    alive = SharedDirectory(tmp_path, SHARED.name, PLENTY, clock=clock)
+    own = os.open(f"/proc/self/fd/{alive.open()}", os.O_RDONLY)
+    (tmp_path / SHARED.name / ("new-" + "0" * 16)).write_bytes(b"half of a file")
+    alive.tick()
+    assert len(files_in(tmp_path)) == 1, "it may be in use"
+    for writer in tmp_path.glob("writer-*"):
+        before_s = writer.stat().st_mtime - 2 * UNUSED_S
+        os.utime(writer, (before_s, before_s))
+    clock.now_s += 100
+    alive.tick()
+    assert not files_in(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [SHARED.name]
+    assert len(list(tmp_path.glob("writer-*"))) == 1
+    os.close(own)
+    # Whoever was stopped for so long goes on.
+    gone._shared._heartbeat_due_s = 0.0
+    gone.room()
+    write(gone, found_of(path_of()))
+    assert len(files_in(tmp_path)) == 1
+
+
+def test_a_walk_is_done_in_slices(tmp_path: Path) -> None:
+    files = server(tmp_path)
+    for seed in range(12):
+        write(files, found_of(path_of(seed=seed)))
+    times = itertools.count()
+    directory = SharedDirectory(tmp_path, SHARED.name, PLENTY, clock=lambda: next(times) * 0.008)
+    num_ticks = 0
+    while directory._walked is None:
+        directory.tick()
+        num_ticks += 1
+    assert num_ticks > 3
+    assert directory._walked.num_bytes == sum(path.stat().st_size for path in files_in(tmp_path))
+
+
+def test_a_disk_that_is_nearly_full_has_files_go_too(tmp_path: Path) -> None:
+    size = size_of_one(tmp_path)
+    files = server(tmp_path / "kv")
+    for seed in range(4):
+        write(files, found_of(path_of(seed=seed)), seed)
+    blocks = RESERVE_DIVISOR * size
+
+    def statvfs(_: int) -> os.statvfs_result:
+        free = blocks - sum(path.stat().st_size for path in files_in(tmp_path / "kv"))
+        return os.statvfs_result((1, 1, blocks, free, free, 0, 0, 0, 0, 255))
+
+    files._shared._statvfs = statvfs
+    for seed in range(4, 20):
+        write(files, found_of(path_of(seed=seed)), seed)
+    held = sum(path.stat().st_size for path in files_in(tmp_path / "kv"))
+    assert held <= blocks - size
+
+
+def test_a_server_puts_aside_what_is_wrong_and_erases_it_with_what_is_deleted(
+    tmp_path: Path,
+) -> None:
+    files, tokens = server(tmp_path), path_of()
+    write(files, found_of(tokens))
+    (path,) = files_in(tmp_path)
+    os.truncate(path, path.stat().st_size - 1)
+    assert files.find(key_of(tokens, 0), tokens) == ([], True)
+    assert len(list((path.parent / REFUSED).iterdir())) == 1
+    drop(files, tokens)
+    assert not list((path.parent / REFUSED).iterdir())
