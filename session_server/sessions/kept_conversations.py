@@ -7,15 +7,23 @@ response costs what it adds.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Final
 
 import msgspec
 
-from session_server.core.errors import ConversationNotFound, ItemNotFound, QuotaExceeded
+from session_server.core.errors import (
+    ConversationNotFound,
+    ItemNotFound,
+    QuotaExceeded,
+    ServerBusy,
+    SessionServerError,
+)
 from session_server.core.owner import Owner
 from session_server.core.session_events import Message
 from session_server.sessions.backlog import Backlog
@@ -24,11 +32,17 @@ from session_server.sessions.kept import KeptRecords
 from session_server.sessions.quotas import Quotas
 from session_server.sessions.record_log import RecordLog
 from session_server.sessions.responses import SaidIn
+from session_server.sessions.store.database import Behind
 from session_server.sessions.store.records import Damaged, PartCodec, Parts
 from session_server.sessions.store.writer import Beside
 
 MAX_KEPT_ITEMS: Final = 16_384
 """Items of one conversation to which its client may add others; a response reads all of them."""
+
+MAX_CHANGES: Final = 8
+"""How often one change of a conversation is tried that other replicas change at the same time."""
+
+_logger: Final = logging.getLogger("session_server.store")
 
 CONVERSATION_BYTES: Final = 1024
 """Host memory of one conversation without its items."""
@@ -85,6 +99,10 @@ class ConversationEntries:
         self._ids.append(entry.id)
         self._messages.append(entry.message)
         self._num_made = number + 1
+
+    def without_own(self, entries: Sequence[ConversationEntry]) -> list[ConversationEntry]:
+        """Return those of some items that are not among these."""
+        return [entry for entry in entries if entry.id not in self._number_of]
 
     def pop(self, index: int) -> ConversationEntry:
         """Remove an item and return it."""
@@ -188,7 +206,8 @@ class KeptConversations:
     """Hold the conversations of all owners; the one unused for longest goes first."""
 
     def __init__(self, quotas: Quotas, log: RecordLog, backlog: Backlog) -> None:
-        self._form = ConversationForm()
+        self._form, self._log = ConversationForm(), log
+        self._tasks: set[asyncio.Task[None]] = set()
         self.records = KeptRecords[KeptConversation](quotas, self._form, log, backlog)
 
     async def load(self, owner: Owner, conversation_id: str) -> KeptConversation:
@@ -206,6 +225,32 @@ class KeptConversations:
             )
         return found
 
+    async def change(
+        self, owner: Owner, conversation_id: str, change: Callable[[KeptConversation], object]
+    ) -> KeptConversation:
+        """Change a conversation, and wait until that is on disk, or cannot be. Where another
+        replica has changed it at the same moment what that one has written is read, and changed
+        again.
+
+        Raises:
+            ServerBusy: others go on to change it, or the disk cannot be read.
+            And what `find` and `change` raise.
+        """
+        for attempt in range(MAX_CHANGES):
+            conversation = await self.load(owner, conversation_id)
+            try:
+                change(conversation)
+            except ItemNotFound:
+                if attempt == 0:
+                    raise
+                return conversation  # an earlier attempt, whose answer was lost, has deleted it
+            if not self._log.has_store:
+                return conversation
+            await self._log.store.flush()
+            if not self._log.is_shared or self.records.is_kept(conversation):
+                return conversation
+        raise ServerBusy("others change this conversation at the same time: ask again")
+
     def add(self, conversation: KeptConversation, entries: Sequence[ConversationEntry]) -> None:
         """Keep a new conversation with its first items. Raises QuotaExceeded, ServerBusy."""
         _append(conversation, entries)
@@ -214,7 +259,9 @@ class KeptConversations:
         self.records.put(conversation)
 
     def append(self, conversation: KeptConversation, entries: Sequence[ConversationEntry]) -> None:
-        """Append items. Raises QuotaExceeded, ServerBusy, with nothing changed."""
+        """Append items, those that are not there. Raises QuotaExceeded, ServerBusy, with nothing
+        changed."""
+        entries = conversation.entries.without_own(entries)
         if len(conversation.entries) + len(entries) > MAX_KEPT_ITEMS:
             raise QuotaExceeded(f"A conversation has at most {MAX_KEPT_ITEMS} items.")
         self.records.check_stored(conversation.owner, conversation.num_bytes + _bytes_of(entries))
@@ -227,13 +274,44 @@ class KeptConversations:
         self, conversation: KeptConversation, entries: Sequence[ConversationEntry], place: SaidIn
     ) -> Beside | None:
         """Append what was said in a session, which says all of it now; return what is to be written
-        then. Where there is no room for it, others go, and at last all of it."""
+        then. Where there is no room for it, others go, and at last all of it. Where another replica
+        has changed it meanwhile that fails, and is done again behind what that one has written."""
+        write = self._say(conversation, entries, place)
+        if write is None:
+            return None
+
+        def told(error: Exception | None) -> None:
+            write.told(error)
+            if isinstance(error, Behind) and self._log.is_shared:
+                again = self._say_again(conversation, entries, place)
+                task = asyncio.create_task(again, name="add to a conversation again")
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+        return write._replace(told=told)
+
+    def _say(
+        self, conversation: KeptConversation, entries: Sequence[ConversationEntry], place: SaidIn
+    ) -> Beside | None:
         num_before = len(conversation.entries)
         conversation.place = place
-        _append(conversation, entries)
+        _append(conversation, conversation.entries.without_own(entries))
         self.records.recount(conversation)
         said = self._form.items(conversation, num_before)
         return self.records.change_of(conversation, [self._form.head(conversation), *said])
+
+    async def _say_again(
+        self, before: KeptConversation, entries: Sequence[ConversationEntry], place: SaidIn
+    ) -> None:
+        def say(conversation: KeptConversation) -> None:
+            write = self._say(conversation, entries, place)
+            if write is not None:
+                self._log.ask(write)
+
+        try:
+            await self.change(before.owner, before.key, say)
+        except SessionServerError as error:
+            _logger.error("%s is without what was said last: %s", before.key, error)
 
     def delete_item(self, conversation: KeptConversation, item_id: str) -> None:
         """Delete an item. Raises ItemNotFound."""

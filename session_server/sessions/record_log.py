@@ -61,6 +61,20 @@ class RecordLog:
         return self._store is not None and self._store.is_shared
 
     @property
+    def replica_id(self) -> int:
+        """Return which replica of a shared store this is now; 0 without one. None has the id of
+        another one, also of one whose lease is over."""
+        lease = None if self._store is None else self._store.lease
+        return 0 if lease is None else lease.replica_id
+
+    async def address_of(self, replica_id: int) -> str | None:
+        """Return where a replica is reached, "" where it has not said; None if its lease is over.
+        Raises `read_errors`."""
+        lease = self.store.lease
+        assert lease is not None, "a store of this server alone"
+        return await lease.read(partial(lease.database.address_of, replica_id))
+
+    @property
     def num_behind(self) -> int:
         """Return the records that are not on disk as they are, or still there, because a write has
         failed."""

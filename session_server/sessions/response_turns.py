@@ -300,7 +300,9 @@ class ResponseTurns:
             if place.keep == "on disk":
                 self._logs.begin(place.session)
             if work.interrupted is not None:
-                records.put(response, replace(response, content=work.interrupted))
+                running_in = self._logs.records.replica_id
+                content = replace(work.interrupted, running_in=running_in)
+                records.put(response, replace(response, content=content))
             _count_use(place.session)
             hooks = TurnHooks(on_end, beside)
             view = await self._manager.submit(owner, session_id, request, hooks=hooks)

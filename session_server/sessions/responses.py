@@ -7,12 +7,12 @@ never on disk.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 import msgspec
 
-from session_server.core.errors import ResponseNotFound
+from session_server.core.errors import ResponseNotFound, SessionMoved
 from session_server.core.owner import Owner
 from session_server.core.session_events import Message
 from session_server.sessions.backlog import Backlog
@@ -20,6 +20,7 @@ from session_server.sessions.footprint import message_bytes, text_bytes
 from session_server.sessions.kept import KeptRecords
 from session_server.sessions.quotas import Quotas
 from session_server.sessions.record_log import RecordLog
+from session_server.sessions.restoring import reading
 from session_server.sessions.store.records import Damaged, PartCodec, Parts
 
 RESPONSE_BYTES: Final = 1536
@@ -59,12 +60,14 @@ class SaidIn:
 @dataclass(frozen=True, slots=True)
 class ResponseContent:
     """Hold a response as its client sees it. `body`: as JSON. `ended_s`: wall-clock seconds, 0
-    before. `answer`: None where nothing was said."""
+    before. `answer`: None where nothing was said. `running_in`: the replica of a shared store that
+    runs it while its lease goes on; 0 once it has ended."""
 
     body: bytes
     state: ResponseState = "running"
     ended_s: int = 0
     answer: Message | None = None
+    running_in: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +75,8 @@ class StoredResponse:
     """Hold one response.
 
     `previous`: the id of the one it goes on from. `scope`: the connection that alone knows it; None
-    for one that is stored.
+    for one that is stored. `runs_at`: where the other replica is reached that runs it; None if none
+    does.
     """
 
     response_id: str
@@ -82,6 +86,13 @@ class StoredResponse:
     previous: str | None
     scope: object | None
     content: ResponseContent
+    runs_at: str | None = None
+
+    def check_here(self) -> None:
+        """Raise SessionMoved if another replica runs it: its events are there, and its end."""
+        if self.runs_at is not None:
+            where = f" at {self.runs_at}: ask there" if self.runs_at else ""
+            raise SessionMoved(f"the response runs in another replica{where}, or once it has ended")
 
     @property
     def key(self) -> str:
@@ -120,6 +131,7 @@ class _Written(msgspec.Struct, frozen=True, gc=False, array_like=True):
     state: ResponseState
     ended_s: int
     answer: Message | None
+    running_in: int = 0
 
 
 _written: Final = PartCodec(_Written, "a response")
@@ -146,6 +158,7 @@ class ResponseForm:
             state=content.state,
             ended_s=content.ended_s,
             answer=content.answer,
+            running_in=content.running_in,
         )
         return [(0, _written.encode(written))]
 
@@ -154,6 +167,7 @@ class ResponseForm:
         if len(parts) != 1:
             raise Damaged(f"it has {len(parts)} parts")
         found = _written.decode(parts[0][1])
+        said = found.body, found.state, found.ended_s, found.answer, found.running_in
         return StoredResponse(
             response_id=key,
             owner=owner,
@@ -161,7 +175,7 @@ class ResponseForm:
             asked=Asked(found.opening, found.messages, found.tools, found.open_calls),
             previous=found.previous,
             scope=None,
-            content=ResponseContent(found.body, found.state, found.ended_s, found.answer),
+            content=ResponseContent(*said),
         )
 
     def read_on(self, record: StoredResponse, parts: Parts) -> None:
@@ -174,10 +188,20 @@ class ResponseStore:
 
     def __init__(self, quotas: Quotas, log: RecordLog, backlog: Backlog) -> None:
         self.records = KeptRecords[StoredResponse](quotas, ResponseForm(), log, backlog)
+        self._log = log
 
     async def load(self, owner: Owner, response_id: str) -> None:
-        """Bring a response into memory, before `find` is asked for it. Raises ServerBusy,
-        InternalInconsistency."""
+        """Bring a response into memory, before `find` is asked for it, and find out whether another
+        replica runs it. Raises ServerBusy, InternalInconsistency."""
+        await self.records.load(owner, response_id)
+        found = self.records.get(owner, response_id)
+        if found is None or not found.content.running_in or not self._log.is_shared:
+            return
+        with reading(self._log.store):
+            found.runs_at = await self._log.address_of(found.content.running_in)
+        state: ResponseState = "lost" if found.runs_at is None else "running"
+        found.content = replace(found.content, state=state)
+        # A replica writes the end of a response before it leaves.
         await self.records.load(owner, response_id)
 
     def find(self, owner: Owner, response_id: str, *, scope: object | None) -> StoredResponse:

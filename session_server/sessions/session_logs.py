@@ -181,9 +181,9 @@ class SessionLogs:
         if leaves_kv:
             owner_id, num_bytes = session.owner.owner_id, place.size.num_bytes
             asked = (number, owner_id, num_bytes, told)
-            deletions.retire(*asked, epoch=place.epoch, is_urgent=is_urgent)
+            deletions.retire(*asked, epoch=place.hold.epoch, is_urgent=is_urgent)
         else:
-            deletions.delete(number, told, epoch=place.epoch, is_urgent=is_urgent)
+            deletions.delete(number, told, epoch=place.hold.epoch, is_urgent=is_urgent)
 
     def leave(self, session: Session) -> None:
         """Write what is left of a session that goes on elsewhere, if anything is."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -103,9 +104,9 @@ async def get_conversation(conversation_id: str, request: Request, caller: Calle
 async def update_conversation(conversation_id: str, request: Request, caller: Caller) -> Response:
     """Replace the metadata of a conversation."""
     body = await read_body(request, ConversationUpdateBody)
-    conversation = await _find(request, caller, conversation_id)
-    turns_of(request).conversations.update(conversation, body.metadata or {})
-    await caller.sessions.stored()
+    kept = turns_of(request).conversations
+    update = partial(kept.update, metadata=body.metadata or {})
+    conversation = await kept.change(caller.owner, conversation_id, update)
     return _answer(request, conversation)
 
 
@@ -146,10 +147,10 @@ async def create_conversation_items(
     """Append items to a conversation."""
     body = await read_body(request, ConversationItemsBody)
     await load_references(turns_of(request), caller, body.items)
-    conversation = await _find(request, caller, conversation_id)
+    kept = turns_of(request).conversations
+    await kept.load(caller.owner, conversation_id)
     entries = _entries(request, caller, conversation_id, body.items)
-    turns_of(request).conversations.append(conversation, entries)
-    await caller.sessions.stored()
+    await kept.change(caller.owner, conversation_id, partial(kept.append, entries=entries))
     data: Any = await encode_list(entries, _item)
     first_id, last_id = (entries[0].id, entries[-1].id) if entries else ("", "")
     return JsonResponse(
@@ -178,9 +179,9 @@ async def delete_conversation_item(
     conversation_id: str, item_id: str, request: Request, caller: Caller
 ) -> Response:
     """Delete an item; the next response goes on from what stays."""
-    conversation = await _find(request, caller, conversation_id)
-    turns_of(request).conversations.delete_item(conversation, item_id)
-    await caller.sessions.stored()
+    kept = turns_of(request).conversations
+    delete = partial(kept.delete_item, item_id=item_id)
+    conversation = await kept.change(caller.owner, conversation_id, delete)
     return _answer(request, conversation)
 
 

@@ -149,7 +149,8 @@ async def get_response(
     """Show a response, or read its events again behind number `starting_after`."""
     stored = await _find(request, caller, response_id)
     if not stream:
-        return JsonResponse(msgspec.Raw(stored.content.body))
+        return JsonResponse(msgspec.Raw(_shown(stored)))
+    stored.check_here()
     caller.connect()
     run = resume_response(caller, stored)
     if run is not None:
@@ -162,6 +163,13 @@ async def get_response(
     return Response(payload, media_type="text/event-stream")
 
 
+def _shown(stored: StoredResponse) -> bytes:
+    """Return a response as its client sees it now."""
+    if stored.runs_at is None:
+        return stored.content.body
+    return msgspec.json.encode(msgspec.json.decode(stored.content.body, type=ResponseBody).begun())
+
+
 @router.delete("/{response_id}", responses=answers(ResponseDeleted, "It is gone."))
 async def delete_response(response_id: str, request: Request, caller: Caller) -> Response:
     """Forget a response. Others that went on from it stay."""
@@ -172,6 +180,7 @@ async def delete_response(response_id: str, request: Request, caller: Caller) ->
     number = turns.store.records.number_of(caller.owner, response_id)
     if not turns.forget_unread(caller.owner, response_id):
         stored = await _find(request, caller, response_id)
+        stored.check_here()
         if stored.content.state == "running":
             with contextlib.suppress(SessionNotFound, TurnNotFound, TurnNotActive):
                 session_id = stored.made_in
@@ -186,6 +195,7 @@ async def delete_response(response_id: str, request: Request, caller: Caller) ->
 async def cancel_response(response_id: str, request: Request, caller: Caller) -> Response:
     """Cancel a response that runs; what it has said stays. One that has ended is shown."""
     stored = await _find(request, caller, response_id)
+    stored.check_here()
     is_running = stored.content.state == "running"
     run = resume_response(caller, stored, is_bounded=False) if is_running else None
     if run is not None:

@@ -569,6 +569,12 @@ SESSIONS = (
         "`session_moved`",
     ),
     _constant(
+        "sessions.kept_conversations:MAX_CHANGES",
+        "attempts of a change to a conversation that other replicas change at the same time",
+        "attempts",
+        "refused: `server_busy`",
+    ),
+    _constant(
         "sessions.shared_sessions:RECOUNT_S",
         "time for which what other replicas keep for an owner is not counted",
         "s",

@@ -383,6 +383,10 @@ class SimDatabase:
         me = self.replica_id
         return self._ask(lambda: self.server.renew(me, lease_s))
 
+    def address_of(self, replica_id: int) -> str | None:
+        """Return where a replica is reached; None if its lease is over."""
+        return self._ask(lambda: self.server.address_of(replica_id))
+
     def leave(self) -> None:
         """Give up the lease, and with it every session."""
         me = self.replica_id

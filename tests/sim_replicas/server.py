@@ -104,6 +104,10 @@ class DatabaseServer:
         self._free([n for n, held in self.tables.sessions.items() if held.holder == replica_id])
         self._bury(replica_id)
 
+    def address_of(self, replica_id: int) -> str | None:
+        """Return where a replica is reached; None if its lease is over."""
+        return self.members[replica_id].address if self.is_live(replica_id) else None
+
     def check(self, replica_id: int) -> float:
         """Return the time. Raises LeaseLost if the lease of a replica is over."""
         if not self.is_live(replica_id):

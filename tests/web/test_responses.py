@@ -18,6 +18,7 @@ from session_server.core.sampling import Grammar
 from session_server.core.session_events import TurnDelta
 from session_server.sessions.quotas import QuotaLimits
 from session_server.sessions.response_turns import ResponseTurns
+from session_server.sessions.responses import ResponseContent
 from session_server.sessions.resting import MAX_RESTING
 from session_server.text.grammar_worker import GrammarWorker
 from tests.web.serving import DEADLINE_S, WORD, Served, served, serving, small_journal
@@ -518,6 +519,30 @@ async def test_a_deleted_response_is_gone_and_so_is_its_session(this: Served) ->
         await client.responses.delete(running.id)
         await this.until(lambda: this.sessions.stats().live_turns == 0)
         assert len(turns_of(this).store.records) == 0
+
+
+@served()
+async def test_a_response_that_another_replica_runs_is_shown_and_asked_for_there(
+    this: Served,
+) -> None:
+    async with client_of(this) as client:
+        made = await ask(client, "Hello", max_output_tokens=3)
+        stored = turns_of(this).store.find(ANONYMOUS, made.id, scope=None)
+        # As it is read here: what the other one has written before it told its client of it.
+        stored.content = ResponseContent(stored.content.body, "running", running_in=7)
+        stored.runs_at = "http://there:30000"
+        found = await client.responses.retrieve(made.id)
+        assert (found.status, found.output, found.usage) == ("in_progress", [], None)
+        for answer in (
+            await this.http.get(f"/v1/responses/{made.id}?stream=true"),
+            await this.http.post(f"/v1/responses/{made.id}/cancel"),
+            await this.http.delete(f"/v1/responses/{made.id}"),
+        ):
+            assert answer.status_code == 409
+            error = answer.json()["error"]
+            assert error["code"] == "session_moved"
+            assert "http://there:30000" in error["message"]
+        assert turns_of(this).store.records.is_kept(stored)
 
 
 def test_responses_make_room_for_each_other() -> None:

@@ -112,6 +112,13 @@ class Leases(PostgresReads):
             raise LeaseLost(f"replica {self.replica_id} has not renewed its lease in time")
         return float(found[0][0])
 
+    def address_of(self, replica_id: int) -> str | None:
+        """Return where a replica is reached, "" where it has not said; None if its lease is over.
+        Raises psycopg.Error."""
+        query = "SELECT address FROM replicas WHERE id = %s AND expires > clock_timestamp()"
+        found = self._read(query, (replica_id,))
+        return str(found[0][0]) if found else None
+
     def leave(self) -> None:
         """Give up all sessions, and the lease. Raises psycopg.Error."""
         values = {"me": self.replica_id, "limit": RELEASED_AT_ONCE}

@@ -157,6 +157,10 @@ class SharedDatabase(StoreDatabase, Protocol):
     def renew(self, lease_s: float) -> float:
         """Renew the lease; return the database's clock. Raises LeaseLost."""
 
+    def address_of(self, replica_id: int) -> str | None:
+        """Return where a replica is reached, "" where it has not said; None if its lease is
+        over."""
+
     def leave(self) -> None:
         """Give up the lease, and with it every session."""
 

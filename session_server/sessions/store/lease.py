@@ -21,7 +21,7 @@ from session_server.sessions.bugs import log_bug
 from session_server.sessions.daemon_threads import DaemonThreads
 from session_server.sessions.store.backend import SharedDatabase
 from session_server.sessions.store.lock import StoreUnusable
-from session_server.sessions.store.ownership import LeaseLost
+from session_server.sessions.store.ownership import Joined, LeaseLost
 
 _logger: Final = logging.getLogger("session_server.store")
 
@@ -76,7 +76,7 @@ class ReplicaLease:
         self.database = database
         self._address, self._lease_s, self._clock = address, lease_s, clock
         self._until_s = self._offset_s = -math.inf
-        self.slot = 0
+        self._joined = Joined(0, 0, 0.0)
         self.failure: str | None = None
         """Why the lease was not renewed, or no other one begun; None if it was."""
 
@@ -87,7 +87,12 @@ class ReplicaLease:
 
     def slot_now(self) -> int:
         """Return the slot that no other replica has."""
-        return self.slot
+        return self._joined.slot
+
+    @property
+    def replica_id(self) -> int:
+        """Return the id of this replica while its lease goes on: no other one ever has it."""
+        return self._joined.replica_id
 
     def wall_s(self) -> float:
         """Return the database's clock, in seconds since 1970, as of the last renewal."""
@@ -107,7 +112,7 @@ class ReplicaLease:
         """Begin a lease; waits for the database. Raises what that raises."""
         asked_s = self._clock()
         joined = self.database.join(self._address, self._lease_s)
-        self.slot = joined.slot
+        self._joined = joined
         self._note(asked_s, joined.now_s)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:

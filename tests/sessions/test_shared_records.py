@@ -1,0 +1,182 @@
+"""Responses and conversations that several replicas read and write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+
+from session_server.core.errors import ItemNotFound, ServerBusy, SessionMoved
+from session_server.core.session_events import Message
+from session_server.sessions.kept_conversations import (
+    MAX_CHANGES,
+    ConversationEntry,
+    ConversationForm,
+    KeptConversation,
+)
+from tests.sessions.test_replicas import Cluster, Replica
+from tests.sessions.test_stored_dialects import Desk
+from tests.sessions.world import OWNER
+
+
+@pytest.fixture
+def cluster(url: str) -> Iterator[Cluster]:
+    made = Cluster(url)
+    yield made
+    for replica in list(made.replicas):
+        made.stop(replica)
+    made.loop.close()
+
+
+def state_of(replica: Replica, desk: Desk, name: str) -> str:
+    """How a response is shown by a replica."""
+    replica.world.do(desk.turns.store.load(OWNER, name))
+    return desk.find(name).content.state
+
+
+# -- responses in the background
+
+
+def test_a_response_that_another_replica_runs_is_shown_as_running(cluster: Cluster) -> None:
+    first, second = cluster.start(), cluster.start()
+    here, there = Desk(first.world), Desk(second.world)
+    here.begin("one", is_background=True)
+    assert state_of(second, there, "resp_one") == "running"
+    with pytest.raises(SessionMoved, match="at http://replica-0: ask there"):
+        there.find("resp_one").check_here()
+    assert state_of(first, here, "resp_one") == "running"
+    here.find("resp_one").check_here()
+    first.world.engine.run()
+    first.world.do(first.world.manager.stored())
+    assert state_of(second, there, "resp_one") == "said"
+    there.find("resp_one").check_here()
+
+
+def test_a_response_has_failed_once_the_lease_of_its_replica_is_over(cluster: Cluster) -> None:
+    first, second = cluster.start(), cluster.start()
+    there = Desk(second.world)
+    Desk(first.world).begin("one", is_background=True)
+    assert state_of(second, there, "resp_one") == "running"
+    cluster.pause(first)
+    first.lease._until_s = 0.0
+    cluster.until(lambda: second.database.address_of(first.database.replica_id) is None)
+    assert state_of(second, there, "resp_one") == "lost"
+    assert there.find("resp_one").content.body == b"interrupted"
+    there.find("resp_one").check_here()
+    # It begins another lease, in which nothing runs.
+    first.world.do(first.lease._renew())
+    assert state_of(second, there, "resp_one") == "lost"
+
+
+def test_a_response_that_ends_while_it_is_asked_for_is_not_shown_as_failed(
+    cluster: Cluster,
+) -> None:
+    first, second = cluster.start(), cluster.start()
+    there = Desk(second.world)
+    Desk(first.world).begin("one", is_background=True)
+
+    async def asked_when_it_has_left(_replica_id: int) -> None:
+        first.world.engine.run()
+        await first.world.manager.stored()
+
+    there.turns.store._log.address_of = asked_when_it_has_left  # type: ignore[method-assign]
+    assert state_of(second, there, "resp_one") == "said"
+
+
+# -- conversations that several replicas change
+
+
+def ids_in(replica: Replica, desk: Desk) -> list[str]:
+    """The items of the conversation, as a replica finds them."""
+    found = replica.world.do(desk.turns.conversations.load(OWNER, "conv_1"))
+    return [found.entries[index].id for index in range(len(found.entries))]
+
+
+def entry(name: str) -> ConversationEntry:
+    return ConversationEntry(name, Message("user", name))
+
+
+@pytest.fixture
+def pair(cluster: Cluster) -> tuple[Replica, Replica, Desk, Desk]:
+    """Two replicas, and what serves a conversation of one item in each."""
+    first, second = cluster.start(), cluster.start()
+    here, there = Desk(first.world), Desk(second.world)
+    here.converse("hello")
+    first.world.do(first.world.manager.stored())
+    assert ids_in(second, there) == ["i_hello"]
+    return first, second, here, there
+
+
+Pair = tuple[Replica, Replica, Desk, Desk]
+
+
+def meanwhile(pair: Pair, act: Callable[[KeptConversation], object]) -> None:
+    """Have the other replica change the conversation."""
+    _, second, _, there = pair
+    second.world.do(there.turns.conversations.change(OWNER, "conv_1", act))
+
+
+def late(pair: Pair, act: Callable[[KeptConversation], object], *others: str) -> list[int]:
+    """Change the conversation here, while the other replica appends something each time this one
+    has read it; return how often it was read."""
+    first, second, here, _ = pair
+    num_read = []
+
+    def change(conversation: KeptConversation) -> None:
+        num_read.append(len(conversation.entries))
+        if len(num_read) <= len(others):
+            found = second.database.find_record(OWNER.owner_id, "conv_1")
+            assert found is not None
+            name = others[len(num_read) - 1]
+            record = KeptConversation("conv_1", OWNER, 7, {})
+            record.entries.append(entry(name), number=100 + found.num_writes)
+            with second.database.transaction():
+                parts = ConversationForm().items(record, 0)
+                second.database.change_record(found, parts, [])
+        act(conversation)
+
+    first.world.do(here.turns.conversations.change(OWNER, "conv_1", change))
+    return num_read
+
+
+def test_items_that_two_replicas_append_at_once_are_both_there(pair: Pair) -> None:
+    first, second, here, there = pair
+    append = partial(here.turns.conversations.append, entries=[entry("ours")])
+    assert late(pair, append, "theirs", "theirs too") == [1, 2, 3]
+    expected = ["i_hello", "theirs", "theirs too", "ours"]
+    assert ids_in(first, here) == ids_in(second, there) == expected
+
+
+def test_an_item_is_deleted_and_metadata_changed_beside_others(pair: Pair) -> None:
+    _, second, here, there = pair
+    late(pair, partial(here.turns.conversations.delete_item, item_id="i_hello"), "theirs")
+    late(pair, partial(here.turns.conversations.update, metadata={"b": "c"}), "more")
+    assert ids_in(second, there) == ["theirs", "more"]
+    found = second.world.do(there.turns.conversations.load(OWNER, "conv_1"))
+    assert found.metadata == {"b": "c"}
+    with pytest.raises(ItemNotFound):
+        late(pair, partial(here.turns.conversations.delete_item, item_id="i_hello"))
+
+
+def test_who_finds_it_changed_again_and_again_is_told_to_ask_again(pair: Pair) -> None:
+    first, _, here, _ = pair
+    append = partial(here.turns.conversations.append, entries=[entry("ours")])
+    others = [f"other_{number}" for number in range(MAX_CHANGES)]
+    with pytest.raises(ServerBusy, match="at the same time"):
+        late(pair, append, *others)
+    assert ids_in(first, here) == ["i_hello", *others]
+
+
+def test_what_a_response_says_is_added_behind_what_came_meanwhile(
+    pair: Pair, cluster: Cluster
+) -> None:
+    first, second, here, there = pair
+    conversation = first.world.do(here.turns.conversations.load(OWNER, "conv_1"))
+    here.begin("one", conversation=conversation)
+    meanwhile(pair, partial(there.turns.conversations.append, entries=[entry("theirs")]))
+    first.world.engine.run()
+    first.world.do(first.world.manager.stored())
+    expected = ["i_hello", "theirs", "resp_one_0", "resp_one_1"]
+    cluster.until(lambda: not here.turns.conversations._tasks)
+    assert ids_in(second, there) == ids_in(first, here) == expected
