@@ -34,6 +34,17 @@ def cases(*settings: Iterable[Any]) -> list[tuple[Any, ...]]:
     return everything if IS_PROOF else pairwise(everything)
 
 
+def each_value(*settings: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return combinations that hold every value of each setting; in a proof their whole product.
+
+    For what does not depend on the settings, and is tried with all of them to be sure.
+    """
+    if IS_PROOF:
+        return list(product(*settings))
+    number = max(map(len, settings))
+    return [tuple(values[i % len(values)] for values in settings) for i in range(number)]
+
+
 def pairwise(everything: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     """Choose few combinations that hold every pair of values that is in any of `everything`.
 

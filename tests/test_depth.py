@@ -21,10 +21,19 @@ def test_every_pair_is_somewhere_and_combinations_are_few() -> None:
     assert chosen == sorted(chosen, key=EVERYTHING.index)
 
 
-@pytest.mark.parametrize(("is_proof", "number", "size"), [(False, 28, 3), (True, 168, 50)])
+def test_every_value_is_somewhere_where_no_pair_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(depth, "IS_PROOF", False)
+    chosen = depth.each_value(*SETTINGS)
+    assert [set(values) for values in zip(*chosen, strict=True)] == [set(v) for v in SETTINGS]
+
+
+@pytest.mark.parametrize(
+    ("is_proof", "number", "few", "size"), [(False, 28, 7, 3), (True, 168, 168, 50)]
+)
 def test_a_proof_leaves_nothing_out(
-    is_proof: bool, number: int, size: int, monkeypatch: pytest.MonkeyPatch
+    is_proof: bool, number: int, few: int, size: int, *, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(depth, "IS_PROOF", is_proof)
     assert len(depth.cases(*SETTINGS)) == number
+    assert len(depth.each_value(*SETTINGS)) == few
     assert depth.at_depth(3, proof=50) == size

@@ -37,6 +37,7 @@ from session_server.bench.peers.ours import open_conversation
 from session_server.bench.peers.own import OwnWorkload, measure_own
 from session_server.bench.peers.system import PeerFailed, TurnTrace, pause, resume
 from session_server.local_server import LocalServer
+from tests.depth import at_depth
 
 LLAMA_SERVER = os.environ.get("LLAMA_SERVER")
 SHAPE = RandomModel(vocab_size=1700, max_position_embeddings=512)
@@ -356,13 +357,20 @@ def test_the_command_of_a_page_names_no_path_of_this_machine() -> None:
 # Whole runs.
 
 
-def run(checkpoint: Path, tmp_path: Path, cells: tuple[Cell, ...], **available: Any) -> Any:
+def run(
+    checkpoint: Path,
+    tmp_path: Path,
+    cells: tuple[Cell, ...],
+    *,
+    num_rounds: int = 3,
+    **available: Any,
+) -> Any:
     steps: list[int] = []
     load = benchmark.PeersWorkload(
         models=(str(checkpoint),),
         rows=("float32", "int8"),
         cells=cells,
-        num_rounds=3,
+        num_rounds=num_rounds,
         num_threads=1,
         work_dir=tmp_path,
         available=benchmark.Available(**available),
@@ -392,7 +400,8 @@ def test_ours_is_measured_alone_and_absent_peers_are_named(
 
 @pytest.mark.timeout(200)
 def test_transformers_batches_requests_in_turns_with_us(checkpoint: Path, tmp_path: Path) -> None:
-    figures = run(checkpoint, tmp_path, (REQUESTS,), has_transformers=True)
+    rounds = at_depth(1, proof=3)
+    figures = run(checkpoint, tmp_path, (REQUESTS,), num_rounds=rounds, has_transformers=True)
     cell = figures["models"]["tiny"]["float32"]["requests"]
     assert cell["best"] == "transformers float32"
     assert cell["ratio"] > 0

@@ -200,11 +200,15 @@ def _rubbish(chance: Decisions, num_bytes: int) -> bytes:
 
 
 def write_image(image: Image, directory: Path) -> None:
-    """Make the files of an image in a new directory."""
+    """Make the files of an image in a new directory, for their owner alone as those of a store."""
     directory.mkdir()
     for name, data in image.items():
         path = directory / name
-        path.mkdir(mode=0o700) if data is None else path.write_bytes(data)
+        if data is None:
+            path.mkdir(mode=0o700)
+        else:
+            path.touch(mode=0o600)
+            path.write_bytes(data)
 
 
 def crashes(disk: SimulatedDisk, chance: Decisions, num_drawn: int) -> Iterator[Image]:

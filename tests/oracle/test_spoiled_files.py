@@ -16,9 +16,10 @@ import pytest
 
 from session_server.core.commands import Shutdown
 from session_server.runner.segment_files import file_name
+from tests.depth import each_value
 from tests.oracle.house import Guest, House
 from tests.oracle.talks import Reference, Setup, assert_said
-from tests.oracle.test_restored import CASES, MODES, SHALLOW, TieredHouse, lengths_of
+from tests.oracle.test_restored import CHUNK, FAMILIES, MODES, SHALLOW, TieredHouse, lengths_of
 from tests.runner.kv_files import resigned
 
 Spoil = Callable[[Path, Path], object]
@@ -104,6 +105,12 @@ NO_FILES: Final[dict[str, Spoil]] = {
     "a directory": replaced(os.mkdir),
 }
 SPOILS: Final = REFUSED | NO_FILES
+
+CASES: Final = [
+    Setup(family, page_size, CHUNK, overlap)
+    for family, (page_size, overlap) in each_value(FAMILIES, MODES)
+]
+"""How files are checked is the same for every layout."""
 
 
 def talked(house: TieredHouse) -> list[Guest]:

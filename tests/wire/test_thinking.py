@@ -19,6 +19,7 @@ from tests.text.tiny_models import write_model
 from tests.wire.conftest import FLAGS
 
 NUM_SEEDS = 5
+NUM_THOUGHTS = at_depth(3, proof=5)
 ROOM = ["--max-total-tokens", "16384"]
 CHUNKED = ["--disable-overlap-schedule", "--chunked-prefill-size", "8"]
 DISTURBED = ["--speculative-algorithm", "ngram", "--debug-retract-interval", "3"]
@@ -72,15 +73,22 @@ def test_what_follows_a_thought_fits(tmp_path: Path, kind: str) -> None:
     asked: list[dict[str, Any]] = [{"response_format": FORM}]
     if kind == "thinking_tools":
         asked.append({"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False})
-    said, *others = [answers(model_dir, flags, bias, asked) for flags in WAYS]
+    said, *others = [
+        answers(model_dir, flags, bias, asked, num_seeds=NUM_THOUGHTS) for flags in WAYS
+    ]
     assert all(other == said for other in others)
     for answer in said:
         jsonschema.validate(json.loads(read(answer)), SCHEMA)
-    assert sum(bool(answer.get("reasoning_content")) for answer in said) > NUM_SEEDS // 2
+    assert sum(bool(answer.get("reasoning_content")) for answer in said) > NUM_THOUGHTS // 2
 
 
 def answers(
-    model_dir: Path, flags: list[str], bias: dict[str, float], asked: list[dict[str, Any]]
+    model_dir: Path,
+    flags: list[str],
+    bias: dict[str, float],
+    asked: list[dict[str, Any]],
+    *,
+    num_seeds: int = NUM_SEEDS,
 ) -> list[Answer]:
     """The answers of a server with these flags; ids of calls are left out."""
     said: list[Answer] = []
@@ -89,7 +97,7 @@ def answers(
         httpx.Client(base_url=server.url, trust_env=False, timeout=60.0) as http,
     ):
         for options in asked:
-            for seed in range(NUM_SEEDS):
+            for seed in range(num_seeds):
                 hello = [{"role": "user", "content": "Hello."}]
                 body = {"messages": hello, "seed": seed, "max_tokens": 600, "logit_bias": bias}
                 answer = http.post("/v1/chat/completions", json=body | options)
