@@ -69,11 +69,11 @@ MUTANTS: Final[Mapping[str, Mutant]] = MappingProxyType(
             "self.told.on_asked(number)",
             "pass",
         ),
-        "released again once read": _bug(
-            "A session that was asked for while it was read is released under whoever reads it.",
-            f"{_SHARED}_adopt",
-            "self._asked.discard(row.number)",
-            "pass",
+        "released while it is read": _bug(
+            "A session that is asked for while it is read is released under whoever reads it.",
+            f"{_SHARED}_on_asked",
+            "elif loading:",
+            "elif False:",
         ),
         "taken before it is released": _bug(
             "A session is taken again before it was released, and released then.",
