@@ -88,8 +88,19 @@ class Client:
             if strays:
                 where, facts = draws.pick("which stray", strays)
                 if draws.happens("elsewhere first", 400):
-                    return "turn", process, [facts]
+                    return draws.pick("elsewhere", ("turn", "turn", "delete")), process, [facts]
                 return draws.weighted("of a stray", _VERBS, _OF_STRAYS), where, [facts]
+        if draws.happens("what is busy", 150):
+            busy = [(p, f) for p in processes for f in open_facts if p.is_busy(f.name)]
+            if busy:
+                where, facts = draws.pick("which busy one", busy)
+                return draws.pick("of a busy one", ("turn", "turn", "update")), where, [facts]
+        if draws.happens("what is being deleted", 100):
+            where = draws.pick("which deletes", processes)
+            going = where.being_deleted()
+            known = self._town.requests.judge.facts
+            if going and (name := draws.pick("which goes", going)) in known:
+                return "read", where, [known[name]]
         # One that the database may have given up is asked for what it still has in memory.
         doubtful = [each for each in processes if not each.is_right]
         if doubtful and draws.happens("a doubtful one", 300):
@@ -115,6 +126,8 @@ class Client:
                 if draws.happens("deleted is read", 100):
                     begun = judge.begin(draws.pick("deleted", list(judge.facts)))
                 return requests.read(process, begun)
+            case "update":
+                return requests.update(process, begun)
             case "rewind":
                 return requests.rewind(process, begun, partial(draws.below, "answer"))
             case "fork":

@@ -184,6 +184,17 @@ class Process:
         """Return whether nothing is wrong with it and its way to the database."""
         return self.state == "up" and self.link.is_right and self.lease.is_held
 
+    def is_busy(self, name: str) -> bool:
+        """Return whether it runs a turn of a session."""
+        session = self.manager._sessions.find(OWNER, name)
+        return session is not None and session.live is not None
+
+    def being_deleted(self) -> list[str]:
+        """Return the names of sessions that it deletes."""
+        held = self.site.server.tables.sessions
+        hidden = self.store.deletions.hidden
+        return [held[number].row.session_id for number in sorted(hidden) if number in held]
+
     def check_lease(self) -> None:
         """Raise Broken if it answers for what the database has given up already: clocks go no
         more wrong than the margin of a lease."""

@@ -147,6 +147,18 @@ class Requests:
             facts.dropped |= behind
             self.judge.used(facts)
 
+    async def update(self, process: Process, begun: Begun) -> None:
+        """Change settings of a session."""
+        manager, name = process.manager, begun.facts.name
+        try:
+            await manager.load(OWNER, name)
+            manager.update(OWNER, name, metadata={"changed": "once more"})
+        except SessionServerError as error:
+            self._refused(error, "update", begun)
+            return
+        self.judge.found(begun)
+        self.reached["update"] += 1
+
     async def fork(self, process: Process, begun: Begun, new: Begun) -> None:
         """Open a session with the conversation of another one."""
         manager, source, name = process.manager, begun.facts, new.facts.name
