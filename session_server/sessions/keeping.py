@@ -7,6 +7,7 @@ from functools import partial
 
 from session_server.sessions.exits import SessionExits
 from session_server.sessions.opening import SessionMaker
+from session_server.sessions.place_counter import PlaceCounter
 from session_server.sessions.restoring import Restorer
 from session_server.sessions.shared_sessions import SharedSessions
 from session_server.sessions.store.session_store import SessionStore
@@ -26,7 +27,8 @@ def keep_sessions(
     parts, flow = exits.parts, exits.flow
     sessions, quotas, logs = parts.sessions, parts.quotas, parts.logs
     logs.keep_in(store)
-    sessions.number_from(store.last_number, None if lease is None else lease.slot_now)
+    shared_by = () if lease is None else (lease.slot_now, lease.wall_s)
+    sessions.number_by(PlaceCounter(store.last_number, *shared_by))
     ends = StoredEnds(store, parts, flow, clock)
     ends.count()
     restorer = Restorer(store, ends, sessions, quotas, maker, parts.link)

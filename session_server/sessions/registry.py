@@ -8,7 +8,7 @@ import logging
 import re
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Final, Protocol
@@ -123,9 +123,9 @@ class SessionRegistry:
             if number % SLICE == 0:
                 await asyncio.sleep(0)
 
-    def number_from(self, last_order: int, slot: Callable[[], int] | None = None) -> None:
-        """Give sessions that are opened places behind this one; see `PlaceCounter`."""
-        self._places = PlaceCounter(last_order, slot)
+    def number_by(self, places: PlaceCounter) -> None:
+        """Give sessions that are opened these places from now on."""
+        self._places = places
 
     def add(self, session: Session) -> None:
         """Add a session whose id `check_free` allowed, last in order."""

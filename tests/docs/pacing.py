@@ -420,6 +420,7 @@ BOUND_NOTHING = frozenset(
         "session_server.sessions.place_counter:SLOTS",
         "session_server.sessions.postgres.notifications:_PROBE_S",
         # Names in PostgreSQL: locks, nobody's id, a version; and a size that never changes.
+        "session_server.sessions.postgres.holdings:_NO_SLOT",
         "session_server.sessions.postgres.leases:_JOINING",
         "session_server.sessions.postgres.reads:NO_REPLICA",
         "session_server.sessions.postgres.schema:_LOCK",

@@ -13,6 +13,7 @@ import pytest
 from session_server.core.errors import ServerDraining, SessionExists, SessionMoved, SessionNotFound
 from session_server.core.session_events import TurnEnd
 from session_server.sessions.backlog import SLICE
+from session_server.sessions.place_counter import SLOTS
 from session_server.sessions.postgres import leases
 from session_server.sessions.postgres.database import PostgresDatabase
 from session_server.sessions.shared_sessions import HANDOVER_WAIT_S, RECOUNT_S
@@ -411,6 +412,24 @@ def test_a_session_that_is_not_stored_needs_no_lease(cluster: Cluster) -> None:
     first.world.submit(name, turn("a"))
     first.world.engine.run()
     completed(first.world.end_of(name, "a"))
+
+
+def test_numbers_are_of_the_clock_of_the_database(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = cluster.start(), cluster.start()
+    (now_s,) = first.database._read("SELECT extract(epoch FROM clock_timestamp())")[0]
+    for replica, wrong_s in ((first, -1e6), (second, 1e6)):
+        with monkeypatch.context() as patched:
+            patched.setattr(time, "time", lambda wrong_s=wrong_s: float(now_s) + wrong_s)
+            name = replica.world.create(session_id=f"s{wrong_s}", is_stored=True)
+        completed(replica.say(name, "a"))
+        found = replica.database.find(OWNER.owner_id, name)
+        assert found is not None
+        assert abs(found.number / SLOTS / 1e6 - float(now_s)) < 60.0
+        # No clock but that one says how long it lives, either.
+        assert abs(found.expires_s - float(now_s)) < 7 * 86_400.0
+        assert (cluster.replicas[0].history(name)) == (cluster.replicas[1].history(name))
 
 
 def test_an_id_is_taken_in_all_replicas(cluster: Cluster) -> None:

@@ -44,12 +44,14 @@ IS_OVER: Final = f"expires < {_NOW_S}"
 
 _LET_GO: Final = (
     "WITH freed AS (UPDATE sessions SET holder = NULL WHERE holder = %(me)s AND number {which}"  # noqa: S608
-    f" RETURNING number) SELECT pg_notify('{RELEASED}', string_agg(number::text, ','))"
+    f" RETURNING number) SELECT max(number), pg_notify('{RELEASED}', string_agg(number::text, ','))"
     " FROM freed HAVING count(*) > 0"
 )
 _THESE: Final = _LET_GO.format(which="= ANY(%(numbers)s::bigint[])")
 _NEXT: Final = _LET_GO.format(
-    which="IN (SELECT number FROM sessions WHERE holder = %(me)s ORDER BY number LIMIT %(limit)s)"
+    # Behind those of the slice before, so that none is looked at twice.
+    which="IN (SELECT number FROM sessions WHERE holder = %(me)s AND number > %(after)s"
+    " ORDER BY number LIMIT %(limit)s)"
 )
 
 
@@ -121,9 +123,9 @@ class Leases(PostgresReads):
 
     def leave(self) -> None:
         """Give up all sessions, and the lease. Raises psycopg.Error."""
-        values = {"me": self.replica_id, "limit": RELEASED_AT_ONCE}
-        while self._read(_NEXT, values):
-            pass
+        values = {"me": self.replica_id, "limit": RELEASED_AT_ONCE, "after": 0}
+        while freed := self._read(_NEXT, values):
+            values["after"] = freed[0][0]
         self._over_pool(partial(_delete_replica, self.replica_id))
         self._stop_listening()
         self.replica_id = NO_REPLICA
