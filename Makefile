@@ -50,7 +50,7 @@ test: $(STAMPS)/dev ## everything that must hold: lint, types, contracts, tests
 # What tests import is compiled while mypy, which has one thread, takes its minute: without this each
 # worker would compile all of it before its first test. What does not import, pytest says itself.
 .PHONY: compiled
-compiled: $(STAMPS)/dev
+compiled: $(STAMPS)/dev ## compile what tests import, which `make test` does beside lint
 	@$(TEST_ENV) $(BIN)/python -m pytest $(TESTS) --collect-only -qq >/dev/null 2>&1 || true
 
 .PHONY: lint

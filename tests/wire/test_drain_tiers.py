@@ -12,9 +12,14 @@ from pathlib import Path
 import pytest
 
 from session_server.local_server import LocalServer
-from tests.wire.test_tiers import MIB, NUM_SESSIONS, POOL, ask, begin, files_in, served
+from tests.wire.test_tiers import NUM_SESSIONS, ON_DISK, POOL, Kept, ask, files_in, keep, served
 
 PLENTY = ("--max-total-tokens", "16384")
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Kept:
+    return keep(tmp_path_factory.mktemp("kept") / "store", *PLENTY)
 
 
 async def cached(url: str, session_ids: list[str], turn_id: str) -> list[int]:
@@ -29,28 +34,23 @@ def end(server: LocalServer) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_what_does_not_fit_into_host_memory_at_once_is_written_too(tmp_path: Path) -> None:
+def test_what_does_not_fit_into_host_memory_at_once_is_written_too(
+    tmp_path: Path, kept: Kept
+) -> None:
     """Host memory is what it passes through."""
-    kv = tmp_path / "store" / "kv"
-    disk = ("--store", str(kv.parent), "--disk-kv-bytes", str(256 * MIB))
-    with served(*PLENTY, *disk) as server:
-        session_ids, _ = asyncio.run(begin(server.url))
-        end(server)
-    assert len(files_in(kv)) >= NUM_SESSIONS
-    with served(*PLENTY, *disk) as server:
-        assert all(num > 100 for num in asyncio.run(cached(server.url, session_ids, "t2")))
+    store = kept.copy_to(tmp_path / "store")
+    assert len(files_in(tmp_path / "store" / "kv")) >= NUM_SESSIONS
+    with served(*PLENTY, *store, *ON_DISK) as server:
+        assert all(num > 100 for num in asyncio.run(cached(server.url, kept.session_ids, "t2")))
 
 
 @pytest.mark.parametrize("pool", [PLENTY, POOL], ids=["plenty", "pressure"])
 @pytest.mark.timeout(240)
 def test_of_what_the_disk_has_no_room_for_those_used_last_are_written(
-    tmp_path: Path, pool: tuple[str, str]
+    tmp_path: Path, kept: Kept, pool: tuple[str, str]
 ) -> None:
-    kv = tmp_path / "store" / "kv"
-    room = ("--store", str(kv.parent), "--disk-kv-bytes")
-    with served(*PLENTY, *room, str(256 * MIB)) as server:
-        session_ids, _ = asyncio.run(begin(server.url))
-        end(server)
+    kv, session_ids = tmp_path / "store" / "kv", kept.session_ids
+    room = (*kept.copy_to(kv.parent), "--disk-kv-bytes")
     # Each segment counts for more than its file has.
     largest = max(file.stat().st_size for file in files_in(kv)) + 4096
     for file in files_in(kv):

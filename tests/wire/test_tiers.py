@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ POOL = ("--max-total-tokens", "512")
 PLENTY = ("--max-total-tokens", "16384", "--host-kv-bytes", "0")
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 MIB = 1 << 20
+ON_DISK = ("--disk-kv-bytes", str(256 * MIB))
 
 
 def served(*flags: str) -> LocalServer:
@@ -77,6 +80,33 @@ async def figures(url: str) -> dict[str, float]:
     return {s.name: s.value for family in families for s in family.samples if not s.labels}
 
 
+@dataclass(frozen=True)
+class Kept:
+    """A store with all KV of sessions that have had one turn, and what that said."""
+
+    store: Path
+    session_ids: list[str]
+    said: list[str]
+
+    def copy_to(self, directory: Path) -> tuple[str, str]:
+        """Flags for a server that has it."""
+        shutil.copytree(self.store, directory)
+        return "--store", str(directory)
+
+
+def keep(store: Path, *flags: str) -> Kept:
+    """Have a server with these flags write it as it ends."""
+    with served(*flags, "--store", str(store), *ON_DISK) as server:
+        session_ids, said = asyncio.run(begin(server.url))
+        assert server.stop(timeout_s=60) == 0
+    return Kept(store, session_ids, said)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Kept:
+    return keep(tmp_path_factory.mktemp("kept") / "store", *PLENTY)
+
+
 @pytest.fixture(scope="module")
 def reference() -> list[list[str]]:
     with served(*PLENTY) as server:
@@ -103,16 +133,14 @@ def test_sessions_that_memory_does_not_hold_go_on_from_host_memory(
 @pytest.mark.parametrize("is_asked", [False, True])
 @pytest.mark.timeout(240)
 def test_a_session_that_is_opened_again_has_its_kv_before_its_turn_comes(
-    tmp_path: Path, reference: list[list[str]], *, is_asked: bool
+    tmp_path: Path, kept: Kept, reference: list[list[str]], *, is_asked: bool
 ) -> None:
-    store = ("--store", str(tmp_path / "store"), "--disk-kv-bytes", str(256 * MIB))
-    with served(*PLENTY, *store) as server:
-        session_ids, first = asyncio.run(begin(server.url))
+    store = kept.copy_to(tmp_path / "store")
+    with served(*PLENTY, *store, *ON_DISK) as server:
+        name = kept.session_ids[0]
+        end, before, after = asyncio.run(open_again(server.url, name, is_asked=is_asked))
         server.stop()
-    with served(*PLENTY, *store) as server:
-        end, before, after = asyncio.run(open_again(server.url, session_ids[0], is_asked=is_asked))
-        server.stop()
-    assert [first[0], end["item"]["content"]] == [said[0] for said in reference[:2]]
+    assert [kept.said[0], end["item"]["content"]] == [said[0] for said in reference[:2]]
     num_restored = before["session_server_kv_restored_tokens_total"]
     assert num_restored > 100
     assert after["session_server_kv_restored_tokens_total"] == num_restored
@@ -147,7 +175,7 @@ async def open_again(
 def test_sessions_go_on_from_files_after_a_restart(
     tmp_path: Path, reference: list[list[str]], number: signal.Signals
 ) -> None:
-    store = ("--store", str(tmp_path / "store"), "--disk-kv-bytes", str(256 * MIB))
+    store = ("--store", str(tmp_path / "store"), *ON_DISK)
     with served(*POOL, *store) as server:
         session_ids, first = asyncio.run(begin(server.url))
         second, _ = asyncio.run(go_on(server.url, session_ids, "t2"))
@@ -177,7 +205,7 @@ def test_files_of_sessions_that_are_deleted_untouched_go_and_those_of_others_sta
     tmp_path: Path,
 ) -> None:
     kv = tmp_path / "store" / "kv"
-    store = ("--store", str(kv.parent), "--disk-kv-bytes", str(256 * MIB))
+    store = ("--store", str(kv.parent), *ON_DISK)
     with served(*PLENTY, "--store", "none") as server:
         session_ids, first = asyncio.run(begin(server.url, alike))
         reference = first, asyncio.run(go_on(server.url, session_ids[-1:], "t2"))[0]
@@ -208,7 +236,7 @@ def test_a_deletion_that_was_durable_leaves_no_file_where_the_engine_is_killed(
     tmp_path: Path,
 ) -> None:
     kv = tmp_path / "store" / "kv"
-    store = ("--store", str(kv.parent), "--disk-kv-bytes", str(256 * MIB))
+    store = ("--store", str(kv.parent), *ON_DISK)
     with served(*POOL, *store) as server:
         session_ids, _ = asyncio.run(begin(server.url))
         server.stop()
@@ -226,23 +254,19 @@ def test_a_deletion_that_was_durable_leaves_no_file_where_the_engine_is_killed(
 
 @pytest.mark.timeout(180)
 def test_a_server_that_keeps_no_kv_on_disk_removes_what_another_one_left(
-    tmp_path: Path, reference: list[list[str]]
+    tmp_path: Path, kept: Kept, reference: list[list[str]]
 ) -> None:
     """It forgets sessions for good, and would leave what was said in them."""
-    kv, store = tmp_path / "store" / "kv", ("--store", str(tmp_path / "store"))
-    disk = ("--disk-kv-bytes", str(256 * MIB))
-    with served(*PLENTY, *store, *disk) as server:
-        session_ids, first = asyncio.run(begin(server.url))
-        server.stop()
+    kv, store = tmp_path / "store" / "kv", kept.copy_to(tmp_path / "store")
     (kv / "refused" / files_in(kv)[0].name).write_bytes(files_in(kv)[0].read_bytes())
     with served(*PLENTY, *store) as server:
         wait_until(lambda: not list(kv.rglob("*.safetensors")))
-        asyncio.run(close(server.url, session_ids[1:]))
+        asyncio.run(close(server.url, kept.session_ids[1:]))
         server.stop()
-    with served(*PLENTY, *store, *disk) as server:
-        (second,), _ = asyncio.run(go_on(server.url, session_ids[:1], "t2"))
+    with served(*PLENTY, *store, *ON_DISK) as server:
+        (second,), _ = asyncio.run(go_on(server.url, kept.session_ids[:1], "t2"))
         server.stop()
-    assert [first, second] == [reference[0], reference[1][0]]
+    assert [kept.said, second] == [reference[0], reference[1][0]]
     assert len(files_in(kv)) == 1
 
 
