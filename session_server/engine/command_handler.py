@@ -21,14 +21,17 @@ from session_server.core.commands import (
     DraftInput,
     DropDraft,
     EngineCommand,
+    ExpectKV,
     FlushCache,
     ForgetKV,
+    MeasureKV,
     OpenSession,
     ReportMemory,
     Shutdown,
     StopTurn,
     SubmitTurn,
     WarmSession,
+    WriteKV,
 )
 from session_server.core.errors import (
     ContextTooLong,
@@ -45,6 +48,8 @@ from session_server.core.events import (
     CacheFlushed,
     FinishReason,
     KVForgotten,
+    KVMeasured,
+    KVWritten,
     SessionCooled,
     SessionGone,
     SessionRefused,
@@ -101,8 +106,14 @@ class CommandHandler:
                 self._close(command, now_s)
             case WarmSession(session_id=session_id):
                 self._warm(session_id)
-            case CoolSession(session_id=session_id):
-                self._cool(session_id)
+            case CoolSession():
+                self._cool(command)
+            case MeasureKV():
+                self._measure(command)
+            case WriteKV():
+                self._write(command)
+            case ExpectKV(files=files):
+                self._tiers.expect(files)
             case ForgetKV():
                 self._forget(command)
             case FlushCache(request_id=request_id):
@@ -249,14 +260,44 @@ class CommandHandler:
         self._watch.touch(session_id)
         self._outbox.emit(SessionGone(session_id=session_id))
 
-    def _cool(self, session_id: SessionId) -> None:
+    def _cool(self, command: CoolSession) -> None:
+        session_id = command.session_id
         if session_id not in self._cache or self._scheduler.turn_of(session_id) is not None:
             return
         self._input_drafts.stop(session_id)
-        self._tiers.note_cooling(session_id)
+        if command.is_ahead_of_turn:
+            self._tiers.note_turn(session_id)
+        else:
+            self._tiers.note_cooling(session_id)
         self._cache.cool(session_id)
         self._watch.touch(session_id)
-        self._outbox.emit(SessionCooled(session_id=session_id))
+        if not command.is_ahead_of_turn:
+            self._outbox.emit(SessionCooled(session_id=session_id))
+
+    def _measure(self, command: MeasureKV) -> None:
+        namespace = Namespace(command.tenant_salt, self._config.model_fingerprint, command.tenant)
+        tokens = np.frombuffer(command.tokens, "<i4").astype(np.int32)
+        copied_len = self._tiers.copied_len(namespace, tokens)
+        held_len = self._cache.peek(tokens, namespace).matched_len
+        if command.session_id in self._cache:
+            slot = self._cache.slot(command.session_id)
+            # Of a session that is resident the tail too, which is not in the tree.
+            held_len = max(held_len, min(command.base_len, slot.committed_len))
+        self._outbox.emit(
+            KVMeasured(
+                number=command.number,
+                held_len=max(held_len, copied_len),
+                copied_len=copied_len,
+            )
+        )
+
+    def _write(self, command: WriteKV) -> None:
+        number, emit = command.number, self._outbox.emit
+        self._tiers.write(
+            command.session_id,
+            lambda written: emit(KVWritten(number=number, **written._asdict())),
+            cut=command.cut,
+        )
 
     def _warm(self, session_id: SessionId) -> None:
         if session_id in self._cache and self._scheduler.turn_of(session_id) is None:
