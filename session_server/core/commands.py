@@ -146,7 +146,7 @@ class MeasureKV(Command, frozen=True, tag=True, kw_only=True):
     `OpenSession`.
     """
 
-    number: int
+    request_id: int
     session_id: SessionId
     tenant_salt: str
     tenant: str
@@ -159,7 +159,7 @@ class WriteKV(Command, frozen=True, tag=True, kw_only=True):
     there, or cannot be. No file goes past `cut` tokens that has any before: whoever reads them has
     others up to there."""
 
-    number: int
+    request_id: int
     session_id: SessionId
     cut: int = 0
 

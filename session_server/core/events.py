@@ -139,7 +139,7 @@ class KVMeasured(Event, frozen=True, tag=True, kw_only=True):
     """Answer `MeasureKV`: the first `held_len` tokens have KV in the pools, in host memory or in
     files. `copied_len`: of those, how many are outside of the pools, where files would go on."""
 
-    number: int
+    request_id: int
     held_len: int
     copied_len: int
 
@@ -148,7 +148,7 @@ class KVWritten(Event, frozen=True, tag=True, kw_only=True):
     """Answer `WriteKV`: files that hold the first `num_tokens` of the session, in order, each by
     its id and bytes. Fewer than were published where the disk did not take them."""
 
-    number: int
+    request_id: int
     num_tokens: int
     files: tuple[tuple[bytes, int], ...]
 

@@ -44,7 +44,7 @@ class ReplicaHouse(TieredHouse):
         """How much of a guest's tokens needs no computing."""
         tokens = np.array(guest.tokens, "<i4").tobytes()
         ask = MeasureKV(
-            number=1,
+            request_id=1,
             session_id=guest.id,
             tenant_salt="t",
             tenant="",
@@ -71,7 +71,7 @@ class ReplicaHouse(TieredHouse):
             sampling=greedy,
         )
         self.hold([turn])
-        self.rest(WriteKV(number=2, session_id=guest.id, cut=cut))
+        self.rest(WriteKV(request_id=2, session_id=guest.id, cut=cut))
         (written,) = (each for each in self.heard if isinstance(each, KVWritten))
         self.heard.remove(written)
         self.rest(CloseSession(session_id=guest.id, is_deleted=False))

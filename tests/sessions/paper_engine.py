@@ -243,13 +243,17 @@ class PaperEngine:
                 self._cut(turn_id, num_outputs, FinishReason.STOP)
             case CancelTurn(turn_id=turn_id, num_outputs=num_outputs):
                 self._cut(turn_id, num_outputs, FinishReason.CANCELLED)
-            case MeasureKV(number=number, session_id=session_id, base_len=base_len):
+            case MeasureKV(request_id=request_id, session_id=session_id, base_len=base_len):
                 held_len = base_len if session_id in self.slots else 0
-                self.events.append(KVMeasured(number=number, held_len=held_len, copied_len=0))
-            case WriteKV(number=number, session_id=session_id):
+                self.events.append(
+                    KVMeasured(request_id=request_id, held_len=held_len, copied_len=0)
+                )
+            case WriteKV(request_id=request_id, session_id=session_id):
                 num_tokens = len(self.slots[session_id].tokens)
                 file = (b"file", num_tokens)
-                self.events.append(KVWritten(number=number, num_tokens=num_tokens, files=(file,)))
+                self.events.append(
+                    KVWritten(request_id=request_id, num_tokens=num_tokens, files=(file,))
+                )
             case WarmSession() | CoolSession() | ExpectKV():
                 pass  # the paper engine keeps nothing outside of its slots
             case CloseSession(session_id=session_id):

@@ -127,13 +127,20 @@ class Tiers:
         if self._is_on:
             self.store.expect(files)
 
-    def copied_len(self, namespace: Namespace, tokens: Tokens) -> int:
-        """Return how many of the first tokens are kept outside of the pools: all where a file may
-        go on that nobody has read yet."""
+    def measure(self, namespace: Namespace, tokens: Tokens, then: Callable[[int], None]) -> None:
+        """Call `then` once with how many of the first tokens are kept outside of the pools, after
+        looking for files that nobody has read yet."""
         if not self._is_on:
-            return 0
+            then(0)
+            return
         path = self.store.find_readable(namespace, tokens)
-        return len(tokens) if self.store.is_unread(path.next_name) else path.length
+        if self.store.is_unread(path.next_name):
+            found = self.store.find_readable
+            self.store.find_files(
+                namespace, tokens, path, lambda: then(found(namespace, tokens).length)
+            )
+        else:
+            then(path.length)
 
     def holds(self, session_id: SessionId) -> bool:
         """Return whether a session must not be cooled yet, because it is being copied first."""
