@@ -63,7 +63,8 @@ CREATE TABLE parts (
     PRIMARY KEY (record, position)
 );
 """
-VERSIONS: Final = (_TABLES,)
+_ROLES: Final = "ALTER TABLE replicas ADD COLUMN role text NOT NULL DEFAULT 'both'"
+VERSIONS: Final = (_TABLES, _ROLES)
 """What each version of the schema adds to the one before it. The name of whoever holds a session is
 no reference: a replica that is over is one row less, however many sessions it held."""
 

@@ -36,6 +36,9 @@ class PrefillTransport(Protocol):
         """Ask the replica of a URL, and yield its news until the last; to leave the block earlier
         tells it that nobody waits any more. Raises Unreachable, there and while it is read."""
 
+    async def close(self) -> None:
+        """Close all connections."""
+
 
 class HttpTransport:
     """Ask by HTTP: one POST, whose answer is a line for each piece of news."""

@@ -144,8 +144,11 @@ class SharedDatabase(StoreDatabase, Protocol):
     def find_record(self, owner_id: str, record_id: str) -> RecordRow | None:
         """Return a record by its id."""
 
-    def join(self, address: str, lease_s: float) -> Joined:
+    def join(self, address: str, lease_s: float, *, role: str = "both") -> Joined:
         """Take part from now on, until the lease is over unless it is renewed."""
+
+    def peers(self, role: str) -> list[tuple[int, str]]:
+        """Return id and address of each other replica of a role that can be reached."""
 
     def renew(self, lease_s: float) -> float:
         """Renew the lease; return the database's clock. Raises LeaseLost."""
