@@ -41,7 +41,7 @@ class Roles:
             raise Forged("this server computes no prompts for others")
         return self.seal.unseal(sealed, url=self.url, now_s=self.store.clock.now_s())
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Close connections to others."""
         if self.transport is not None:
             await self.transport.close()
