@@ -49,7 +49,8 @@ _TOKEN_BYTES: Final = 4
 
 @dataclass(slots=True)
 class ServedCounts:
-    """Count prompts that others have asked for: `done` of `done_tokens`, written in `done_bytes`;
+    """Count prompts that others have asked for: `done` of `done_tokens`, written in `done_bytes`
+    and `done_s`, with what they waited;
     `refused` at once; `failed`; and those that nobody waited for any more."""
 
     asked: int = 0
@@ -59,6 +60,7 @@ class ServedCounts:
     cancelled: int = 0
     done_tokens: int = 0
     done_bytes: int = 0
+    done_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -155,7 +157,9 @@ class PrefillService:
         return None
 
     async def _compute(self, request: PrefillRequest, running: _Running) -> News:
+        loop = asyncio.get_running_loop()
         news: News = Refused("failed", "a bug")
+        begun_s = loop.time()
         try:
             async with self._places:
                 news = await self._run(request, running)
@@ -166,6 +170,7 @@ class PrefillService:
         if isinstance(news, Written):
             self.counts.done += 1
             self.counts.done_tokens += news.num_tokens
+            self.counts.done_s += loop.time() - begun_s
             self.counts.done_bytes += sum(num_bytes for _, num_bytes in news.files)
         else:
             self.counts.failed += 1
