@@ -249,10 +249,11 @@ class PaperEngine:
                     KVMeasured(request_id=request_id, held_len=held_len, copied_len=0)
                 )
             case WriteKV(request_id=request_id, session_id=session_id):
-                num_tokens = len(self.slots[session_id].tokens)
-                file = (b"file", num_tokens)
+                slot = self.slots.get(session_id)
+                num_tokens = 0 if slot is None else len(slot.tokens)
+                files = ((b"file", num_tokens),) if num_tokens else ()
                 self.events.append(
-                    KVWritten(request_id=request_id, num_tokens=num_tokens, files=(file,))
+                    KVWritten(request_id=request_id, num_tokens=num_tokens, files=files)
                 )
             case WarmSession() | CoolSession() | ExpectKV():
                 pass  # the paper engine keeps nothing outside of its slots

@@ -16,6 +16,10 @@ MIN_SENT_TOKENS: Final = 1024
 """Tokens to be computed from which a prompt is sent: two forwards of the largest chunk or more.
 Less holds up the others for a moment, and to send it takes some 10 ms beside a copy back."""
 
+MAX_PROMPT_TOKENS: Final = 240_000
+"""Tokens of the longest prompt that is sent: a request has them in a body of 1 MiB, which is what a
+server takes by default."""
+
 _HELD_DIVISOR: Final = 2
 """A prompt of which more than this part is held here is computed here: another replica has to
 compute or read that part too."""
@@ -74,7 +78,8 @@ class Need(NamedTuple):
 def is_long(need: Need) -> bool:
     """Return whether to compute a context here would hold up others, and most of it is new."""
     missing = need.sent_len - need.held_len
-    return missing >= MIN_SENT_TOKENS and missing * _HELD_DIVISOR >= need.sent_len
+    is_new = missing >= MIN_SENT_TOKENS and missing * _HELD_DIVISOR >= need.sent_len
+    return is_new and need.sent_len <= MAX_PROMPT_TOKENS
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from session_server.core.commands import CloseSession, OpenSession, SubmitTurn
+from session_server.core.commands import CancelTurn, CloseSession, OpenSession, SubmitTurn
 from session_server.core.errors import SessionServerError
 from session_server.core.events import (
     EngineDied,
@@ -211,6 +211,8 @@ class PrefillService:
             return Written(written.num_tokens, written.files)
         finally:
             del self._running[turn_id]
+            if running.ended.cancelled():  # nobody waits any more
+                self._link.send_or_queue(CancelTurn(turn_id=turn_id, num_outputs=None))
             # What nobody waits for any more is removed, unless other sessions have it too.
             close = CloseSession(session_id=session_id, is_deleted=not is_written)
             self._link.send_or_queue(close)
