@@ -16,7 +16,7 @@ from session_server.core.ids import SessionId
 from session_server.core.owner import Owner
 from session_server.sessions.engine_link import EngineLink
 from session_server.sessions.prompt import Prompt
-from session_server.sessions.roles.asking import Asked, Prefills
+from session_server.sessions.roles.asking import AskedPrompt, Prefills
 from session_server.sessions.salts import TenantSalts
 from session_server.sessions.session import Session
 from session_server.sessions.store.records import SessionRow
@@ -91,7 +91,7 @@ class EngineCopies:
         held_len = base_len if session.copy.state == "resident" else 0
         if not self.prefills.may_help(prompt.context_len - held_len):
             return None
-        asked = Asked(
+        asked = AskedPrompt(
             opening=self._opening(session, base_len),
             owner_id=session.owner.owner_id,
             name=session.session_id,

@@ -13,7 +13,13 @@ import pytest
 from session_server.core.commands import CloseSession, SubmitTurn, WriteKV
 from session_server.core.owner import Owner
 from session_server.sessions.roles import serving
-from session_server.sessions.roles.messages import News, PrefillRequest, Refused, Working, Written
+from session_server.sessions.roles.messages import (
+    News,
+    PrefillRefused,
+    PrefillRequest,
+    PrefillWorking,
+    PrefillWritten,
+)
 from session_server.sessions.roles.serving import AT_ONCE, PrefillService
 from session_server.sessions.salts import TenantSalts
 from tests.sessions.world import World
@@ -118,8 +124,8 @@ def served() -> Iterator[Served]:
 
 def test_a_prompt_is_computed_without_output_written_and_left_for_others(served: Served) -> None:
     asker = served.ask(request())
-    assert asker.news == [Working(0)]
-    assert served.end(asker) == Written(64, ((b"file", 64),))
+    assert asker.news == [PrefillWorking(0)]
+    assert served.end(asker) == PrefillWritten(64, ((b"file", 64),))
     (turn,) = (each for each in served.world.engine.seen if isinstance(each, SubmitTurn))
     assert (turn.sampling.max_tokens, len(turn.tokens)) == (0, 64)
     (salt,) = served.world.engine.salts.values()
@@ -134,13 +140,13 @@ def test_prompts_come_in_order_and_few_at_a_time(served: Served) -> None:
     submitted = [each for each in served.world.engine.seen if isinstance(each, SubmitTurn)]
     assert len(submitted) == AT_ONCE
     for asker in askers:
-        assert isinstance(served.end(asker), Written)
+        assert isinstance(served.end(asker), PrefillWritten)
 
 
 @pytest.mark.parametrize("changes", [{"model": b"another"}, {"page_size": 32}])
 def test_a_prompt_of_another_model_is_refused(served: Served, changes: dict[str, object]) -> None:
     news = served.end(served.ask(request(**changes)))  # type: ignore[arg-type]
-    assert isinstance(news, Refused)
+    assert isinstance(news, PrefillRefused)
     assert news.why == "misfit"
     assert served.world.engine.seen == []
 
@@ -152,19 +158,19 @@ def test_more_than_it_may_keep_is_refused_at_once(
     monkeypatch.setattr(serving, bound, 1)
     first = served.ask(request())
     second = served.ask(request(1))
-    assert [type(each) for each in second.news] == [Refused]
-    assert isinstance(served.end(first), Written)
-    assert isinstance(served.end(served.ask(request(2))), Written)
+    assert [type(each) for each in second.news] == [PrefillRefused]
+    assert isinstance(served.end(first), PrefillWritten)
+    assert isinstance(served.end(served.ask(request(2))), PrefillWritten)
     assert served.service.counts.refused == 1
 
 
 def test_a_server_that_ends_or_has_no_engine_refuses(served: Served) -> None:
     served.is_draining = True
-    assert isinstance(served.end(served.ask(request())), Refused)
+    assert isinstance(served.end(served.ask(request())), PrefillRefused)
     served.is_draining = False
     served.world.engine.die()
     served.world.engine.deliver()
-    assert isinstance(served.end(served.ask(request())), Refused)
+    assert isinstance(served.end(served.ask(request())), PrefillRefused)
     served.world.engine.come_up()
 
 
@@ -185,7 +191,7 @@ def test_of_a_prompt_that_nobody_waits_for_nothing_is_left(served: Served, momen
     assert served.deleted == [True]
     counts = served.service.counts
     assert (counts.cancelled, counts.done) == (1, 0)
-    assert isinstance(served.end(served.ask(request())), Written), "the next one is computed"
+    assert isinstance(served.end(served.ask(request())), PrefillWritten), "the next one is computed"
 
 
 def test_who_waits_for_a_place_may_leave(served: Served) -> None:
@@ -193,7 +199,7 @@ def test_who_waits_for_a_place_may_leave(served: Served) -> None:
     served.leave(askers[-1])
     assert served.service.num_prefills == AT_ONCE
     for asker in askers[:-1]:
-        assert isinstance(served.end(asker), Written)
+        assert isinstance(served.end(asker), PrefillWritten)
     assert len(served.deleted) == AT_ONCE, "the last one never came to the engine"
 
 
@@ -202,16 +208,16 @@ def test_an_engine_that_dies_fails_what_it_has(served: Served) -> None:
     served.world.engine.step()
     served.world.engine.die()
     served.world.engine.deliver()
-    assert isinstance(served.end(asker), Refused)
+    assert isinstance(served.end(asker), PrefillRefused)
     served.world.engine.come_up()
     served.world.engine.deliver()
-    assert isinstance(served.end(served.ask(request())), Written)
+    assert isinstance(served.end(served.ask(request())), PrefillWritten)
 
 
 def test_what_the_engine_refuses_has_failed(served: Served) -> None:
     served.world.engine.refuse_open = "server_busy"
     news = served.end(served.ask(request()))
-    assert isinstance(news, Refused)
+    assert isinstance(news, PrefillRefused)
     assert news.why == "failed"
 
 
@@ -219,14 +225,14 @@ def test_a_disk_that_takes_nothing_has_failed(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = served.world.manager.exits.parts.link
-    written = serving.Written
+    written = serving.PrefillWritten
 
-    async def nothing(*_: object, **__: object) -> Written:
+    async def nothing(*_: object, **__: object) -> PrefillWritten:
         return written(0, ())
 
     monkeypatch.setattr(link, "write_kv", nothing)
     news = served.end(served.ask(request()))
-    assert isinstance(news, Refused)
+    assert isinstance(news, PrefillRefused)
     assert served.deleted == [True]
 
 
@@ -237,5 +243,5 @@ def test_whoever_waits_is_told_that_it_goes_on(
     asker = served.ask(request())
     served.world.do(asyncio.sleep(0.1))
     assert len(asker.news) >= 3
-    assert set(map(type, asker.news)) == {Working}
-    assert isinstance(served.end(asker), Written)
+    assert set(map(type, asker.news)) == {PrefillWorking}
+    assert isinstance(served.end(asker), PrefillWritten)

@@ -21,11 +21,11 @@ from session_server.sessions.roles import asking
 from session_server.sessions.roles.asking import Others, Prefills, SentCounts
 from session_server.sessions.roles.messages import (
     News,
+    PrefillRefused,
     PrefillRequest,
-    Refused,
+    PrefillWorking,
+    PrefillWritten,
     Seal,
-    Working,
-    Written,
 )
 from session_server.sessions.roles.policy import MIN_SENT_TOKENS, Peer
 from session_server.sessions.roles.transport import Unreachable
@@ -67,7 +67,7 @@ class PaperPeer:
             self.num_waiting -= 1
 
     async def _answer(self) -> AsyncIterator[News]:
-        yield Working(16)
+        yield PrefillWorking(16)
         await self.released.wait()
         for each in self.news:
             if isinstance(each, Exception):
@@ -187,7 +187,7 @@ def test_a_long_prompt_is_computed_elsewhere_before_its_turn_begins(apart: Apart
     # Others are served meanwhile.
     other = apart.world.open()
     completed(apart.world.run(other, turn("short")))
-    apart.say(Working(32), Written(len(asked.tokens) // 4, FILES))
+    apart.say(PrefillWorking(32), PrefillWritten(len(asked.tokens) // 4, FILES))
     apart.until(task.done)
     completed(apart.end(session_id, "t0"))
     kinds = [type(each) for each in apart.world.engine.seen]
@@ -201,7 +201,7 @@ def test_a_long_prompt_is_computed_elsewhere_before_its_turn_begins(apart: Apart
 def test_of_a_resident_session_the_tree_has_the_beginning(apart: Apart) -> None:
     session_id = apart.world.open()
     apart.said(session_id, "t0", LONG[:20])
-    apart.say(Written(len(NEXT), FILES))
+    apart.say(PrefillWritten(len(NEXT), FILES))
     history = apart.said(session_id, "t1", NEXT)
     assert history == plain_history(LONG[:20], NEXT)
     (cooled,) = (each for each in apart.world.engine.seen if isinstance(each, CoolSession))
@@ -210,7 +210,7 @@ def test_of_a_resident_session_the_tree_has_the_beginning(apart: Apart) -> None:
 
 
 def test_short_prompts_and_small_changes_are_computed_here(apart: Apart) -> None:
-    apart.say(Written(1 << 20, FILES))
+    apart.say(PrefillWritten(1 << 20, FILES))
     session_id = apart.world.open()
     apart.said(session_id, "t0", LONG[:MIN_SENT_TOKENS])
     assert apart.seen(MeasureKV) == 0, "nobody is asked about a short one"
@@ -221,12 +221,12 @@ def test_short_prompts_and_small_changes_are_computed_here(apart: Apart) -> None
 @pytest.mark.parametrize(
     ("news", "outcome"),
     [
-        (Refused("busy"), "refused"),
-        (Refused("misfit"), "refused"),
-        (Refused("failed", "the disk took no file"), "failed"),
+        (PrefillRefused("busy"), "refused"),
+        (PrefillRefused("misfit"), "refused"),
+        (PrefillRefused("failed", "the disk took no file"), "failed"),
         (Unreachable("refused"), "failed"),
         (Unreachable("silent"), "failed"),
-        (Written(0, ()), "failed"),
+        (PrefillWritten(0, ()), "failed"),
         (None, "failed"),
     ],
     ids=str,
@@ -288,7 +288,7 @@ def test_a_turn_that_is_cancelled_while_it_waits_leaves_nothing(
     assert apart.counts.cancelled == 1
     assert apart.seen(CoolSession) == 0
     # The session goes on, and the replica is not taken to have failed.
-    apart.say(Written(len(NEXT), FILES))
+    apart.say(PrefillWritten(len(NEXT), FILES))
     apart.said(session_id, "t1", NEXT)
     assert apart.counts.done == 1
 
@@ -306,7 +306,7 @@ def test_turns_behind_one_that_waits_follow_it(apart: Apart) -> None:
     session_id = apart.world.open()
     tasks = [apart.begin(session_id, "t0", LONG), apart.begin(session_id, "t1", LONG[:40])]
     apart.until_asked()
-    apart.say(Written(len(LONG), FILES))
+    apart.say(PrefillWritten(len(LONG), FILES))
     apart.until(lambda: all(each.done() for each in tasks))
     completed(apart.end(session_id, "t1"))
     assert apart.world.history(session_id) == plain_history(LONG, LONG[:40])
@@ -318,7 +318,7 @@ def test_an_engine_that_dies_meanwhile_takes_the_turn_when_it_is_back(apart: Apa
     apart.until_asked()
     apart.world.engine.die()
     apart.on_loop(apart.world.engine.deliver)
-    apart.say(Written(len(LONG), FILES))
+    apart.say(PrefillWritten(len(LONG), FILES))
     apart.world.spin(5)
     apart.world.engine.come_up()
     apart.until(task.done)
@@ -332,7 +332,7 @@ def test_an_engine_that_is_gone_for_good_ends_it(apart: Apart) -> None:
     apart.until_asked()
     apart.world.engine.die(will_restart=False)
     apart.on_loop(apart.world.engine.deliver)
-    apart.say(Written(len(LONG), FILES))
+    apart.say(PrefillWritten(len(LONG), FILES))
     apart.world.spin(10)
     apart.on_loop(apart.world.manager.tick)
     assert failed(apart.end(session_id, "t0")).code == "engine_unavailable"

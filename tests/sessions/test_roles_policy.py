@@ -11,11 +11,11 @@ from session_server.sessions.roles import messages as messages_module
 from session_server.sessions.roles.messages import (
     FRESH_S,
     Forged,
+    PrefillRefused,
     PrefillRequest,
-    Refused,
+    PrefillWorking,
+    PrefillWritten,
     Seal,
-    Working,
-    Written,
     line_of,
     news_of,
 )
@@ -158,9 +158,14 @@ def test_what_is_remembered_has_a_bound_and_nothing_forgotten_counts_again(
 
 
 @pytest.mark.parametrize(
-    "news", [Working(7), Written(32, ((b"\0\xff", 4096),)), Refused("busy", "much to do")]
+    "news",
+    [
+        PrefillWorking(7),
+        PrefillWritten(32, ((b"\0\xff", 4096),)),
+        PrefillRefused("busy", "much to do"),
+    ],
 )
-def test_news_are_lines(news: Working | Written | Refused) -> None:
+def test_news_are_lines(news: PrefillWorking | PrefillWritten | PrefillRefused) -> None:
     line = line_of(news)
     assert line.count(b"\n") == 1
     assert news_of(line) == news

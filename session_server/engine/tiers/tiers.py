@@ -17,7 +17,7 @@ from session_server.engine.tiers.restoring import Restoring, Then
 from session_server.engine.tiers.room_watch import RoomWatch
 from session_server.engine.tiers.spilling import Spilling
 from session_server.engine.tiers.store import TierStore
-from session_server.engine.tiers.write_through import ThenWritten, WriteThrough, Written
+from session_server.engine.tiers.write_through import ThenWritten, WriteThrough, WrittenFiles
 
 
 class Tiers:
@@ -120,7 +120,7 @@ class Tiers:
         if self._is_on:
             self._write_through.begin(session_id, then, cut=cut)
         else:
-            then(Written())
+            then(WrittenFiles())
 
     def expect(self, files: Sequence[tuple[bytes, int]]) -> None:
         """Take note of files that another engine has written to the directory of this one."""

@@ -21,14 +21,14 @@ MAX_WRITES: Final = 64
 """Sessions whose KV somebody waits for; of another one nothing is written."""
 
 
-class Written(NamedTuple):
+class WrittenFiles(NamedTuple):
     """Name the files, by id and bytes, that hold the first `num_tokens` of a session."""
 
     num_tokens: int = 0
     files: tuple[tuple[bytes, int], ...] = ()
 
 
-ThenWritten = Callable[[Written], object]
+ThenWritten = Callable[[WrittenFiles], object]
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class WriteThrough:
         `WriteKV`."""
         is_full = len(self._wanted) >= MAX_WRITES or session_id in self._wanted
         if is_full or session_id not in self._cache or not self._store.has_disk:
-            then(Written())
+            then(WrittenFiles())
             return
         self._spilling.cuts[session_id] = cut
         self._wanted[session_id] = _Wanted(then)
@@ -61,7 +61,7 @@ class WriteThrough:
         wanted = self._wanted.pop(session_id, None)
         self._spilling.cuts.pop(session_id, None)
         if wanted is not None:
-            wanted.then(Written())
+            wanted.then(WrittenFiles())
 
     def clear(self) -> None:
         """Write nothing of what was wanted: it may be wrong."""
@@ -98,7 +98,7 @@ class WriteThrough:
             return True
         return not any(each in writes or each.is_writing for each in segments)
 
-    def _leave_on_disk(self, segments: Sequence[Segment]) -> Written:
+    def _leave_on_disk(self, segments: Sequence[Segment]) -> WrittenFiles:
         """Drop from host memory what is on disk, and return that, from the beginning on."""
         store, end, files = self._store, 0, list[tuple[bytes, int]]()
         for segment in segments:
@@ -108,4 +108,4 @@ class WriteThrough:
             files.append((segment.content.file_id, segment.content.num_bytes))
             if segment.in_host:
                 store.leave_host(segment)
-        return Written(end, tuple(files))
+        return WrittenFiles(end, tuple(files))

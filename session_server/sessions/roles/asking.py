@@ -20,7 +20,13 @@ from session_server.core.errors import EngineUnavailable, SessionServerError
 from session_server.sessions.bugs import log_bug
 from session_server.sessions.engine_link import EngineLink
 from session_server.sessions.prompt import Prompt
-from session_server.sessions.roles.messages import PrefillRequest, Refused, Seal, Working, Written
+from session_server.sessions.roles.messages import (
+    PrefillRefused,
+    PrefillRequest,
+    PrefillWorking,
+    PrefillWritten,
+    Seal,
+)
 from session_server.sessions.roles.policy import Need, Outcome, Peer, PeerBook, is_long
 from session_server.sessions.roles.transport import PrefillTransport, Unreachable
 
@@ -60,7 +66,7 @@ class Others:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AskedPrompt:
     """Describe a turn whose prompt may be computed elsewhere. `opening`: how its session is opened,
     with what the engine has of it. `name`: by which salts are made, with its owner's id."""
 
@@ -101,7 +107,7 @@ class Prefills:
             return False
         return is_long(Need(num_tokens, 0, ready.page_size))
 
-    async def run(self, asked: Asked, outcome: Prompt) -> Prompt:
+    async def run(self, asked: AskedPrompt, outcome: Prompt) -> Prompt:
         """Return `outcome`, once another replica has computed what it can of a context, or will
         not."""
         try:
@@ -112,7 +118,7 @@ class Prefills:
             log_bug("a prompt was not computed elsewhere", error)
         return outcome
 
-    async def _run(self, asked: Asked) -> None:
+    async def _run(self, asked: AskedPrompt) -> None:
         tokens = np.asarray(asked.tokens, "<i4")
         measured = await self._link.measure_kv(
             asked.opening, tokens=tokens.tobytes(), base_len=asked.base_len
@@ -146,7 +152,7 @@ class Prefills:
             self._peers = await self._others.find()
         return self._peers
 
-    async def _send(self, peer: Peer, request: PrefillRequest, need: Need) -> Written | None:
+    async def _send(self, peer: Peer, request: PrefillRequest, need: Need) -> PrefillWritten | None:
         """Ask a replica, and count what comes of it; None where it has computed nothing."""
         counts, begun_s = self.counts, self._clock()
         outcome: Outcome = "failed"
@@ -155,7 +161,7 @@ class Prefills:
         try:
             async with asyncio.timeout(WAIT_S):
                 news = await self._ask(peer, request)
-            if isinstance(news, Written) and news.num_tokens > need.held_len:
+            if isinstance(news, PrefillWritten) and news.num_tokens > need.held_len:
                 outcome = "done"
                 counts.done += 1
                 counts.done_tokens += news.num_tokens
@@ -175,16 +181,16 @@ class Prefills:
             self._book.end(peer, need.sent_len, outcome, self._clock())
         return None
 
-    async def _ask(self, peer: Peer, request: PrefillRequest) -> Written | Refused:
+    async def _ask(self, peer: Peer, request: PrefillRequest) -> PrefillWritten | PrefillRefused:
         others = self._others
         sealed = others.seal.seal(request, url=peer.url, now_s=others.wall_s())
         async with others.transport.ask(peer.url, sealed) as answer:
             async for news in answer:
-                if not isinstance(news, Working):
+                if not isinstance(news, PrefillWorking):
                     return news
         raise Unreachable("the answer has no end")
 
-    def _expect(self, asked: Asked, written: Written) -> None:
+    def _expect(self, asked: AskedPrompt, written: PrefillWritten) -> None:
         """Tell the engine of the files. Of a session that is resident the KV goes to the tree, for
         the turn to restore what comes behind."""
         try:
@@ -196,7 +202,7 @@ class Prefills:
             return
 
 
-def _outcome_of(news: Written | Refused) -> Outcome:
-    if isinstance(news, Refused) and news.why in ("busy", "misfit"):
+def _outcome_of(news: PrefillWritten | PrefillRefused) -> Outcome:
+    if isinstance(news, PrefillRefused) and news.why in ("busy", "misfit"):
         return "busy" if news.why == "busy" else "misfit"
     return "failed"

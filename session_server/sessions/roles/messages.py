@@ -49,28 +49,28 @@ class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     cut: int = 0
 
 
-class Working(msgspec.Struct, frozen=True, tag="working"):
+class PrefillWorking(msgspec.Struct, frozen=True, tag="working"):
     """Say once in a while that a prompt waits, or that `computed` tokens of it are there."""
 
     computed: int = 0
 
 
-class Written(msgspec.Struct, frozen=True, tag="written"):
+class PrefillWritten(msgspec.Struct, frozen=True, tag="written"):
     """Say that the first `num_tokens` are on disk, in these files: id and bytes of each."""
 
     num_tokens: int
     files: tuple[tuple[bytes, int], ...]
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class PrefillRefused(msgspec.Struct, frozen=True, tag="refused"):
     """Say that a prompt is not computed, or could not be: `busy`, `misfit` or `failed`."""
 
     why: str
     message: str = ""
 
 
-News = Working | Written | Refused
-"""One line of an answer. The last one is no `Working`."""
+News = PrefillWorking | PrefillWritten | PrefillRefused
+"""One line of an answer. The last one is no `PrefillWorking`."""
 
 _NEWS: Final[msgspec.json.Decoder[News]] = msgspec.json.Decoder(News)
 _REQUEST: Final = msgspec.msgpack.Decoder(PrefillRequest)

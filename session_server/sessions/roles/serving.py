@@ -29,7 +29,13 @@ from session_server.core.owner import Owner
 from session_server.core.sampling import SamplingParams
 from session_server.sessions.bugs import log_bug
 from session_server.sessions.engine_link import EngineLink
-from session_server.sessions.roles.messages import News, PrefillRequest, Refused, Working, Written
+from session_server.sessions.roles.messages import (
+    News,
+    PrefillRefused,
+    PrefillRequest,
+    PrefillWorking,
+    PrefillWritten,
+)
 from session_server.sessions.salts import TenantSalts
 
 MAX_PREFILLS: Final = 64
@@ -134,7 +140,7 @@ class PrefillService:
         work = asyncio.create_task(self._compute(request, running), name="prefill")
         try:
             while not work.done():
-                yield Working(running.computed)
+                yield PrefillWorking(running.computed)
                 await asyncio.wait([work], timeout=BEAT_S)
             yield work.result()
         finally:
@@ -143,31 +149,31 @@ class PrefillService:
             self.num_prefills -= 1
             self.num_tokens -= num_tokens
 
-    def _refusal(self, request: PrefillRequest) -> Refused | None:
+    def _refusal(self, request: PrefillRequest) -> PrefillRefused | None:
         ready = self._link.ready
         if self._is_draining() or ready is None or not self._link.is_up:
-            return Refused("busy", "there is no engine, or the server ends")
+            return PrefillRefused("busy", "there is no engine, or the server ends")
         is_fit = (request.model, request.page_size) == (self._model, ready.page_size)
         if not is_fit or ready.kv_tiers != "disk":
-            return Refused("misfit", "another model, another page size, or no files of KV")
+            return PrefillRefused("misfit", "another model, another page size, or no files of KV")
         num_tokens = len(request.tokens) // _TOKEN_BYTES
         is_full = self.num_prefills >= MAX_PREFILLS
         if is_full or (self.num_prefills and self.num_tokens + num_tokens > MAX_PREFILL_TOKENS):
-            return Refused("busy", f"{self.num_prefills} prompts wait or are computed")
+            return PrefillRefused("busy", f"{self.num_prefills} prompts wait or are computed")
         return None
 
     async def _compute(self, request: PrefillRequest, running: _Running) -> News:
         loop = asyncio.get_running_loop()
-        news: News = Refused("failed", "a bug")
+        news: News = PrefillRefused("failed", "a bug")
         begun_s = loop.time()
         try:
             async with self._places:
                 news = await self._run(request, running)
         except SessionServerError as error:
-            news = Refused("failed", error.message)
+            news = PrefillRefused("failed", error.message)
         except Exception as error:  # noqa: BLE001 - whoever asked computes it
             log_bug("a prompt of another replica", error)
-        if isinstance(news, Written):
+        if isinstance(news, PrefillWritten):
             self.counts.done += 1
             self.counts.done_tokens += news.num_tokens
             self.counts.done_s += loop.time() - begun_s
@@ -203,12 +209,12 @@ class PrefillService:
                 )
             )
             if (why := await running.ended) is not None:
-                return Refused("failed", why)
+                return PrefillRefused("failed", why)
             written = await self._link.write_kv(session_id, cut=request.cut)
             is_written = written.num_tokens > 0
             if not is_written:
-                return Refused("failed", "the disk took no file")
-            return Written(written.num_tokens, written.files)
+                return PrefillRefused("failed", "the disk took no file")
+            return PrefillWritten(written.num_tokens, written.files)
         finally:
             del self._running[turn_id]
             if running.ended.cancelled():  # nobody waits any more

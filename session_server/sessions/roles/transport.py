@@ -9,7 +9,7 @@ from typing import Final, Protocol
 import httpx
 import msgspec
 
-from session_server.sessions.roles.messages import PATH, News, Refused, news_of
+from session_server.sessions.roles.messages import PATH, News, PrefillRefused, news_of
 
 SILENT_S: Final = 5.0
 """For how long a replica may say nothing: one that works says so every second."""
@@ -66,7 +66,7 @@ class HttpTransport:
 
 async def _news(answer: httpx.Response) -> AsyncIterator[News]:
     if answer.status_code != httpx.codes.OK:
-        yield Refused("failed", f"HTTP {answer.status_code}")
+        yield PrefillRefused("failed", f"HTTP {answer.status_code}")
         return
     rest = b""
     async for piece in answer.aiter_raw():
