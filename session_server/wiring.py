@@ -340,6 +340,7 @@ def make_roles(settings: Settings, manager: SessionManager, store: SessionStore 
     sessions = settings.sessions
     if sessions.role == "both" or store is None:
         return Roles()
+    _logger.info("role=%s, with replicas of the store %s", sessions.role, store.place)
     model = manager.text.fingerprint
     if sessions.role == "decode":
         return decode_role(store, manager.exits, model=model)

@@ -89,12 +89,13 @@ def measure(load: RolesWorkload, *, on_step: Callable[[], None]) -> dict[str, An
             decode = running.enter_context(_pinned([*flags, "--role", "decode"], _places()[1])).url
             urls = {BOTH: (first, second), APART: (decode,)}
             kinds = asyncio.run(_alternate(urls, load, on_step))
-            num_apart = _num_done(decode)
+            outcomes = _outcomes(decode)
     return {
         "num_sessions": load.num_sessions,
         "num_tokens": load.num_tokens,
         "num_rounds": load.num_rounds,
-        "num_computed_apart": num_apart,
+        "outcomes": outcomes,
+        "num_sent": sum(outcomes.values()),
         "load_average": os.getloadavg()[0],
         "kinds": kinds,
     }
@@ -103,7 +104,8 @@ def measure(load: RolesWorkload, *, on_step: Callable[[], None]) -> dict[str, An
 SHEETS: Final = (
     Sheet(
         "{num_sessions} sessions decode, {num_sessions} send {num_tokens} tokens each: medians of "
-        "{num_rounds} rounds; {num_computed_apart} prompts computed apart; load {load_average:.1f}",
+        "{num_rounds} rounds; {outcomes[done]} of {num_sent} prompts computed apart; load "
+        "{load_average:.1f}",
         lambda report: report["kinds"],
         ("",),
         {
@@ -152,15 +154,15 @@ def _free_port() -> int:
         return int(bound.getsockname()[1])
 
 
-def _num_done(url: str) -> int:
-    """Return how many prompts other replicas have computed for a server."""
+def _outcomes(url: str) -> dict[str, int]:
+    """Return what has become of the prompts that others were to compute for a server."""
     text = httpx.get(f"{url}/metrics").text
     samples = (each for family in text_string_to_metric_families(text) for each in family.samples)
-    return sum(
-        int(each.value)
+    return {
+        each.labels["outcome"]: int(each.value)
         for each in samples
-        if each.name == "session_server_prefills_total" and each.labels["outcome"] == "done"
-    )
+        if each.name == "session_server_prefills_total"
+    }
 
 
 async def _alternate(
@@ -228,7 +230,8 @@ def _gaps_ms(turns: Sequence[Sequence[float]], begun_s: float) -> Iterator[float
 async def _decode(
     url: str, index: int, has_begun: asyncio.Event, is_over: asyncio.Event
 ) -> list[list[float]]:
-    """Return when each token of each turn came, in seconds, until the round is over."""
+    """Return when each piece of each turn came, in seconds, until the round is over: a token, or
+    several where the server or this process was late."""
     sampling = {"temperature": 0, "max_tokens": _NUM_OUTPUTS, "ignore_eos": True}
     turns: list[list[float]] = []
     while not is_over.is_set():
@@ -237,7 +240,7 @@ async def _decode(
             turn, times = await session.start(_tokens(index, 16), sampling=sampling), list[float]()
             async for event in turn:
                 if isinstance(event, TurnText):
-                    times += [event.received_s] * event.num_tokens
+                    times.append(event.received_s)
                     has_begun.set()
             await turn.result()
             turns.append(times)
