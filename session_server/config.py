@@ -315,6 +315,11 @@ class SessionOptions(_Section):
         "for a session that it holds; by default nothing is told",
         max_length=256,
     )
+    role: Literal["both", "prefill", "decode"] = _setting(
+        "both",
+        "with a shared --store and a shared directory of --disk-kv-bytes: compute long prompts for "
+        "other servers (prefill), have those compute them (decode), or do all of it here (both)",
+    )
     durability: Literal["turn", "relaxed"] = _setting(
         "turn",
         "when a turn of a session in --store is told to have ended: once it is on disk (turn), or "

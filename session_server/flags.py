@@ -82,6 +82,7 @@ FLAGS: Final = (
     Flag(("--store",), "sessions", "store"),
     Flag(("--durability",), "sessions", "durability"),
     Flag(("--advertise-url",), "sessions", "advertise_url"),
+    Flag(("--role",), "sessions", "role"),
     Flag(("--host",), "http", "host"),
     Flag(("--port",), "http", "port"),
     Flag(("--admin-host",), "http", "admin_host"),

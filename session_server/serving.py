@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from errno import EADDRINUSE
 from functools import partial
 from importlib import import_module
@@ -94,6 +94,7 @@ def serve(settings: Settings, *, worded: Callable[[str], str] = str) -> int:
     """
     start_log(settings)
     try:
+        wiring.check_role(settings)
         entrance = wiring.make_entrance(settings.http, take_key())
     except ValueError as error:
         return _refused(worded(str(error)))
@@ -183,7 +184,12 @@ async def _running(
                 settings, engine, model.text, store, replica_tag=entrance.replica_tag
             )
             metrics = ServerMetrics(now_s=time.monotonic)
-            async with _started(settings, manager, metrics, model) as ready:
+            roles = wiring.make_roles(settings, manager, store)
+            observers = (*_observers(settings, metrics), *roles.observers)
+            async with (
+                contextlib.aclosing(roles),
+                _started(settings, manager, metrics, model, observers=observers) as ready,
+            ):
                 from session_server.web.app import create_app
 
                 services = wiring.make_services(
@@ -194,6 +200,7 @@ async def _running(
                     directory=model.directory,
                     ready=ready,
                 )
+                services = replace(services, roles=roles)
                 assert engine.failed is not None, "a started engine can fail"
                 server = RunningServer(create_app(services), services, engine.failed)
                 yield server
@@ -207,14 +214,19 @@ async def _running(
 
 @contextlib.asynccontextmanager
 async def _started(
-    settings: Settings, manager: SessionManager, metrics: ServerMetrics, model: _Model
+    settings: Settings,
+    manager: SessionManager,
+    metrics: ServerMetrics,
+    model: _Model,
+    *,
+    observers: Sequence[EventListener],
 ) -> AsyncIterator[EngineReady]:
     """Run the engine inside the block, and those who are told of its turns."""
     _logger.info("starting the engine model=%s", model.directory.name)
     tracing = wiring.make_tracing(settings, model=wiring.name_of(settings, model.directory))
     watchers = (metrics, TurnLog(_logger), *([tracing] if tracing else ()))
     manager.on_turn_ended(partial(_tell, watchers))
-    starting = asyncio.create_task(manager.start(_observers(settings, metrics)))
+    starting = asyncio.create_task(manager.start(observers))
     # What serves is imported while the engine's process imports torch: each takes half a second.
     await asyncio.to_thread(import_module, "session_server.web.server")
     ready = await starting

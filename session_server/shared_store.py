@@ -29,7 +29,8 @@ def open_shared(settings: Settings, url: str, *, model: bytes) -> SessionStore:
         ) from error
     durability = settings.sessions.durability
     database = PostgresDatabase(url, durability=durability)
-    lease = ReplicaLease(database, address=settings.sessions.advertise_url)
+    sessions = settings.sessions
+    lease = ReplicaLease(database, address=sessions.advertise_url, role=sessions.role)
     try:
         lease.join()
         store = SessionStore(

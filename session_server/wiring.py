@@ -40,6 +40,7 @@ from session_server.metrics.tracing import (
 from session_server.sessions.journal import JournalLimits
 from session_server.sessions.manager import SessionManager
 from session_server.sessions.quotas import QuotaLimits, SessionLimits
+from session_server.sessions.roles.joining import Roles, decode_role, prefill_role
 from session_server.sessions.salts import TenantSalts
 from session_server.sessions.store.lock import StoreIsBusy, StoreUnusable, once_free
 from session_server.sessions.store.places import default_directory
@@ -315,6 +316,37 @@ def make_manager(
     if store is not None:
         manager.store_in(store)
     return manager
+
+
+def check_role(settings: Settings) -> None:
+    """Raise ValueError for a role without what it takes."""
+    sessions, role = settings.sessions, settings.sessions.role
+    if role == "both":
+        return
+    is_shared = isinstance(sessions.store, str) and sessions.store not in ("auto", "none")
+    if not is_shared:
+        raise ValueError(f"--role {role} needs a store that servers share: --store postgresql://")
+    if getattr(settings.cache.disk_kv_bytes, "directory", None) is None:
+        raise ValueError(
+            f"--role {role} needs a directory of KV that servers share: --disk-kv-bytes SIZE:DIR"
+        )
+    if role == "prefill" and not sessions.advertise_url:
+        raise ValueError("--role prefill needs --advertise-url, where other servers reach this one")
+
+
+def make_roles(settings: Settings, manager: SessionManager, store: SessionStore | None) -> Roles:
+    """Return what a server does for others and has others do. Raises ValueError."""
+    check_role(settings)
+    sessions = settings.sessions
+    if sessions.role == "both" or store is None:
+        return Roles()
+    _logger.info("role=%s, with replicas of the store %s", sessions.role, store.place)
+    model = manager.text.fingerprint
+    if sessions.role == "decode":
+        return decode_role(store, manager.exits, model=model)
+    salts = TenantSalts(store.secret, share_prefixes=settings.cache.share_prefixes)
+    url = sessions.advertise_url
+    return prefill_role(store, manager.exits, salts, model=model, url=url)
 
 
 def make_services(

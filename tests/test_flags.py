@@ -159,7 +159,8 @@ def test_every_setting_has_a_flag_and_every_flag_a_setting() -> None:
     # 40 before connections, input bytes and keys had bounds of their own to be set.
     # 59 before KV had a size in host memory and one on disk.
     # 61 before several servers could share a store, and a model could be split.
-    assert len(settings) <= 63, "the budget of settings"
+    # 63 before servers that share one had roles.
+    assert len(settings) <= 64, "the budget of settings"
 
 
 def test_serve_warns_in_one_line_and_refuses_with_status_two() -> None:

@@ -17,6 +17,9 @@ class WriteQueue:
     def __init__(self) -> None:
         self.is_draining = self.is_over = False
         self.under_way: Segment | None = None
+        self._hurried: OrderedDict[int, Segment] = OrderedDict()
+        """Segments that somebody waits for; those that were asked for first come first."""
+
         self._waiting: dict[int, Segment] = {}
         self._latest_first: LazyHeap[int] = LazyHeap()
         self._failed: OrderedDict[int, Segment] = OrderedDict()
@@ -36,15 +39,26 @@ class WriteQueue:
         self._waiting[segment.number] = segment
         self._latest_first.push(segment.number, -segment.used_ns, 0)
 
+    def hurry(self, segments: Iterable[Segment]) -> None:
+        """Have segments written before any other, those of them that are there."""
+        self._hurried.update((each.number, each) for each in segments if each in self)
+
+    @property
+    def is_hurried(self) -> bool:
+        """Return whether the next segment is written at once, whatever room host memory has."""
+        return self.is_draining or bool(self._hurried)
+
     def remove(self, segment: Segment) -> None:
         """Remove a segment, if it is there."""
         self._waiting.pop(segment.number, None)
+        self._hurried.pop(segment.number, None)
         self._failed.pop(segment.number, None)
         self._latest_first.remove(segment.number)
 
     def clear(self) -> None:
         """Remove all segments. One that is being written still is."""
         self._waiting, self._failed, self._latest_first = {}, OrderedDict(), LazyHeap()
+        self._hurried.clear()
 
     def touch(self, segments: Iterable[Segment]) -> None:
         """Take note of when segments were used. What the disk did not take before, because it was
@@ -61,8 +75,9 @@ class WriteQueue:
         self.is_draining, self.is_over = False, True
 
     def latest(self) -> Segment | None:
-        """Return the segment that was used last; None if there is none."""
-        number = self._latest_first.first()
+        """Return the segment that somebody waits for, else the one that was used last; None if
+        there is none."""
+        number = next(iter(self._hurried), None) or self._latest_first.first()
         return None if number is None else self._waiting[number]
 
     def beginning_of(self, segment: Segment) -> Segment:

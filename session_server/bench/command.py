@@ -9,6 +9,7 @@
   structured    what holding answers to a JSON schema adds to a step
   tiers         more sessions than memory holds, and turns after a restart
   store         turns that are on disk when they are told, and starts
+  roles         prefill and decode in replicas apart, against two that do both
 
 Shared machines are noisy: quote ratios of one run, and run twice before
 believing one.
@@ -42,6 +43,7 @@ from session_server.bench import (
     growth,
     kept,
     memory_check,
+    roles,
     speculation,
     store,
     structured,
@@ -61,11 +63,11 @@ _TURNS: Final = range(22, 10_001)
 _OWNERS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {
         "turns": frozenset({"sessions"}),
-        "shared_store": frozenset({"store"}),
+        "shared_store": frozenset({"store", "roles"}),
         "plot": frozenset({"sessions", "peers"}),
         **dict.fromkeys(peers_flags.NAMES, frozenset({"peers"})),
         **dict.fromkeys(tiers.NAMES, frozenset({"tiers"})),
-        **dict.fromkeys(("model", "work_dir"), frozenset({"peers", "store", "tiers"})),
+        **dict.fromkeys(("model", "work_dir"), frozenset({"peers", "store", "tiers", "roles"})),
     }
 )
 """The benchmarks that a flag belongs to, by its name in the parsed arguments."""
@@ -87,7 +89,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kept.add_argument(
         "--shared-store",
         metavar="URL",
-        help="postgresql:// of an empty database: measure a server that keeps sessions there too",
+        help="postgresql:// of an empty database: measure a server that keeps sessions there too "
+        "(`roles` needs one)",
     )
     peers_flags.add_arguments(parser)
     tiers.add_arguments(parser)
@@ -177,6 +180,7 @@ BENCHMARKS: Final[Mapping[str, tuple[ModuleType, Callable[[argparse.Namespace], 
             "kept": (kept, _without_flags(kept.KeptWorkload)),
             "memory-check": (memory_check, _without_flags(memory_check.MemoryCheckWorkload)),
             "peers": (peers, peers_flags.workload),
+            "roles": (roles, roles.workload),
             "speculation": (speculation, _without_flags(speculation.SpeculationWorkload)),
             "structured": (structured, _without_flags(structured.StructuredWorkload)),
             "store": (store, store.workload),

@@ -128,9 +128,47 @@ class WarmSession(Command, frozen=True, tag=True, kw_only=True):
 
 class CoolSession(Command, frozen=True, tag=True, kw_only=True):
     """Leave the KV of a session at rest to the tree, where pressure takes it first, with a copy in
-    host memory where that is kept. Answered by `SessionCooled`, unless a turn has come."""
+    host memory where that is kept. Answered by `SessionCooled`, unless a turn has come.
+
+    `is_ahead_of_turn`: a turn follows at once, which is to restore KV from files that go on where
+    the session ends. Nothing is copied then, and nothing is answered: the session is not at rest.
+    """
 
     session_id: SessionId
+    is_ahead_of_turn: bool = False
+
+
+class MeasureKV(Command, frozen=True, tag=True, kw_only=True):
+    """Ask how much of a context needs no computing here. Answered by `KVMeasured`.
+
+    `session_id`: the session whose turn it is, open or not. `tokens`: the context, int32 [n],
+    little-endian; its first `base_len` are the session's history. `tenant_salt`, `tenant`: see
+    `OpenSession`.
+    """
+
+    request_id: int
+    session_id: SessionId
+    tenant_salt: str
+    tenant: str
+    tokens: bytes
+    base_len: int
+
+
+class WriteKV(Command, frozen=True, tag=True, kw_only=True):
+    """Write what a session at rest has published to disk, and answer with `KVWritten` once it is
+    there, or cannot be. No file goes past `cut` tokens that has any before: whoever reads them has
+    others up to there."""
+
+    request_id: int
+    session_id: SessionId
+    cut: int = 0
+
+
+class ExpectKV(Command, frozen=True, tag=True, kw_only=True):
+    """Take note of files that another engine has written to the directory of this one: the id and
+    the bytes of each, as `KVWritten` has them. Turns restore from them as from any other."""
+
+    files: tuple[tuple[bytes, int], ...]
 
 
 class ForgetKV(Command, frozen=True, tag=True, kw_only=True):
@@ -186,6 +224,9 @@ EngineCommand = (
     | CloseSession
     | WarmSession
     | CoolSession
+    | MeasureKV
+    | WriteKV
+    | ExpectKV
     | ForgetKV
     | FlushCache
     | ReportMemory

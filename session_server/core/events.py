@@ -135,6 +135,24 @@ class KVForgotten(Event, frozen=True, tag=True, kw_only=True):
     is_gone: bool
 
 
+class KVMeasured(Event, frozen=True, tag=True, kw_only=True):
+    """Answer `MeasureKV`: the first `held_len` tokens have KV in the pools, in host memory or in
+    files. `copied_len`: of those, how many are outside of the pools, where files would go on."""
+
+    request_id: int
+    held_len: int
+    copied_len: int
+
+
+class KVWritten(Event, frozen=True, tag=True, kw_only=True):
+    """Answer `WriteKV`: files that hold the first `num_tokens` of the session, in order, each by
+    its id and bytes. Fewer than were published where the disk did not take them."""
+
+    request_id: int
+    num_tokens: int
+    files: tuple[tuple[bytes, int], ...]
+
+
 class TurnStarted(Event, frozen=True, tag=True, kw_only=True):
     """Report that a turn was admitted, also after a retraction.
 
@@ -446,6 +464,8 @@ EngineEvent = (
     | SessionGone
     | SessionWritten
     | KVForgotten
+    | KVMeasured
+    | KVWritten
     | TurnEvent
     | InputDrafted
     | StepTokens

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from cache.tiers.segment import tenant_tag
+from cache.tiers.segment import SegmentContent, tenant_tag
 from cache.types import Namespace, Pages, PoolName, Tokens
 
 
@@ -48,6 +48,12 @@ class FoundFile(msgspec.Struct, frozen=True, gc=False):
     file: FileKey
     tokens: Tokens
     spans: Mapping[PoolName, tuple[int, int]]
+
+    @classmethod
+    def of(cls, content: SegmentContent) -> FoundFile:
+        """Return what the file of a segment must be."""
+        key = FileKey(content.name, content.namespace, content.chain, content.start)
+        return cls(key, content.tokens, content.spans)
 
 
 class ReadPart(msgspec.Struct, frozen=True, gc=False):

@@ -13,7 +13,7 @@ from typing import assert_never
 import numpy as np
 
 from cache.errors import PinQuotaExceeded
-from cache.types import Namespace, Retention, SessionId, SlotState, TurnId
+from cache.types import Namespace, Retention, SlotState, TurnId
 from session_server.core.commands import (
     CancelTurn,
     CloseSession,
@@ -21,14 +21,17 @@ from session_server.core.commands import (
     DraftInput,
     DropDraft,
     EngineCommand,
+    ExpectKV,
     FlushCache,
     ForgetKV,
+    MeasureKV,
     OpenSession,
     ReportMemory,
     Shutdown,
     StopTurn,
     SubmitTurn,
     WarmSession,
+    WriteKV,
 )
 from session_server.core.errors import (
     ContextTooLong,
@@ -44,7 +47,6 @@ from session_server.core.errors import (
 from session_server.core.events import (
     CacheFlushed,
     FinishReason,
-    KVForgotten,
     SessionCooled,
     SessionGone,
     SessionRefused,
@@ -54,6 +56,7 @@ from session_server.core.events import (
 from session_server.engine.context import EngineContext
 from session_server.engine.guard import MemoryGuard
 from session_server.engine.input_drafts import InputDrafts
+from session_server.engine.kv_commands import KVCommands
 from session_server.engine.scheduler import Scheduler, pin_refusal
 from session_server.engine.settle import Settler
 from session_server.engine.turn import Turn, TurnClock, TurnState
@@ -78,6 +81,7 @@ class CommandHandler:
         self._outbox, self._tiers, self._scheduler = context.outbox, context.tiers, scheduler
         self._settler, self._guard = settler, guard
         self._input_drafts = input_drafts
+        self._kv_commands = KVCommands(context, scheduler, input_drafts)
         self.turn_limits = scheduler.turn_limits
         self._num_submitted = 0
         self.is_shutting_down = False
@@ -99,12 +103,8 @@ class CommandHandler:
                 self._end(turn_id, FinishReason.CANCELLED, num_outputs, now_s)
             case CloseSession():
                 self._close(command, now_s)
-            case WarmSession(session_id=session_id):
-                self._warm(session_id)
-            case CoolSession(session_id=session_id):
-                self._cool(session_id)
-            case ForgetKV():
-                self._forget(command)
+            case WarmSession() | CoolSession() | MeasureKV() | WriteKV() | ExpectKV() | ForgetKV():
+                self._kv_commands.handle(command)
             case FlushCache(request_id=request_id):
                 self._flush(request_id)
             case ReportMemory():
@@ -248,32 +248,6 @@ class CommandHandler:
         assert is_gone, "only a running turn can defer a close"
         self._watch.touch(session_id)
         self._outbox.emit(SessionGone(session_id=session_id))
-
-    def _cool(self, session_id: SessionId) -> None:
-        if session_id not in self._cache or self._scheduler.turn_of(session_id) is not None:
-            return
-        self._input_drafts.stop(session_id)
-        self._tiers.note_cooling(session_id)
-        self._cache.cool(session_id)
-        self._watch.touch(session_id)
-        self._outbox.emit(SessionCooled(session_id=session_id))
-
-    def _warm(self, session_id: SessionId) -> None:
-        if session_id in self._cache and self._scheduler.turn_of(session_id) is None:
-            self._tiers.warm(session_id)
-
-    def _forget(self, command: ForgetKV) -> None:
-        namespace = Namespace(command.tenant_salt, self._config.model_fingerprint, command.tenant)
-        tokens = np.frombuffer(command.tokens, "<i4").astype(np.int32)
-        number, emit = command.number, self._outbox.emit
-        self._tiers.forget(
-            namespace,
-            tokens,
-            command.num_kept,
-            None
-            if number is None
-            else lambda is_gone: emit(KVForgotten(number=number, is_gone=is_gone)),
-        )
 
     def _report(self, command: ReportMemory, now_s: float) -> None:
         if command.full:

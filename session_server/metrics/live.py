@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, get_args
 
 from prometheus_client.core import (
@@ -36,9 +36,22 @@ class StoreState:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefillState:
+    """Hold what a scrape reads of prompts that one replica computes for another, at either side.
+    `outcomes`: of those that are over."""
+
+    outcomes: Mapping[str, int]
+    num_under_way: int
+    num_tokens: int
+    num_bytes: int
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class LiveState:
     """Hold what a scrape reads. `budgets` maps a name to what is held and what may be; `stalled_s`
-    is 0 for an engine that works; `store` is None where no session is stored."""
+    is 0 for an engine that works; `store` is None where no session is stored. `prefills`: by side,
+    "sent" or "served"."""
 
     sessions: int
     resident_sessions: int
@@ -52,6 +65,8 @@ class LiveState:
     is_engine_up: bool
     stalled_s: float
     store: StoreState | None = None
+    role: str = "both"
+    prefills: Mapping[str, PrefillState] = field(default_factory=dict)
 
 
 class LiveCollector(Collector):
@@ -67,6 +82,7 @@ class LiveCollector(Collector):
         yield from self._of_sessions(state)
         yield from self._of_server(state)
         yield from self._of_store(None if state is None else state.store)
+        yield from self._of_roles(state)
 
     def _of_sessions(self, state: LiveState | None) -> Iterator[Metric]:
         sessions = self._gauge("sessions", "Open sessions in memory.")
@@ -136,6 +152,29 @@ class LiveCollector(Collector):
             behind.add_metric((), store.num_behind)
             failing.add_metric((), store.is_failing)
         yield from (commits, writes, unread, moves, behind, failing)
+
+    def _of_roles(self, state: LiveState | None) -> Iterator[Metric]:
+        role = self._gauge("role", "1, with the role of the server.", "role")
+        prefills = self._counter(
+            "prefills",
+            "Prompts that other replicas were to compute (sent) or have asked for (served), by "
+            "outcome.",
+            *("side", "outcome"),
+        )
+        under_way = self._gauge("prefills_under_way", "Those that are not over.", "side")
+        tokens = self._counter("prefill_tokens", "Tokens of prompts that were computed.", "side")
+        moved = self._counter("prefill_bytes", "Bytes of files that hold their KV.", "side")
+        seconds = self._counter("prefill_seconds", "Seconds until they were there.", "side")
+        if state is not None:
+            role.add_metric((state.role,), 1)
+            for side, each in state.prefills.items():
+                for outcome, count in each.outcomes.items():
+                    prefills.add_metric((side, outcome), count)
+                under_way.add_metric((side,), each.num_under_way)
+                tokens.add_metric((side,), each.num_tokens)
+                moved.add_metric((side,), each.num_bytes)
+                seconds.add_metric((side,), each.seconds)
+        yield from (role, prefills, under_way, tokens, moved, seconds)
 
     def _gauge(self, name: str, text: str, *labels: str) -> GaugeMetricFamily:
         return GaugeMetricFamily(f"{self._namespace}_{name}", text, labels=labels)

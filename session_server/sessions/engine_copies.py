@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Final
 
 import numpy as np
@@ -16,10 +16,11 @@ from session_server.core.ids import SessionId
 from session_server.core.owner import Owner
 from session_server.sessions.engine_link import EngineLink
 from session_server.sessions.prompt import Prompt
+from session_server.sessions.roles.asking import AskedPrompt, Prefills
 from session_server.sessions.salts import TenantSalts
 from session_server.sessions.session import Session
 from session_server.sessions.store.records import SessionRow
-from session_server.sessions.turn import SubmittedTurn
+from session_server.sessions.turn import SessionTurn, SubmittedTurn
 from session_server.sessions.turn_names import TurnNames
 
 KV_WAIT_S: Final = 3.0
@@ -40,6 +41,8 @@ class EngineCopies:
         self._generation = 0
         self._moving: dict[SessionId, asyncio.Event] = {}
         """Sessions whose KV the engine writes for another server."""
+        self.prefills: Prefills | None = None
+        """Has other replicas compute long prompts."""
 
     def tag_of(self, session: Session) -> str:
         """Return the tenant of a session, as the engine knows it."""
@@ -63,17 +66,39 @@ class EngineCopies:
         is_shorter = ready is not None and base_len + ready.page_size <= len(session.transcript)
         if is_shorter and self.must_drop_end(session):
             self.drop_end(session, session.transcript.tokens(), base_len)
-        self._link.send(
-            OpenSession(
-                session_id=copy.session_id,
-                tenant_salt=self._salts.salt_of(session.owner, session.session_id),
-                tenant=self.tag_of(session),
-                tenant_weight=max(1, round(session.owner.share * 1000)),
-                tokens=session.transcript.tokens(0, base_len),
-                pinned=session.settings.is_pinned,
-            )
-        )
+        self._link.send(self._opening(session, base_len))
         copy.set_held_len(base_len, self._link.generation)
+
+    def _opening(self, session: Session, base_len: int) -> OpenSession:
+        return OpenSession(
+            session_id=session.copy.session_id,
+            tenant_salt=self._salts.salt_of(session.owner, session.session_id),
+            tenant=self.tag_of(session),
+            tenant_weight=max(1, round(session.owner.share * 1000)),
+            tokens=session.transcript.tokens(0, base_len),
+            pinned=session.settings.is_pinned,
+        )
+
+    def prefill(
+        self, session: Session, turn: SessionTurn, prompt: Prompt
+    ) -> Coroutine[None, None, Prompt] | None:
+        """Return what has another replica compute a prompt ahead of its turn, and returns it; None
+        where it is computed here in any case."""
+        # Logprobs of a prompt need the logits of it, which are nowhere kept.
+        if self.prefills is None or turn.request.sampling.prompt_logprobs_from is not None:
+            return None
+        base_len = self.base_len(session, prompt)
+        held_len = base_len if session.copy.state == "resident" else 0
+        if not self.prefills.may_help(prompt.context_len - held_len):
+            return None
+        asked = AskedPrompt(
+            opening=self._opening(session, base_len),
+            owner_id=session.owner.owner_id,
+            name=session.session_id,
+            tokens=session.transcript.context(prompt, 0),
+            is_known=session.copy.known_len(self._link.generation) is not None,
+        )
+        return self.prefills.run(asked, prompt)
 
     def note_turn(self, session: Session, turn: SubmittedTurn, known_len: int | None) -> None:
         """Note what the engine knows of a session behind a turn. One that never began there has cut

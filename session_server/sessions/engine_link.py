@@ -15,7 +15,10 @@ from session_server.core.commands import (
     MAX_REPORTED_SESSIONS,
     EngineCommand,
     FlushCache,
+    MeasureKV,
+    OpenSession,
     ReportMemory,
+    WriteKV,
 )
 from session_server.core.engine_client import EngineClient, EventListener
 from session_server.core.errors import EngineUnavailable
@@ -27,6 +30,8 @@ from session_server.core.events import (
     EngineResumed,
     EngineStalled,
     EngineStats,
+    KVMeasured,
+    KVWritten,
     MemoryReported,
 )
 from session_server.core.ids import SessionId
@@ -37,7 +42,8 @@ ANSWER_DEADLINE_S: Final = 60.0
 STALLED_ANSWER_DEADLINE_S: Final = 1.0
 """An engine that completes no step may still answer; wait no longer than this."""
 
-_Request = ReportMemory | FlushCache
+_Request = ReportMemory | FlushCache | MeasureKV | WriteKV
+_Answer = MemoryReported | CacheFlushed | KVMeasured | KVWritten
 
 
 class EngineLink:
@@ -149,6 +155,28 @@ class EngineLink:
         flushed: CacheFlushed = await self._request(FlushCache(request_id=next(self._request_ids)))
         return flushed.done
 
+    async def measure_kv(self, opened: OpenSession, *, tokens: bytes, base_len: int) -> KVMeasured:
+        """Request how much of a context has KV; see `MeasureKV`. `opened`: how its session is, or
+        would be, opened. Raises EngineUnavailable."""
+        measured: KVMeasured = await self._request(
+            MeasureKV(
+                request_id=next(self._request_ids),
+                session_id=opened.session_id,
+                tenant_salt=opened.tenant_salt,
+                tenant=opened.tenant,
+                tokens=tokens,
+                base_len=base_len,
+            )
+        )
+        return measured
+
+    async def write_kv(self, session_id: SessionId, *, cut: int) -> KVWritten:
+        """Request that KV is written to disk; see `WriteKV`. Raises EngineUnavailable."""
+        request_id = next(self._request_ids)
+        write = WriteKV(request_id=request_id, session_id=session_id, cut=cut)
+        written: KVWritten = await self._request(write)
+        return written
+
     @property
     def is_flushing(self) -> bool:
         """Return whether a flush was requested and has not been answered yet."""
@@ -174,7 +202,7 @@ class EngineLink:
             case MemoryReported():
                 self._update_checks(event)
                 self._resolve(event)
-            case CacheFlushed():
+            case CacheFlushed() | KVMeasured() | KVWritten():
                 self._resolve(event)
             case _:
                 return
@@ -202,7 +230,7 @@ class EngineLink:
         finally:
             del self._waiting[request]
 
-    def _resolve(self, event: MemoryReported | CacheFlushed) -> None:
+    def _resolve(self, event: _Answer) -> None:
         for request, future in self._waiting.items():
             if request.request_id == event.request_id and not future.done():
                 future.set_result(event)

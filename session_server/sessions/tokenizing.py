@@ -77,6 +77,13 @@ _NO_ANSWER: Final = "the process that prepares inputs does not answer"
 _logger: Final = logging.getLogger("session_server.sessions")
 
 
+Ahead = Callable[[Prompt], Coroutine[None, None, Prompt] | None]
+
+
+def _nothing_ahead(_prompt: Prompt) -> None:
+    """Use a prompt at once."""
+
+
 class PromptBuilder:
     """Build prompts; `tokenizers` releases the interpreter lock while it encodes.
 
@@ -102,11 +109,13 @@ class PromptBuilder:
         on_built: Callable[[PromptOutcome], None],
         *,
         max_len: int,
+        ahead: Ahead = _nothing_ahead,
     ) -> PromptOutcome | None:
         """Return the prompt, or the error that prevents it; None if `on_built` will be called with
         either.
 
-        `max_len` bounds the context; an input far longer is not tokenized to its end.
+        `max_len` bounds the context; an input far longer is not tokenized to its end. `ahead`
+        returns what is to be done with a prompt before it is used, which returns it; None: nothing.
         """
         request = turn.request
 
@@ -119,11 +128,19 @@ class PromptBuilder:
         resume = partial(advance, steps(), self._renderer)
         is_large = self._is_large(state, request.input)
         stage = None if is_large else _outcome_of(resume)
-        if stage is not None and not isinstance(stage, RenderJob):
-            return stage
 
-        self._follow(turn, self._complete(owner, resume, stage, is_large=is_large), on_built)
-        return None
+        async def complete(stage: RenderJob | None) -> PromptOutcome:
+            built = await self._complete(owner, resume, stage, is_large=is_large)
+            work = None if isinstance(built, SessionServerError) else ahead(built)
+            return built if work is None else await work
+
+        if stage is None or isinstance(stage, RenderJob):
+            self._follow(turn, complete(stage), on_built)
+            return None
+        work = None if isinstance(stage, SessionServerError) else ahead(stage)
+        if work is not None:
+            self._follow(turn, work, on_built)
+        return stage if work is None else None
 
     def check(
         self,

@@ -349,7 +349,8 @@ class TurnFlow:
         assert self._link.ready is not None, "a turn before the engine was ever ready"
         state = session.transcript.state(turn.request.input)
         max_len = self._link.ready.max_turn_len
-        outcome = self.prompt_builder.build(session.owner, state, turn, on_built, max_len=max_len)
+        build, ahead = self.prompt_builder.build, partial(self.copies.prefill, session, turn)
+        outcome = build(session.owner, state, turn, on_built, max_len=max_len, ahead=ahead)
         if outcome is not None:
             self._on_prompt(session, turn, outcome)
 

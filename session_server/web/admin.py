@@ -59,8 +59,10 @@ async def health(request: Request) -> Response:
     | {503: answer(StatusBody, "It does not.")},
 )
 async def ready(request: Request) -> Response:
-    """Report readiness: 503 while the server drains, or the engine is down or completes no step."""
-    sessions = services_of(request).sessions
+    """Report readiness: 503 while the server drains, or the engine is down or completes no step,
+    and always on one that only computes prompts for others."""
+    services = services_of(request)
+    sessions = services.sessions
     if sessions.is_draining:
         return _status("draining", is_good=False)
     if sessions.engine_ready is None:
@@ -68,6 +70,8 @@ async def ready(request: Request) -> Response:
     if (stalled_s := sessions.engine_stalled_s) is not None:
         body = StatusBody(status="engine_stalled", stalled_s=round(stalled_s, 3))
         return JsonResponse(body, 503)
+    if services.roles.service is not None:
+        return _status("prefill", is_good=False)
     return _status("ready", is_good=True)
 
 

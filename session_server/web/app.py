@@ -46,6 +46,7 @@ from session_server.web.connection_table import ConnectionTable
 from session_server.web.generation_run import SGLangState
 from session_server.web.key_watch import KeyWatch
 from session_server.web.live_state import live_state
+from session_server.web.prefill import ClientsRefused, prefill_route
 from session_server.web.readers import Readers
 from session_server.web.realtime import RealtimeRuns, realtime_endpoint
 from session_server.web.refusals import HttpRefusal, answer_error, deny, error_response
@@ -80,6 +81,17 @@ PUBLIC_ROUTERS: Final = (
     documents.router,
     pages.router,
 )
+CLIENT_ROUTERS: Final = (
+    rest.router,
+    ws_ticket.router,
+    chat_completions.router,
+    completions.router,
+    responses.router,
+    conversations.router,
+    sglang.router,
+)
+"""Routes about sessions and turns: not of a server that only computes prompts for others."""
+
 ADMIN_ROUTERS: Final = (admin.operators, admin_sessions.router, sglang.operators, pages.operators)
 """Routes about the sessions of everybody. Given a bind of their own, they answer only there."""
 
@@ -110,7 +122,8 @@ def create_app(services: AppServices) -> FastAPI:
     """Return the application over `services`, which the caller starts and stops."""
     settings = services.settings
     routers = ROUTERS if settings.admin_port is None else PUBLIC_ROUTERS
-    app = _guarded_app(settings, routers, lifespan=_lifespan)
+    is_prefill = services.roles.service is not None
+    app = _guarded_app(settings, routers, is_prefill=is_prefill, lifespan=_lifespan)
     app.state.services = services
     app.state.authenticator = Authenticator(
         settings.keys, now_s=services.now_s, replica_tag=settings.replica_tag
@@ -143,18 +156,28 @@ def create_app(services: AppServices) -> FastAPI:
 def create_admin_app(app: FastAPI) -> FastAPI:
     """Return the application of the admin bind: every route, over what `app` has."""
     services: AppServices = app.state.services
-    admin_app = _guarded_app(replace(services.settings, host=services.settings.admin_host), ROUTERS)
+    admin_app = _guarded_app(
+        replace(services.settings, host=services.settings.admin_host),
+        ROUTERS,
+        is_prefill=services.roles.service is not None,
+    )
     admin_app.state = app.state
     return admin_app
 
 
-def _guarded_app(settings: WebSettings, routers: Sequence[APIRouter], **options: Any) -> FastAPI:
+def _guarded_app(
+    settings: WebSettings, routers: Sequence[APIRouter], *, is_prefill: bool, **options: Any
+) -> FastAPI:
+    refused = [Middleware(ClientsRefused, routers=CLIENT_ROUTERS)] if is_prefill else []
+    log, revocable = Middleware(RequestLog), Middleware(RevocableRequests)
     app = describe(
         routers,
         dependencies=[Depends(authorize)],
-        middleware=[Middleware(RequestLog), *guards(settings), Middleware(RevocableRequests)],
+        middleware=[log, *guards(settings), *refused, revocable],
         **options,
     )
+    if is_prefill:
+        app.router.routes.append(prefill_route())
     app.router.routes.append(WebSocketRoute("/v1/sessions/{session_id}/ws", session_endpoint))
     app.router.routes.append(WebSocketRoute("/v1/realtime", realtime_endpoint))
     app.router.routes.append(WebSocketRoute("/v1/responses", responses_endpoint))

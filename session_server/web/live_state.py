@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import accumulate
 
-from session_server.metrics.live import LiveState, StoreState
+from session_server.metrics.live import LiveState, PrefillState, StoreState
+from session_server.sessions.roles.asking import SentCounts
+from session_server.sessions.roles.joining import Roles
+from session_server.sessions.roles.serving import ServedCounts
 from session_server.sessions.store.writer import COMMIT_BOUNDS_S
 from session_server.sessions.views import ManagerStats, StoreUse
 from session_server.web.connection_table import ConnectionTable
@@ -36,7 +39,34 @@ def live_state(
         is_engine_up=stats.ready is not None,
         stalled_s=services.sessions.engine_stalled_s or 0.0,
         store=None if stats.store is None else _store_state(stats.store, stats),
+        role=services.roles.role,
+        prefills=_prefill_states(services.roles),
     )
+
+
+def _prefill_states(roles: Roles) -> dict[str, PrefillState]:
+    states = {}
+    if (sent := roles.prefills) is not None:
+        states["sent"] = PrefillState(
+            outcomes=_counted(sent.counts, "done refused failed cancelled no_peer"),
+            num_under_way=sent.num_sent,
+            num_tokens=sent.counts.done_tokens,
+            num_bytes=sent.counts.done_bytes,
+            seconds=sent.counts.done_s,
+        )
+    if (served := roles.service) is not None:
+        states["served"] = PrefillState(
+            outcomes=_counted(served.counts, "done refused failed cancelled"),
+            num_under_way=served.num_prefills,
+            num_tokens=served.counts.done_tokens,
+            num_bytes=served.counts.done_bytes,
+            seconds=served.counts.done_s,
+        )
+    return states
+
+
+def _counted(counts: SentCounts | ServedCounts, names: str) -> dict[str, int]:
+    return {name: getattr(counts, name) for name in names.split()}
 
 
 def _store_state(use: StoreUse, stats: ManagerStats) -> StoreState:

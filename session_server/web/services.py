@@ -10,6 +10,7 @@ from session_server.core.errors import UnknownModel
 from session_server.core.sampling import SamplingParams
 from session_server.metrics.prometheus import ServerMetrics
 from session_server.sessions.manager import SessionManager
+from session_server.sessions.roles.joining import Roles
 from session_server.web.certificate import Certificate
 from session_server.web.connection_table import ConnectionLimits
 from session_server.web.keys import KeyRing
@@ -78,6 +79,7 @@ class AppServices:
     model: ModelCard
     settings: WebSettings
     server_args: dict[str, object] = field(default_factory=dict)
+    roles: Roles = field(default_factory=Roles)
     now_s: Callable[[], float] = time.monotonic
     wall_clock_s: Callable[[], float] = time.time
     turnstile: Turnstile = field(default_factory=Turnstile)

@@ -419,6 +419,16 @@ BOUND_NOTHING = frozenset(
         "session_server.sessions.shared_sessions:_LAST_LOOK_S",
         "session_server.sessions.place_counter:SLOTS",
         "session_server.sessions.postgres.notifications:_PROBE_S",
+        # How often replicas are looked for and whoever waits is told, what speaks for a home, and
+        # sizes of what replicas say to each other.
+        "session_server.sessions.roles.asking:PEERS_S",
+        "session_server.sessions.roles.serving:BEAT_S",
+        "session_server.sessions.roles.policy:_HELD_DIVISOR",
+        "session_server.sessions.roles.policy:_SLACK",
+        "session_server.sessions.roles.messages:_MAC_BYTES",
+        "session_server.sessions.roles.messages:_TIME_BYTES",
+        "session_server.sessions.roles.serving:_TOKEN_BYTES",
+        "session_server.sessions.postgres.leases:_LAST_SLOT",
         # Names in PostgreSQL: locks, nobody's id, a version; and a size that never changes.
         "session_server.sessions.postgres.holdings:_NO_SLOT",
         "session_server.sessions.postgres.leases:_JOINING",

@@ -13,7 +13,7 @@ import pytest
 
 from cache.tiers import segment as segment_module
 from cache.tiers.segment import tenant_tag
-from session_server.core.tier_orders import CopyIn, ReadPart, TierResult
+from session_server.core.tier_orders import CopyIn, FoundFile, ReadPart, TierResult
 from session_server.engine.tiers import forgetting as forgetting_module
 from session_server.engine.tiers import store as store_module
 from session_server.engine.tiers.costs import Route
@@ -283,7 +283,7 @@ def test_of_a_file_all_is_read_and_counted_as_read(tmp_path: Path) -> None:
     assert segment is not None
     drain(stock)
     part = ReadPart(
-        segment.number, stock.store.file_of(segment), {POOL: (1, np.array([40], np.int32))}
+        segment.number, FoundFile.of(segment.content), {POOL: (1, np.array([40], np.int32))}
     )
     results: list[TierResult] = []
     stock.store.orders.add(lambda number: CopyIn(number, (part,), 0), results.append)

@@ -23,6 +23,7 @@ from session_server.core.kv_place import KV_REFUSED as REFUSED
 from session_server.core.tier_orders import (
     CopyIn,
     CopyOut,
+    FoundFile,
     ReadPart,
     Refusal,
     TierOrder,
@@ -133,7 +134,7 @@ class Stock:
         parts = []
         for part in self.store.find(namespace, tokens).parts:
             segment = part.segment
-            found = None if segment.in_host else self.store.file_of(segment)
+            found = None if segment.in_host else FoundFile.of(segment.content)
             pages = np.arange(40, 40 + SEGMENT_PAGES, dtype=np.int32)
             parts.append(ReadPart(segment.number, found, {POOL: (0, pages)}))
         results: list[TierResult] = []

@@ -322,7 +322,7 @@ BYTES_OF_TOKENS_ARE_FORGOTTEN = _mutant(
 
 HOST_MEMORY_IS_NOT_FORGOTTEN = _mutant(
     "What leaves host memory for the disk is not freed.",
-    (f"{_STORE}._leave_host", "self.orders.forget_in_host(segment.number)", "pass"),
+    (f"{_STORE}.leave_host", "self.orders.forget_in_host(segment.number)", "pass"),
 )
 
 UNFINISHED_COPY_GIVES_WAY = _on_disk(
@@ -365,7 +365,11 @@ WRONG_FILE_IS_KEPT = _on_disk(
 
 WRONG_FILE_IS_ASKED_FOR = _on_disk(
     "A file is asked for as if it began where its segment ends.",
-    (f"{_STORE}.file_of", "content.chain, content.start", "content.end_chain, content.start"),
+    (
+        "session_server.core.tier_orders:FoundFile.of",
+        "content.chain, content.start",
+        "content.end_chain, content.start",
+    ),
 )
 
 CLEAR_FORGETS_THE_DISK = _on_disk(

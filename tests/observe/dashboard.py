@@ -103,6 +103,28 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             bad_from=0.9,
         ),
     ),
+    "Roles": (
+        Panel(
+            "Prompts that replicas compute for others",
+            "reqps",
+            {"{{side}} {{outcome}}": rate("prefills_total", "side, outcome")},
+            "Sent by decode replicas, served by prefill replicas. What is not done is computed by"
+            " whoever has sent it.",
+        ),
+        Panel("Under way", "none", {"{{side}}": total("prefills_under_way", "side")}),
+        Panel("Tokens of them", "short", {"{{side}}": rate("prefill_tokens_total", "side")}),
+        Panel("Bytes of them", "Bps", {"{{side}}": rate("prefill_bytes_total", "side")}),
+        Panel(
+            "Seconds until one is there",
+            "s",
+            {
+                "{{side}}": rate("prefill_seconds_total", "side")
+                + " / "
+                + rate("prefills_total", "side", ', outcome="done"')
+            },
+        ),
+        Panel("Replicas by role", "none", {"{{role}}": total("role", "role")}),
+    ),
     "Latency": (
         Panel("Time to first token", "s", quantiles("time_to_first_token_seconds")),
         Panel("Between tokens", "s", quantiles("inter_token_seconds")),

@@ -20,14 +20,17 @@ from session_server.core.commands import (
     DraftInput,
     DropDraft,
     EngineCommand,
+    ExpectKV,
     FlushCache,
     ForgetKV,
+    MeasureKV,
     OpenSession,
     ReportMemory,
     Shutdown,
     StopTurn,
     SubmitTurn,
     WarmSession,
+    WriteKV,
 )
 from session_server.core.engine_client import EventListener
 from session_server.core.errors import EngineUnavailable
@@ -40,6 +43,8 @@ from session_server.core.events import (
     FinishReason,
     InputDrafted,
     KVForgotten,
+    KVMeasured,
+    KVWritten,
     MemoryReported,
     SessionCooled,
     SessionGone,
@@ -238,7 +243,19 @@ class PaperEngine:
                 self._cut(turn_id, num_outputs, FinishReason.STOP)
             case CancelTurn(turn_id=turn_id, num_outputs=num_outputs):
                 self._cut(turn_id, num_outputs, FinishReason.CANCELLED)
-            case WarmSession() | CoolSession():
+            case MeasureKV(request_id=request_id, session_id=session_id, base_len=base_len):
+                held_len = base_len if session_id in self.slots else 0
+                self.events.append(
+                    KVMeasured(request_id=request_id, held_len=held_len, copied_len=0)
+                )
+            case WriteKV(request_id=request_id, session_id=session_id):
+                slot = self.slots.get(session_id)
+                num_tokens = 0 if slot is None else len(slot.tokens)
+                files = ((b"file", num_tokens),) if num_tokens else ()
+                self.events.append(
+                    KVWritten(request_id=request_id, num_tokens=num_tokens, files=files)
+                )
+            case WarmSession() | CoolSession() | ExpectKV():
                 pass  # the paper engine keeps nothing outside of its slots
             case CloseSession(session_id=session_id):
                 slot = self.slots.pop(session_id, None)

@@ -372,7 +372,11 @@ class SimDatabase:
 
     # -- leases
 
-    def join(self, address: str, lease_s: float) -> Joined:
+    def peers(self, role: str) -> list[tuple[int, str]]:
+        """Return nobody: replicas of the simulator have no other role."""
+        return []
+
+    def join(self, address: str, lease_s: float, *, role: str = "both") -> Joined:
         """Take part from now on; see `SharedDatabase`."""
         joined = self._ask(lambda: self.server.join(address, lease_s))
         self.replica_id = joined.replica_id

@@ -17,10 +17,13 @@ from pathlib import Path
 import pytest
 
 from session_server.local_server import LocalServer
+from tests.depth import IS_PROOF
 from tests.rig.postgres import Postgres, running
 from tests.rig.processes import engine_pid
 from tests.web.wire_client import http_client
 from tests.wire.test_tiers import MIB, ask, figures, served, story
+
+pytestmark = pytest.mark.skipif(not IS_PROOF, reason="eight servers: PROVE=1")
 
 LARGE = ("--max-total-tokens", "16384")
 NAME = "shared"

@@ -19,7 +19,14 @@ from cache.session_cache import SessionAwareCache
 from cache.tiers.segment_tree import Path
 from cache.transit import Transit
 from cache.types import Namespace, SessionId, SlotState, Tokens
-from session_server.core.tier_orders import CopyIn, ReadPart, Refusal, TierResult, reads_disk
+from session_server.core.tier_orders import (
+    CopyIn,
+    FoundFile,
+    ReadPart,
+    Refusal,
+    TierResult,
+    reads_disk,
+)
 from session_server.engine.in_flight import InFlight
 from session_server.engine.tiers.costs import Load, Route
 from session_server.engine.tiers.order_book import Continue
@@ -313,7 +320,7 @@ class Restoring:
                     ids = wanted.pages[first - wanted.first : end - wanted.first]
                     pages[pool] = (first - has_first, ids)
             if pages:
-                found = None if segment.in_host else self._store.file_of(segment)
+                found = None if segment.in_host else FoundFile.of(segment.content)
                 parts.append(ReadPart(segment.number, found, pages))
         num_read = sum(len(ids) for part in parts for _, ids in part.pages.values())
         num_wanted = sum(len(each.pages) for each in transit.pages.values())

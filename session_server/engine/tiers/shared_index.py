@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any, Final
 
-from cache.tiers.segment import Chain
+from cache.tiers.segment import NAME_BYTES, Chain
 from session_server.engine.tiers.use_clock import UseClock
 
 ASK_AGAIN_S: Final = 10.0
@@ -51,6 +51,10 @@ class SharedIndex:
         if len(self._asked) > MAX_ASKED:
             self._asked.popitem(last=False)
         return None
+
+    def expect(self, file_id: bytes, _num_bytes: int) -> None:
+        """Note that a file is there, though there may have been none a moment ago."""
+        self._asked.pop(file_id[:NAME_BYTES], None)
 
     def clear(self) -> list[dict[Any, Any]]:
         """Forget what was asked for."""

@@ -87,6 +87,9 @@ class Spilling:
         self._copying: Counter[SessionId] = Counter()
         """Copies under way."""
 
+        self.cuts: dict[SessionId, int] = {}
+        """Tokens that no segment of a session goes past which has any before; see `WriteKV`."""
+
         self._full_at = -1
         """`_progress` when the last session found no room in host memory."""
 
@@ -208,6 +211,11 @@ class Spilling:
             return True  # the next step makes the rest of its room
         return is_begun and session_id in self._copying
 
+    def copies(self, session_id: SessionId) -> bool:
+        """Return whether a session is being copied, or may be once there is room for it, and order
+        that."""
+        return self.holds(session_id) or (session_id in self._dirty and self._may_get_room)
+
     def copy_now(self, session_id: SessionId) -> None:
         """Begin to copy a session that is about to lose its KV, whether or not that is due."""
         if session_id in self._dirty and session_id not in self._copying:
@@ -260,7 +268,9 @@ class Spilling:
         namespace = self._cache.slot(session_id).namespace
         # Of a path the end gives way first: what follows one that is dropped is lost with it.
         used_ns -= len(path.parts)
-        transit = copies.begin_out(namespace, tokens, path.length, self._max_len)
+        room_len = self.cuts.get(session_id, 0) - path.length
+        max_len = min(self._max_len, room_len) if room_len > 0 else self._max_len
+        transit = copies.begin_out(namespace, tokens, path.length, max_len)
         if transit is None:
             return None
         spans = {pool: (each.first, each.end) for pool, each in transit.pages.items()}

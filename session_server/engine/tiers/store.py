@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from cache.tiers.segment import Chain, Segment, chains_after, tenant_tag
+from cache.tiers.segment import NAME_BYTES, TAG_BYTES, Chain, Segment, chains_after, tenant_tag
 from cache.tiers.segment_tree import SEGMENT_BYTES, Path, SegmentTree
 from cache.tiers.tier_account import TierAccount
 from cache.tiers.write_queue import WriteQueue
@@ -165,7 +165,7 @@ class TierStore:
             if segment is None:
                 self.write_ahead()
                 return False
-            self._leave_host(segment)
+            self.leave_host(segment)
         return True
 
     def enter_host(self, segment: Segment, used_ns: int) -> None:
@@ -205,14 +205,14 @@ class TierStore:
         may_write = self.has_disk and self.disk.free_bytes >= 0
         if not may_write or self.is_writing or self.writes.is_over:
             return False
-        if self.writes.is_draining or self.is_shared:
+        if self.writes.is_hurried or self.is_shared:
             segment = self.writes.latest()
         elif self.host.free_bytes <= self.host.max_bytes // _FULL_DIVISOR:
             segment = self.host.next_to_give(self.writes.__contains__, _NUM_AHEAD)
         else:
             return False
         segment = segment and self.writes.beginning_of(segment)
-        may_wait = segment is not None and not self.writes.is_draining
+        may_wait = segment is not None and not self.writes.is_hurried
         if segment is None or (may_wait and self.disk.waits_for(segment.content.num_bytes)):
             return False
         self._write(segment)
@@ -265,11 +265,12 @@ class TierStore:
 
         self.orders.add(lambda number: FindFiles(number, key, tokens), take, give_up=give_up)
 
-    def file_of(self, segment: Segment) -> FoundFile:
-        """Return what the file of a segment must be."""
-        content = segment.content
-        key = FileKey(content.name, content.namespace, content.chain, content.start)
-        return FoundFile(key, content.tokens, content.spans)
+    def expect(self, files: Iterable[tuple[bytes, int]]) -> None:
+        """Take note of files that another engine has written here; what is known stays."""
+        for file_id, num_bytes in files:
+            known = self.disk.named(file_id[-TAG_BYTES:], file_id[:NAME_BYTES])
+            if self.is_listed and known is None:
+                self._unread.expect(file_id, num_bytes)
 
     # Use
 
@@ -396,7 +397,8 @@ class TierStore:
         is_left = segment.on_disk or segment.is_refused or not self.has_disk
         return is_left or self.disk.waits_for(segment.content.num_bytes)
 
-    def _leave_host(self, segment: Segment) -> None:
+    def leave_host(self, segment: Segment) -> None:
+        """Drop a segment from host memory, and everywhere if it is not on disk."""
         if not segment.on_disk:
             self.drop(segment)
             return
@@ -412,21 +414,20 @@ class TierStore:
         has_room = is_found and self._make_room_for(segment)
         if self.tree.get(segment.number) is not segment:
             return  # what gave way was the beginning of the same path
-        if not has_room and is_found and self.pace.is_spent:
-            self.writes.add(segment)  # the next step goes on
-            return
         if not has_room:
-            segment.is_refused = True
+            segment.is_refused = not (is_found and self.pace.is_spent)
+            if not segment.is_refused:
+                self.writes.add(segment)  # the next step goes on
             return
         # A file from before may have the name: it held the same tokens, or begins with them.
         self._forget_unread(segment.content.name)
         self.disk.add(segment)
         segment.is_writing = True
         self.writes.under_way = segment
-        file, size, used_ns = self.file_of(segment), segment.content.num_bytes, segment.used_ns
+        file, size = FoundFile.of(segment.content), segment.content.num_bytes
         before_bytes = self.disk.num_bytes - size if self.is_listed else None
         self.orders.add(
-            lambda number: WriteFile(number, segment.number, file, size, used_ns),
+            lambda number: WriteFile(number, segment.number, file, size, segment.used_ns),
             lambda result: self._end_writing(segment, result, before_bytes),
         )
 

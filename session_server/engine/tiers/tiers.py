@@ -17,6 +17,7 @@ from session_server.engine.tiers.restoring import Restoring, Then
 from session_server.engine.tiers.room_watch import RoomWatch
 from session_server.engine.tiers.spilling import Spilling
 from session_server.engine.tiers.store import TierStore
+from session_server.engine.tiers.write_through import ThenWritten, WriteThrough, WrittenFiles
 
 
 class Tiers:
@@ -42,6 +43,7 @@ class Tiers:
             cache, self.store, self._forgetting, segment_bytes=policy.segment_bytes
         )
         self._restoring = Restoring(cache, self.store, spilling=self._spilling, in_flight=in_flight)
+        self._write_through = WriteThrough(cache, self.store, self._spilling)
         self._room_watch = RoomWatch(self.store)
         self._cache = cache
         self._is_on = policy.host_bytes > 0
@@ -57,6 +59,7 @@ class Tiers:
     def note_turn(self, session_id: SessionId) -> None:
         """Note that a turn has borrowed a session, or that it was cooled."""
         if self._is_on:
+            self._write_through.forget(session_id)
             self._spilling.note_turn(session_id)
             self._restoring.note_used(session_id)
 
@@ -97,6 +100,7 @@ class Tiers:
         """Note that a session is about to be closed. One that `is_deleted` leaves nothing that only
         it had."""
         if self._is_on:
+            self._write_through.forget(session_id)
             self._restoring.forget(session_id)
             self._spilling.forget(session_id, is_deleted=is_deleted)
 
@@ -109,6 +113,34 @@ class Tiers:
             self._forgetting.add(Forgotten(namespace, tokens, num_kept, then=then))
         elif then is not None:
             then(True)
+
+    def write(self, session_id: SessionId, then: ThenWritten, *, cut: int) -> None:
+        """Write what a session at rest has published to disk, and call `then` once with what is
+        there. `cut`: see `WriteKV`."""
+        if self._is_on:
+            self._write_through.begin(session_id, then, cut=cut)
+        else:
+            then(WrittenFiles())
+
+    def expect(self, files: Sequence[tuple[bytes, int]]) -> None:
+        """Take note of files that another engine has written to the directory of this one."""
+        if self._is_on:
+            self.store.expect(files)
+
+    def measure(self, namespace: Namespace, tokens: Tokens, then: Callable[[int], None]) -> None:
+        """Call `then` once with how many of the first tokens are kept outside of the pools, after
+        looking for files that nobody has read yet."""
+        if not self._is_on:
+            then(0)
+            return
+        path = self.store.find_readable(namespace, tokens)
+        if self.store.is_unread(path.next_name):
+            found = self.store.find_readable
+            self.store.find_files(
+                namespace, tokens, path, lambda: then(found(namespace, tokens).length)
+            )
+        else:
+            then(path.length)
 
     def holds(self, session_id: SessionId) -> bool:
         """Return whether a session must not be cooled yet, because it is being copied first."""
@@ -138,6 +170,7 @@ class Tiers:
             self.store.clear()
             self._forgetting.clear()
             self._restoring.clear()
+            self._write_through.clear()
 
     # Steps
 
@@ -198,7 +231,8 @@ class Tiers:
         if self.store.writes.is_draining and now_s >= self._drain_until_s:
             self.store.writes.end()
         self._spilling.advance()
-        if self.store.writes.is_draining:
+        self._write_through.advance()
+        if self.store.writes.is_hurried:
             # After those that are copied: of what they found some may be written again.
             self.store.write_ahead()
         self._restoring.release()

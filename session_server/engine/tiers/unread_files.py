@@ -61,6 +61,11 @@ class UnreadFiles:
         self._num_of[tag] += 1
         self._account.change(tag, num_bytes)
 
+    def expect(self, file_id: bytes, num_bytes: int) -> None:
+        """Add a file that another engine has written, if it is not known."""
+        if file_id[:NAME_BYTES] not in self._files:
+            self.add(file_id, num_bytes)
+
     def oldest(self, tag: bytes) -> Chain | None:
         """Return the name of the file that a tenant has used longest ago; None if it has none."""
         names = self._oldest_first.get(tag)

@@ -29,6 +29,8 @@ MAX_REPLICAS: Final = 1024
 RELEASED_AT_ONCE: Final = 256
 """Sessions that one transaction gives up. Their numbers fit into one notification, of 8 kB."""
 
+_LAST_SLOT: Final = MAX_REPLICAS - 1
+
 _MAX_BURIED: Final = 8
 """Replicas that are over and that one `take` finds in the way, one after another."""
 
@@ -70,17 +72,19 @@ class Leases(PostgresReads):
         self._listener: Notifications | None = None
         self.slot = 0
 
-    def join(self, address: str, lease_s: float) -> Joined:
+    def join(self, address: str, lease_s: float, *, role: str = "both") -> Joined:
         """Become a replica that others reach at an address, for so many seconds. Whatever this
         process held as another one it does not hold any more. Raises StoreUnusable with too many
         replicas, psycopg.Error."""
-        joined = self._over_pool(partial(self._join, address, lease_s))
+        joined = self._over_pool(partial(self._join, (address, role), lease_s))
         self._stop_listening()
         self.replica_id, self.slot = joined.replica_id, joined.slot
         self._listener = Notifications(self._conninfo, joined.replica_id)
         return joined
 
-    def _join(self, address: str, lease_s: float, connection: PostgresConnection) -> Joined:
+    def _join(
+        self, named: tuple[str, str], lease_s: float, connection: PostgresConnection
+    ) -> Joined:
         with connection.transaction():
             connection.execute("SELECT pg_advisory_xact_lock(%s)", (_JOINING,))
             # Slots of those that are over; but nobody waits for what one of them still commits.
@@ -89,18 +93,30 @@ class Leases(PostgresReads):
                 " WHERE expires <= clock_timestamp() FOR UPDATE SKIP LOCKED)"
             )
             query = (
-                "INSERT INTO replicas (slot, address, expires)"  # noqa: S608 - our own words
-                f" SELECT min(free), %(address)s, {_ENDS} FROM generate_series(0, %(last)s) AS free"
+                "INSERT INTO replicas (slot, address, role, expires)"  # noqa: S608 - our own words
+                f" SELECT min(free), %(address)s, %(role)s, {_ENDS}"
+                " FROM generate_series(0, %(last)s) AS free"
                 " WHERE NOT EXISTS (SELECT FROM replicas WHERE slot = free)"
                 f" HAVING count(*) > 0 RETURNING id, slot, {_NOW_S}"
             )
-            values = {"address": address, "lease_s": lease_s, "last": MAX_REPLICAS - 1}
+            address, role = named
+            values = {"address": address, "role": role, "lease_s": lease_s, "last": _LAST_SLOT}
             found = connection.execute(query, values).fetchone()
         if found is None:
             raise StoreUnusable(
                 f"--store {self._place}: {MAX_REPLICAS} replicas share it: stop one"
             )
         return Joined(*found)
+
+    def peers(self, role: str) -> list[tuple[int, str]]:
+        """Return id and address of each other replica of a role that can be reached. Raises
+        psycopg.Error."""
+        query = (
+            "SELECT id, address FROM replicas WHERE role = %(role)s AND address <> ''"
+            " AND id <> %(me)s AND expires > clock_timestamp() ORDER BY id"
+        )
+        values = {"role": role, "me": self.replica_id}
+        return [(int(found[0]), str(found[1])) for found in self._read(query, values)]
 
     def renew(self, lease_s: float) -> float:
         """Hold everything for so many seconds from now on, and return the clock of the database in

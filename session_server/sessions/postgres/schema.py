@@ -71,7 +71,8 @@ _HOLDERS: Final = """
 DROP INDEX sessions_of_holder;
 CREATE INDEX sessions_of_holder ON sessions (holder, number) WHERE holder IS NOT NULL;
 """
-VERSIONS: Final = (_TABLES, holdings.TABLE + _HOLDERS)
+_ROLES: Final = "ALTER TABLE replicas ADD COLUMN role text NOT NULL DEFAULT 'both';"
+VERSIONS: Final = (_TABLES, holdings.TABLE + _HOLDERS + _ROLES)
 """What each version of the schema adds to the one before it. The name of whoever holds a session is
 no reference: a replica that is over is one row less, however many sessions it held."""
 

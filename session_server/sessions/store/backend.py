@@ -151,8 +151,11 @@ class SharedDatabase(StoreDatabase, Protocol):
     def records_made_in(self, owner_id: str, session_id: str) -> list[RecordRow]:
         """Return the records that were made in a session."""
 
-    def join(self, address: str, lease_s: float) -> Joined:
+    def join(self, address: str, lease_s: float, *, role: str = "both") -> Joined:
         """Take part from now on, until the lease is over unless it is renewed."""
+
+    def peers(self, role: str) -> list[tuple[int, str]]:
+        """Return id and address of each other replica of a role that can be reached."""
 
     def renew(self, lease_s: float) -> float:
         """Renew the lease; return the database's clock. Raises LeaseLost."""

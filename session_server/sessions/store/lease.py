@@ -70,11 +70,12 @@ class ReplicaLease:
         database: SharedDatabase,
         *,
         address: str = "",
+        role: str = "both",
         lease_s: float = LEASE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.database = database
-        self._address, self._lease_s, self._clock = address, lease_s, clock
+        self._named, self._lease_s, self._clock = (address, role), lease_s, clock
         self._until_s = self._offset_s = -math.inf
         self._joined = Joined(0, 0, 0.0)
         self.failure: str | None = None
@@ -111,7 +112,8 @@ class ReplicaLease:
     def join(self) -> None:
         """Begin a lease; waits for the database. Raises what that raises."""
         asked_s = self._clock()
-        joined = self.database.join(self._address, self._lease_s)
+        address, role = self._named
+        joined = self.database.join(address, self._lease_s, role=role)
         self._joined = joined
         self._note(asked_s, joined.now_s)
 
