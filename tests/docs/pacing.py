@@ -428,7 +428,6 @@ BOUND_NOTHING = frozenset(
         "session_server.sessions.roles.messages:_MAC_BYTES",
         "session_server.sessions.roles.messages:_TIME_BYTES",
         "session_server.sessions.roles.serving:_TOKEN_BYTES",
-        "session_server.sessions.postgres.leases:_LAST_SLOT",
         # Names in PostgreSQL: locks, nobody's id, a version; and a size that never changes.
         "session_server.sessions.postgres.leases:_JOINING",
         "session_server.sessions.postgres.reads:NO_REPLICA",

@@ -81,14 +81,18 @@ def test_a_later_version_adds_to_what_is_there(
 ) -> None:
     written = put(database, NEW, b"one")
     more = "ALTER TABLE sessions ADD COLUMN more int NOT NULL DEFAULT 7; CREATE TABLE another ();"
+    known = schema.SCHEMA_VERSION
+    newer = known + 1
     with monkeypatch.context() as patched:
         patched.setattr(schema, "VERSIONS", (*schema.VERSIONS, more))
-        patched.setattr(schema, "SCHEMA_VERSION", 2)
+        patched.setattr(schema, "SCHEMA_VERSION", newer)
         for _ in range(2):
             with closing(PostgresDatabase(url)) as later:
                 assert later.secret == database.secret
                 assert later.numbered(1) == written
-    with pytest.raises(StoreUnusable, match="is of version 2, and this server knows 1"):
+    with pytest.raises(
+        StoreUnusable, match=f"is of version {newer}, and this server knows {known}"
+    ):
         PostgresDatabase(url)
 
 
