@@ -426,6 +426,7 @@ BOUND_NOTHING = frozenset(
         "session_server.sessions.roles.policy:_HELD_DIVISOR",
         "session_server.sessions.roles.policy:_SLACK",
         "session_server.sessions.roles.messages:_MAC_BYTES",
+        "session_server.runner.segment_format:_MAC_BYTES",
         "session_server.sessions.roles.messages:_TIME_BYTES",
         "session_server.sessions.roles.serving:_TOKEN_BYTES",
         # Names in PostgreSQL: locks, nobody's id, a version; and a size that never changes.
