@@ -14,6 +14,7 @@ import numpy as np
 
 from cache.errors import PinQuotaExceeded
 from cache.types import Namespace, Retention, SlotState, TurnId
+from cache.views import TurnLimits
 from session_server.core.commands import (
     CancelTurn,
     CloseSession,
@@ -82,9 +83,13 @@ class CommandHandler:
         self._settler, self._guard = settler, guard
         self._input_drafts = input_drafts
         self._kv_commands = KVCommands(context, scheduler, input_drafts)
-        self.turn_limits = scheduler.turn_limits
         self._num_submitted = 0
         self.is_shutting_down = False
+
+    @property
+    def turn_limits(self) -> TurnLimits:
+        """Return what one turn may take."""
+        return self._scheduler.turn_limits
 
     def handle(self, command: EngineCommand, now_s: float) -> None:
         """Carry out one command. A refusal is an event, never an exception."""

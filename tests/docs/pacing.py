@@ -426,9 +426,9 @@ BOUND_NOTHING = frozenset(
         "session_server.sessions.roles.policy:_HELD_DIVISOR",
         "session_server.sessions.roles.policy:_SLACK",
         "session_server.sessions.roles.messages:_MAC_BYTES",
+        "session_server.runner.segment_format:_MAC_BYTES",
         "session_server.sessions.roles.messages:_TIME_BYTES",
         "session_server.sessions.roles.serving:_TOKEN_BYTES",
-        "session_server.sessions.postgres.leases:_LAST_SLOT",
         # Names in PostgreSQL: locks, nobody's id, a version; and a size that never changes.
         "session_server.sessions.postgres.holdings:_NO_SLOT",
         "session_server.sessions.postgres.leases:_JOINING",

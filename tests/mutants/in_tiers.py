@@ -336,7 +336,7 @@ UNFINISHED_COPY_GIVES_WAY = _on_disk(
 
 FILE_OF_A_DROPPED_SEGMENT_STAYS = _mutant(
     "The file of a dropped segment stays.",
-    (f"{_STORE}._let_go", "self.orders.forget_file(segment.content.file_id)", "pass"),
+    (f"{_STORE}._let_go", "self._remove_file(segment)", "pass"),
 )
 
 FILE_WRITTEN_TOO_LATE_STAYS = _mutant(
@@ -350,7 +350,7 @@ FILE_WRITTEN_TOO_LATE_STAYS = _mutant(
 
 FILE_THAT_GAVE_WAY_STAYS = _on_disk(
     "A file that makes room for another one stays.",
-    (f"{_STORE}._leave_disk", "self.orders.forget_file(segment.content.file_id)", "pass"),
+    (f"{_STORE}._leave_disk", "self._remove_file(segment)", "pass"),
 )
 
 FILE_THAT_FAILED_IS_READ = _mutant(

@@ -29,8 +29,6 @@ MAX_REPLICAS: Final = 1024
 RELEASED_AT_ONCE: Final = 256
 """Sessions that one transaction gives up. Their numbers fit into one notification, of 8 kB."""
 
-_LAST_SLOT: Final = MAX_REPLICAS - 1
-
 _MAX_BURIED: Final = 8
 """Replicas that are over and that one `take` finds in the way, one after another."""
 
@@ -100,7 +98,8 @@ class Leases(PostgresReads):
                 f" HAVING count(*) > 0 RETURNING id, slot, {_NOW_S}"
             )
             address, role = named
-            values = {"address": address, "role": role, "lease_s": lease_s, "last": _LAST_SLOT}
+            last_slot = MAX_REPLICAS - 1
+            values = {"address": address, "role": role, "lease_s": lease_s, "last": last_slot}
             found = connection.execute(query, values).fetchone()
         if found is None:
             raise StoreUnusable(

@@ -8,6 +8,7 @@ is missing is computed here.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -111,9 +112,9 @@ class Prefills:
         """Return `outcome`, once another replica has computed what it can of a context, or will
         not."""
         try:
-            await self._run(asked)
-        except SessionServerError:
-            pass  # there is no engine, or no store: the turn finds out by itself
+            # Where there is no engine, or no store, the turn finds out by itself.
+            with contextlib.suppress(SessionServerError):
+                await self._run(asked)
         except Exception as error:  # noqa: BLE001 - the turn is computed here
             log_bug("a prompt was not computed elsewhere", error)
         return outcome
@@ -193,13 +194,11 @@ class Prefills:
     def _expect(self, asked: AskedPrompt, written: PrefillWritten) -> None:
         """Tell the engine of the files. Of a session that is resident the KV goes to the tree, for
         the turn to restore what comes behind."""
-        try:
+        with contextlib.suppress(EngineUnavailable):  # the next engine looks for them by itself
             if asked.is_known:
                 session_id = asked.opening.session_id
                 self._link.send(CoolSession(session_id=session_id, is_ahead_of_turn=True))
             self._link.send(ExpectKV(files=written.files))
-        except EngineUnavailable:
-            return
 
 
 def _outcome_of(news: PrefillWritten | PrefillRefused) -> Outcome:
