@@ -63,8 +63,9 @@ class RayTown(Way):
     """Replicas, and the one address that clients know.
 
     `num_left`: how many processes are still to be killed. `fates`: what befell any of them, in
-    order. `serving`: processes of replicas with an engine, as they were seen last. Until `hurt_until_s` clients may be cut off for it. `back_s`: how long it took until all
-    replicas served again, by the worst that befell them.
+    order. `serving`: the processes of replicas with an engine, as they were seen last. Until
+    `hurt_until_s` clients may be cut off. `back_s`: how long it took until all replicas served
+    again, by the worst that befell them.
     """
 
     report: Report
