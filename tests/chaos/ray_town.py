@@ -16,10 +16,10 @@ from typing import Any
 
 import httpx
 import psutil
-from websockets.exceptions import ConnectionClosed
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from session_server.deploy.head import show_token
-from tests.chaos.cluster import LEASE_IS_OVER, Fate, Way
+from tests.chaos.cluster import BUSY, LEASE_IS_OVER, Fate, Way
 from tests.chaos.crashes import FLAGS, Report
 from tests.deploy.cluster import UP_S, Cluster
 from tests.rig.decisions import Decisions
@@ -125,11 +125,20 @@ class RayTown(Way):
         super().lost(error)
         if time.monotonic() > self.hurt_until_s:
             for each in _single(error):
-                code = each.rcvd.code if isinstance(each, ConnectionClosed) and each.rcvd else None
-                self.report.saw[f"closed with {code}"] += code is not None
-                if code not in ANNOUNCED and not isinstance(each, ConnectionRefusedError):
+                if not self._is_announced(each):
                     self.report.problems.append(f"cut off, and nothing befell it: {each!r}")
                     print(time.strftime("%H:%M:%S"), self.report.problems[-1], flush=True)
+
+    def _is_announced(self, error: BaseException) -> bool:
+        """Return whether whoever was cut off was told to come again."""
+        if isinstance(error, ConnectionClosed) and error.rcvd is not None:
+            self.report.saw[f"closed with {error.rcvd.code}"] += 1
+            return error.rcvd.code in ANNOUNCED
+        if isinstance(error, InvalidStatus):
+            status = error.response.status_code
+            self.report.saw[f"no socket: {status}"] += 1
+            return status in BUSY and b'"code"' in error.response.body
+        return isinstance(error, ConnectionRefusedError)  # `LibraryResponder` was told so
 
     def befell(self, kind: str) -> None:
         """Note what has become of one of them."""
