@@ -217,6 +217,16 @@ cluster: $(STAMPS)/ray ## replicas under Ray Serve: sticky, replaced, grown, tak
 	$(SAY) 'cluster: two replicas, from the command line to the last process'
 	@$(TEST_ENV) $(BIN)/python -m pytest tests/deploy
 
+TURNOVERS ?= 3
+
+.PHONY: cluster-kills
+cluster-kills: SEED ?= 1
+cluster-kills: $(STAMPS)/ray ## kill, replace and scale replicas under Ray Serve (KILLS=, TURNOVERS=, SEED=; needs PostgreSQL)
+	$(SAY) 'cluster-kills: $(KILLS) replicas, engines and workers of Ray killed, under 64 conversations'
+	@REQUIRE_POSTGRES=1 $(TEST_ENV) $(BIN)/python -m tests.chaos.ray_cluster --kills $(KILLS) --seed $(SEED)
+	$(SAY) 'cluster-kills: $(TURNOVERS) times all replicas are replaced, and scaled from 3 to 1 to 3'
+	@REQUIRE_POSTGRES=1 $(TEST_ENV) $(BIN)/python -m tests.chaos.ray_cluster --rolling $(TURNOVERS) --seed $(SEED)
+
 .PHONY: everything
 everything: export PROVE := 1
 everything: test ## make test with every combination of settings
@@ -247,7 +257,7 @@ browser: $(STAMPS)/prove ## drive the page in Chromium (CHROMIUM=PATH; needs Nod
 	$(SAY) 'browser: the page and the dashboard in Chromium'
 	@CLIENTS=$(CLIENTS) $(TEST_ENV) $(BIN)/python -m pytest tests/browser $(if $(KEYS),-k '$(KEYS)')
 
-PROOFS ?= everything cpus sanitizers sglang fuzz schemathesis structured oracle agents observe clients browser cluster chaos crashes replicas torn-disk load seeded \
+PROOFS ?= everything cpus sanitizers sglang fuzz schemathesis structured oracle agents observe clients browser cluster cluster-kills chaos crashes replicas torn-disk load seeded \
 	soak soak-replicas mutation
 
 .PHONY: prove

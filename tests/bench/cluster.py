@@ -142,7 +142,7 @@ class Visits:
 
 
 async def visited(
-    postgres: Postgres, store_url: str, url: str, num_sessions: int, num_visits: int
+    postgres: Postgres, store_url: str, url: str, *, num_sessions: int, num_visits: int
 ) -> dict[str, Any]:
     """Return how many visits found a session where it was, and what each turn cost in the store."""
     await asyncio.sleep(COUNTED_S)
@@ -195,7 +195,11 @@ def measure(num_rounds: int, num_turns: int, num_sessions: int, num_visits: int)
         with echo_replica(store_url, FLAGS, lease_s=LEASE_S) as plain:
             urls = {"plain": plain.url, "cluster": cluster.url}
             took = asyncio.run(alternate(urls, num_rounds, num_turns))
-        costs = asyncio.run(visited(postgres, store_url, cluster.url, num_sessions, num_visits))
+        costs = asyncio.run(
+            visited(
+                postgres, store_url, cluster.url, num_sessions=num_sessions, num_visits=num_visits
+            )
+        )
     return {"rounds": num_rounds, "turns a round": num_turns, **took, "visits": costs}
 
 

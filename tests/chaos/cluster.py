@@ -30,6 +30,9 @@ PAUSED_LEASES = 3
 """How long a replica is stopped whose sessions others have taken when it goes on."""
 
 LEASE_IS_OVER = "the lease of this replica is over"
+BUSY = (409, 429, 503)
+"""Statuses of what may be asked again."""
+
 _REFUSED = 'session_server_store_writes_total{outcome="failed"}'
 _BUGS = ("Traceback", "AssertionError", " CRITICAL ")
 

@@ -14,15 +14,11 @@ from typing import Any
 import httpx
 import openai
 
-from tests.chaos.cluster import Way
+from tests.chaos.cluster import BUSY, Way
 from tests.chaos.crashes import TOLD
 from tests.chaos.movers import MODEL, Chatter, Mover, Requester, Waits, complete
 from tests.chaos.responders import Responder, Told, text_of
 from tests.web.wire_client import http_client
-
-BUSY = (409, 429, 503)
-"""Statuses of what may be asked again."""
-
 
 SEED = {"seed": 7}
 """An echo says other things with another one, whatever the temperature is."""
@@ -72,12 +68,16 @@ class LibraryResponder(Responder):
 
     def __init__(self, town: Way, number: int) -> None:
         super().__init__(town, number)
-        self.way = town
+        self.way, self.came_s = town, 0.0
         self.past: list[Told] = []
         """All that it was told, in order."""
 
+    async def visit(self, url: str) -> None:
+        self.came_s = time.monotonic()
+        await super().visit(url)
+
     def _leaves(self) -> bool:
-        return self.chance.happens(0.1)
+        return self.chance.happens(0.1) or time.monotonic() > self.came_s + STAY_S
 
     def _http(self, url: str) -> httpx.AsyncClient:
         http = super()._http(url)

@@ -17,7 +17,7 @@ import httpx
 import openai
 from openai.types.chat import ChatCompletion
 
-from tests.chaos.cluster import Way
+from tests.chaos.cluster import BUSY, Way
 from tests.chaos.crashes import LOST, TOLD, Client
 from tests.rig.decisions import Decisions
 from tests.sim.echo import replay
@@ -239,7 +239,7 @@ class Chatter:
         """Live until the last servers have begun."""
         while not (self.cluster.is_over and self.asked is None):
             url = await self.cluster.place()
-            patience_s = self.cluster.lease_s + 6.0
+            patience_s = 2 * self.cluster.lease_s + 8.0
             async with (
                 self.cluster.http(url, timeout_s=patience_s) as http,
                 openai.AsyncOpenAI(
@@ -269,7 +269,7 @@ class Chatter:
                 await self._ask(client)
             except openai.APIStatusError as refusal:
                 self.report.saw[f"chat refused: {refusal.code}"] += 1
-                if refusal.status_code not in (409, 429, 503):
+                if refusal.status_code not in BUSY:
                     self._complain(f"refused: {refusal.message}")
                 await asyncio.sleep(0.05)
                 return

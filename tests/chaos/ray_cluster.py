@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import sys
 import tempfile
 import time
@@ -103,7 +104,11 @@ async def live(town: RayTown, torment: Torment, *, num_clients: int) -> Waits:
 async def kill(town: RayTown) -> None:
     """Kill as many as are to be killed."""
     await asyncio.sleep(5)
-    await asyncio.gather(town.torment(), town.torment_engines())
+    torments = asyncio.gather(town.torment(), town.torment_engines())
+    most_s = None if math.isinf(town.most_s) else town.most_s
+    await asyncio.wait([torments], timeout=most_s)
+    town.num_left = min(town.num_left, 0)
+    await torments
     await asyncio.sleep(5)
 
 
@@ -134,7 +139,7 @@ async def say_how_far(town: RayTown) -> None:
 
 
 def run(
-    seed: int, *, num: int, torment: Torment, num_clients: int, think_s: float
+    seed: int, *, num: int, torment: Torment, num_clients: int, think_s: float, most_s: float
 ) -> tuple[Report, list[str]]:
     """Run it; return what happened, and how long sessions took to go on elsewhere."""
     report = Report()
@@ -144,7 +149,7 @@ def run(
         running_cluster(Path(state), PROGRAM) as cluster,
     ):
         town = RayTown(report, Decisions(seed), cluster, postgres.new_database(), num)
-        town.think_s = think_s
+        town.think_s, town.most_s = think_s, most_s
         work = live(town, torment, num_clients=num_clients)
         waits = asyncio.run(ended_by_signals(work))
         town.read_logs()
@@ -164,6 +169,7 @@ def main() -> int:
     """Run it, print what it found."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="kill for no longer")
     parser.add_argument("--rolling", type=int, default=0)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--think-s", type=float, default=4.0, help="at most, between two turns")
@@ -176,6 +182,7 @@ def main() -> int:
         torment=roll if args.rolling else kill,
         num_clients=args.clients,
         think_s=args.think_s,
+        most_s=60 * args.minutes,
     )
     pprint(dict(report.saw), sort_dicts=False)
     print("\n".join(told(report, waits)))

@@ -16,10 +16,10 @@ from typing import Any
 
 import httpx
 import psutil
-from websockets.exceptions import ConnectionClosed
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from session_server.deploy.head import show_token
-from tests.chaos.cluster import LEASE_IS_OVER, Fate, Way
+from tests.chaos.cluster import BUSY, LEASE_IS_OVER, Fate, Way
 from tests.chaos.crashes import FLAGS, Report
 from tests.deploy.cluster import UP_S, Cluster
 from tests.rig.decisions import Decisions
@@ -63,8 +63,9 @@ class RayTown(Way):
     """Replicas, and the one address that clients know.
 
     `num_left`: how many processes are still to be killed. `fates`: what befell any of them, in
-    order. Until `hurt_until_s` clients may be cut off for it. `back_s`: how long it took until all
-    replicas served again, by the worst that befell them.
+    order. `serving`: the processes of replicas with an engine, as they were seen last. Until
+    `hurt_until_s` clients may be cut off. `back_s`: how long it took until all replicas served
+    again, by the worst that befell them.
     """
 
     report: Report
@@ -74,8 +75,10 @@ class RayTown(Way):
     num_left: int = 0
     pace_s: float = 1.0
     think_s: float = 4.0
+    most_s: float = math.inf
     lease_s: float = LEASE_S
     is_over: bool = False
+    serving: list[int] = field(default_factory=list)
     hurt_until_s: float = 0.0
     fates: list[Fate] = field(default_factory=list)
     back_s: dict[str, list[float]] = field(default_factory=dict)
@@ -122,11 +125,20 @@ class RayTown(Way):
         super().lost(error)
         if time.monotonic() > self.hurt_until_s:
             for each in _single(error):
-                code = each.rcvd.code if isinstance(each, ConnectionClosed) and each.rcvd else None
-                self.report.saw[f"closed with {code}"] += code is not None
-                if code not in ANNOUNCED and not isinstance(each, ConnectionRefusedError):
+                if not self._is_announced(each):
                     self.report.problems.append(f"cut off, and nothing befell it: {each!r}")
                     print(time.strftime("%H:%M:%S"), self.report.problems[-1], flush=True)
+
+    def _is_announced(self, error: BaseException) -> bool:
+        """Return whether whoever was cut off was told to come again."""
+        if isinstance(error, ConnectionClosed) and error.rcvd is not None:
+            self.report.saw[f"closed with {error.rcvd.code}"] += 1
+            return error.rcvd.code in ANNOUNCED
+        if isinstance(error, InvalidStatus):
+            status = error.response.status_code
+            self.report.saw[f"no socket: {status}"] += 1
+            return status in BUSY and b'"code"' in error.response.body
+        return isinstance(error, ConnectionRefusedError)  # `LibraryResponder` was told so
 
     def befell(self, kind: str) -> None:
         """Note what has become of one of them."""
@@ -167,6 +179,7 @@ class RayTown(Way):
             with contextlib.suppress(Exception):  # of Ray, whose controller may be the killed one
                 rows = await asyncio.to_thread(ray_cluster.status)
                 pids = {row["pid"] for row in rows if row["engine"] == "running"}
+                self.serving = [*pids]
                 if len(pids) == num == len(rows) and not pids & without:
                     return rows
             await asyncio.sleep(0.25)
@@ -179,8 +192,8 @@ class RayTown(Way):
         while self.num_left > 0:
             await asyncio.sleep(ENGINE_PACE_S * (0.5 + self.chance.share()))
             with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-                replicas = [pid for pid, name in self._processes() if name == "ray::ServeReplica"]
-                for engine in engines_of(self.chance.pick(replicas), ECHO_ENGINE):
+                # One that starts with its replica is spared: Ray Serve takes its time then.
+                for engine in engines_of(self.chance.pick(self.serving or [0]), ECHO_ENGINE):
                     self._kill(engine, ENGINE)
 
     async def torment(self) -> None:

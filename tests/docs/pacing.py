@@ -567,6 +567,7 @@ BOUND_NOTHING = frozenset(
         # Of replicas: the length of a tag, how often somebody looks, over what loads are averaged.
         "session_server.deploy.routing:TAG_CHARS",
         "session_server.deploy.head:_LOOK_S",
+        "session_server.deploy.head:PROXY_LOOK_S",
         "session_server.deploy.head:_TAIL_LINES",
         "session_server.deploy.options:ANSWERED_LOOK_S",
         "session_server.deploy.options:CLUSTER_LOOK_S",
