@@ -177,7 +177,8 @@ class Judge:
         facts = begun.facts
         if begun.is_there and not facts.may_go and not self.may_expire(facts):
             raise Broken("lost", f"{facts.name} is not found")
-        if begun.is_there:
+        # Who deletes it was not told that it is gone: with its replica it may come back.
+        if begun.is_there and not facts.may_go:
             self.gone(begun)
 
     def gone(self, begun: Begun) -> None:
