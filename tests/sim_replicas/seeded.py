@@ -226,7 +226,7 @@ SURVIVORS: Final[Mapping[str, str]] = MappingProxyType(
 )
 """Bugs that the simulator is not expected to find, and why."""
 
-BUDGET_STEPS: Final = 500_000
+BUDGET_STEPS: Final = 2_000_000
 """Steps within which a bug has to be found."""
 
 _RECORD: Final = Path(__file__).parent / "found.json"
