@@ -446,7 +446,7 @@ class TierStore:
         segment.on_disk = is_whole
         if is_whole:
             self.counts.written_bytes += segment.content.num_bytes
-            self.writes.note_written()
+            self.writes.note_written(segment)
             self._try_again()
         else:
             self.counts.failed_copies += 1
