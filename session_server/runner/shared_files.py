@@ -62,17 +62,22 @@ class SharedFiles(SegmentFiles):
         """Do a slice of what keeps the directory within its bytes. What room there is changes with
         what others do, so nothing is said."""
         try:
-            if not self._shared.tick():
-                self._open_again()
+            self._shared.tick()
+            self._follow()
         except OSError as error:
             _LOG.warning("the directory that servers share cannot be looked at: %s", error)
         return None
 
     def _take_room(self, num_bytes: int) -> None:
         self._shared.reserve(num_bytes)
+        self._follow()
+
+    def _follow(self) -> None:
+        """Use the directory of the layout that is there, and no other."""
+        if not self._shared.is_there:
+            self._open_again()
 
     def _open_again(self) -> None:
-        """Open the directory of the layout, which somebody may have removed."""
         before = self._directory, self._refused
         self._directory, self._refused = opened(self._shared.open())
         for descriptor in before:
@@ -90,6 +95,7 @@ class SharedFiles(SegmentFiles):
         Raises:
             OSError: the directory cannot be read.
         """
+        self._follow()
         self._left += paths
         waiting = [self._boundaries(path) for path in self._left]
         # Of two servers that drop histories with a beginning in common, whoever looks last sees

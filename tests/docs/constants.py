@@ -1300,6 +1300,18 @@ ENGINE = (
         "the server does not start: exit status 2",
     ),
     _constant(
+        "runner.shared_writers:LOOKED_AT",
+        "servers whose files a look at what all have written to a shared directory reads again",
+        "files",
+        "the next look reads the others",
+    ),
+    _constant(
+        "runner.shared_writers:_SETTLED_NS",
+        "time after which a change of a shared directory of KV shows in its time",
+        "ns",
+        "its names are not read again before the next change",
+    ),
+    _constant(
         "runner.shared_files:MAX_WRITTEN",
         "shared files of KV that a server remembers as its own",
         "files",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from session_server.runner.segment_files import FileGone, OtherFile, file_name
 from session_server.runner.segment_format import FileRefused, Layout
 from session_server.runner.shared_directory import UNUSED_S, SharedDirectory
 from session_server.runner.shared_files import SharedFiles
+from session_server.runner.shared_writers import LOOKED_AT
 from tests.runner.kv_files import (
     LAYOUT,
     NAMESPACE,
@@ -342,3 +344,112 @@ def test_a_server_puts_aside_what_is_wrong_and_erases_it_with_what_is_deleted(
     assert len(list((path.parent / REFUSED).iterdir())) == 1
     drop(files, tokens)
     assert not list((path.parent / REFUSED).iterdir())
+
+
+# Servers that were stopped
+
+
+def taken_for_dead(directory: Path, *names: str) -> None:
+    """Have the files of some servers, or of all, be those of servers that say nothing more."""
+    for writer in directory.glob("writer-*"):
+        if not names or writer.name in names:
+            writer.unlink()
+
+
+def test_a_server_that_comes_back_has_no_file_go_for_what_it_wrote_before(tmp_path: Path) -> None:
+    size = size_of_one(tmp_path)
+    directory = tmp_path / "kv"
+    stopped, other = (server(directory, 8 * size) for _ in range(2))
+    for seed in range(5):
+        write(stopped, found_of(path_of(seed=seed)), seed)
+    taken_for_dead(directory)
+    other.room()
+    write(other, found_of(path_of(seed=5)), 5)
+    write(stopped, found_of(path_of(seed=6)), 6)
+    write(other, found_of(path_of(seed=7)), 7)
+    assert len(files_in(directory)) == 8
+
+
+def test_a_server_that_comes_back_counts_what_others_wrote_that_are_gone(tmp_path: Path) -> None:
+    size = size_of_one(tmp_path)
+    directory = tmp_path / "kv"
+    stopped, other = (server(directory, 8 * size) for _ in range(2))
+    write(stopped, found_of(path_of(seed=0)))
+    stopped.room()
+    for seed in range(1, 8):
+        write(other, found_of(path_of(seed=seed)), seed)
+    taken_for_dead(directory)
+    for seed in range(8, 12):
+        write(stopped, found_of(path_of(seed=seed)), seed)
+        assert sum(path.stat().st_size for path in files_in(directory)) <= 8 * size
+
+
+def test_what_was_being_written_when_a_server_was_taken_for_dead_is_counted(tmp_path: Path) -> None:
+    directory = SharedDirectory(tmp_path, SHARED.name, PLENTY)
+    os.close(directory.open())
+    directory.reserve(1000)
+    taken_for_dead(tmp_path)
+    other = SharedDirectory(tmp_path, SHARED.name, PLENTY)
+    other.tick()
+    directory.end_write()
+    assert other._excess(0) == 1000 - PLENTY
+
+
+def test_a_server_whose_directory_was_removed_and_made_anew_goes_on_in_the_new_one(
+    tmp_path: Path,
+) -> None:
+    stopped, tokens = server(tmp_path), path_of()
+    write(stopped, found_of(tokens))
+    shutil.rmtree(tmp_path / SHARED.name)
+    taken_for_dead(tmp_path)
+    other = server(tmp_path)
+    write(other, found_of(tokens))
+    drop(stopped, tokens)
+    assert not files_in(tmp_path), "what is deleted is deleted where others look for it"
+    write(stopped, found_of(tokens))
+    assert len(files_in(tmp_path)) == 1
+    shutil.rmtree(tmp_path / SHARED.name)
+    write(stopped, found_of(tokens))
+    assert len(files_in(tmp_path)) == 1
+
+
+# Many servers
+
+
+def test_a_write_reads_what_a_few_servers_say_however_many_there_are(tmp_path: Path) -> None:
+    files = server(tmp_path)
+    opened, number = list[str](), 5 * LOOKED_AT
+    for seed in range(number):
+        name = f"writer-{SHARED.name}-{seed:016x}"
+        (tmp_path / name).write_bytes(b"%020d %020d\n" % (seed, seed))
+    files.room()
+    assert len(files._shared._writers._known) == number + 1
+    os_open = os.open
+
+    def counted(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        if str(path).startswith("writer-"):
+            opened.append(path)
+        return os_open(path, flags, mode, dir_fd=dir_fd)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", counted)
+        write(files, found_of(path_of()))
+        # Its own file twice, and what others say once for the write and once behind it.
+        assert len(opened) <= 2 * LOOKED_AT + 3
+        for _ in range(5):
+            files.room()
+    assert len({*opened}) == number + 1, "each has its turn"
+
+
+def test_what_a_new_server_writes_is_counted_by_others_before_their_next_walk(
+    tmp_path: Path,
+) -> None:
+    first = SharedDirectory(tmp_path, SHARED.name, PLENTY)
+    first.tick()
+    second = SharedDirectory(tmp_path, SHARED.name, PLENTY)
+    os.close(second.open())
+    second.reserve(500)
+    assert first._excess(0) == 500 - PLENTY
+    second.end_write()
+    second.reserve(200)
+    assert first._excess(0) == 700 - PLENTY
