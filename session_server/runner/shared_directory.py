@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from session_server.core.kv_place import KV_REFUSED
-from session_server.runner.kv_directory import SEGMENT, UNFINISHED, open_directory, room_left
+from session_server.runner.kv_directory import SEGMENT, UNFINISHED, made_directory, room_left
 from session_server.runner.shared_writers import Counts, Writers
 
 UNUSED_S: Final = 3600.0
@@ -44,6 +44,7 @@ MAX_OLDEST: Final = 1 << 16
 
 _LAYOUT: Final = re.compile("[0-9a-f]{32}", re.ASCII)
 _TRIES: Final = 8
+_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 class _Old(NamedTuple):
@@ -96,8 +97,7 @@ class SharedDirectory:
             OSError: it cannot be used.
         """
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        flags = os.O_RDONLY | os.O_DIRECTORY
-        self._root = os.open(path, flags)
+        self._root = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         self._layout, self._max_bytes = layout, max_bytes
         self._statvfs, self._clock = statvfs, clock
         self._writers = Writers(self._root, layout)
@@ -114,10 +114,8 @@ class SharedDirectory:
         """
         for _ in range(_TRIES):
             self._publish()  # before it is made: one that nobody uses is removed
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(self._layout, 0o700, dir_fd=self._root)
             with contextlib.suppress(FileNotFoundError):  # by somebody who has not seen that
-                descriptor = open_directory(self._layout, self._root)
+                descriptor = made_directory(self._layout, self._root)
                 status = os.fstat(descriptor)
                 self._opened = status.st_dev, status.st_ino
                 return descriptor
@@ -204,9 +202,12 @@ class SharedDirectory:
         walked = _Walked(counts)
         for layout in layouts:
             try:
-                directory = os.open(layout, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=self._root)
+                directory = os.open(layout, _FLAGS, dir_fd=self._root)
+            except FileNotFoundError:
+                continue
             except OSError:
-                continue  # gone, or none of ours
+                self._writers.ignore(layout)
+                continue
             try:
                 if layout in used:
                     yield from self._look(directory, layout, walked, dead_ns)
@@ -231,7 +232,7 @@ class SharedDirectory:
     ) -> Iterator[_Walked | None]:
         for status, name in _files(directory):
             if UNFINISHED.fullmatch(name) and status.st_ctime_ns < dead_ns:
-                with contextlib.suppress(FileNotFoundError):
+                with contextlib.suppress(OSError):
                     os.unlink(name, dir_fd=directory)
             elif SEGMENT.fullmatch(name):
                 walked.add(_Old(status.st_mtime_ns, layout, name, status.st_size))
@@ -246,7 +247,7 @@ class SharedDirectory:
                 os.unlink(name, dir_fd=directory)
             yield None
         try:
-            refused = os.open(KV_REFUSED, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=directory)
+            refused = os.open(KV_REFUSED, _FLAGS, dir_fd=directory)
         except OSError:
             return
         try:

@@ -44,9 +44,8 @@ class SharedFiles(SegmentFiles):
         self._left: list[DroppedPath] = []
         """Histories whose files could not be removed yet."""
 
-        super().__init__(path / layout.name, layout)
+        super().__init__(self._shared.open(), layout)
         self._is_claimed = True
-        self._open_again()
 
     def write(self, segment: FoundFile, payload: Payload, used_ns: int) -> None:
         """See `SegmentFiles.write`."""

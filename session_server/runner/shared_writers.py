@@ -6,6 +6,8 @@ removed by others once the server has said nothing for long: one that comes back
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import re
 import secrets
@@ -16,8 +18,11 @@ LOOKED_AT: Final = 64
 """Files of other servers that one look reads, those read longest ago."""
 
 _SETTLED_NS: Final = 2_000_000_000
+_NONE_OF_OURS: Final = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP, errno.ENXIO)
 _NAME: Final = re.compile("writer-([0-9a-f]{32})-[0-9a-f]{16}", re.ASCII)
 _COUNTS: Final = re.compile(rb"(\d{20}) (\d{20})\n")
+
+_LOG: Final = logging.getLogger("session_server.engine")
 
 
 class Counts(NamedTuple):
@@ -39,6 +44,7 @@ class Writers:
 
         self._before: Mapping[str, Counts] = {}
         self._num_since = 0
+        self._has_warned = False
         self._listed_ns = -1
         """When something was last added to the directory before it was listed."""
 
@@ -88,6 +94,12 @@ class Writers:
 
     # All servers
 
+    def ignore(self, name: str) -> None:
+        """Warn, once, that something only has the name of a server or of a layout."""
+        if not self._has_warned:
+            _LOG.warning("%s in the directory that servers share is none of ours", name)
+        self._has_warned = True
+
     def num_since(self) -> int:
         """Return the bytes that were begun by all, and had not ended when `count_from` was told of
         it. Few of the others are read again for that, in turns."""
@@ -128,8 +140,14 @@ class Writers:
         # What is added within one tick of the clock of the files shows no other time.
         is_settled = changed_ns < self.now_ns() - _SETTLED_NS
         self._listed_ns = changed_ns if is_settled else -1
+        names = set()
         with os.scandir(self._root) as entries:
-            names = {entry.name for entry in entries if _NAME.fullmatch(entry.name)}
+            for entry in entries:
+                if _NAME.fullmatch(entry.name):
+                    if entry.is_file(follow_symlinks=False):
+                        names.add(entry.name)
+                    else:
+                        self.ignore(entry.name)
         for name in self._known.keys() - names:
             self._forget(name)
         come = names - self._known.keys()
@@ -145,6 +163,8 @@ class Writers:
             os.unlink(name, dir_fd=self._root)
         except FileNotFoundError:
             pass
+        except OSError:
+            self.ignore(name)
         return True
 
     def _read(self, name: str) -> bool:
@@ -154,6 +174,12 @@ class Writers:
             descriptor = os.open(name, flags, dir_fd=self._root)
         except FileNotFoundError:
             self._forget(name)
+            return False
+        except OSError as error:
+            if error.errno not in _NONE_OF_OURS:
+                raise
+            self.ignore(name)
+            self._note(name, Counts())
             return False
         try:
             match = _COUNTS.fullmatch(os.read(descriptor, 64))

@@ -8,6 +8,7 @@ import itertools
 import os
 import shutil
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -453,3 +454,101 @@ def test_what_a_new_server_writes_is_counted_by_others_before_their_next_walk(
     second.end_write()
     second.reserve(200)
     assert first._excess(0) == 700 - PLENTY
+
+
+# What only has a name
+
+
+def _file(path: Path) -> None:
+    path.write_bytes(b"not ours")
+
+
+def _directory(path: Path) -> None:
+    path.mkdir()
+
+
+def _full_directory(path: Path) -> None:
+    path.mkdir()
+    (path / "something").write_bytes(b"not ours")
+
+
+def _link(path: Path) -> None:
+    target = path.parent.parent / f"target-{len(list(path.parent.parent.iterdir()))}"
+    target.mkdir()
+    (target / "kept").write_bytes(b"not ours")
+    path.symlink_to(target)
+
+
+def _loose_link(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+def _pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+ODD = (_file, _directory, _full_directory, _link, _loose_link, _pipe)
+SEGMENT_NAME = file_name(found_of(path_of(seed=3)).file.file_id)
+NAMES = {
+    "its layout": SHARED.name,
+    "another layout": "0" * 32,
+    "another server": f"writer-{SHARED.name}-{0:016x}",
+    "what was put aside": f"{SHARED.name}/{REFUSED}",
+    "a segment": f"{SHARED.name}/{SEGMENT_NAME}",
+    "an unfinished file": f"{SHARED.name}/new-{0:016x}",
+}
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+@pytest.mark.parametrize("make", ODD)
+@pytest.mark.parametrize("what", NAMES)
+def test_what_only_has_a_name_keeps_nobody_from_anything(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    make: Callable[[Path], None],
+    what: str,
+    *,
+    is_old: bool,
+) -> None:
+    size = size_of_one(tmp_path)
+    directory = tmp_path / "kv"
+    odd = directory / NAMES[what]
+    odd.parent.mkdir(parents=True)
+    make(odd)
+    if is_old:
+        before_s = odd.lstat().st_mtime - 2 * UNUSED_S
+        os.utime(odd, (before_s, before_s), follow_symlinks=False)
+    files, other = server(directory, 4 * size), server(directory, 4 * size)
+    for seed in range(12):
+        write((files, other)[seed % 2], found_of(path_of(seed=seed)), seed)
+        if seed == 3:
+            assert other.find(key_of(path_of(seed=3), 0), path_of(seed=3))[0]
+        for each in (files, other):
+            each.room()
+    found = [path for path in directory.glob(f"{SHARED.name}/*.safetensors") if path.is_file()]
+    assert 3 <= len(found) <= 4
+    write(files, found_of(path_of(seed=3)), 20)
+    (path,) = [path for path in found_paths(directory) if path.name == SEGMENT_NAME]
+    path.write_bytes(b"spoiled")
+    assert files.find(key_of(path_of(seed=3), 0), path_of(seed=3)) == ([], True)
+    for seed in range(12):
+        drop(files, path_of(seed=seed))
+    assert not found_paths(directory)
+    ours = [each for each in caplog.records if "is not used" not in each.getMessage()]
+    assert len(ours) <= 2, "each server says it once"
+    assert not list(tmp_path.glob("target-*/*safetensors"))
+    assert len(list(tmp_path.glob("target-*/kept"))) == len(list(tmp_path.glob("target-*")))
+
+
+def found_paths(directory: Path) -> list[Path]:
+    return [path for path in files_in(directory) if path.is_file()]
+
+
+def test_an_odd_name_does_not_keep_what_nobody_uses(tmp_path: Path) -> None:
+    gone = server(tmp_path, layout=replace(SHARED, identity="of last year"))
+    write(gone, found_of(path_of()))
+    (own,) = tmp_path.glob("writer-*")
+    own.unlink()
+    own.mkdir()
+    SharedDirectory(tmp_path, SHARED.name, PLENTY).tick()
+    assert not files_in(tmp_path)
