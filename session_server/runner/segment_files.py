@@ -312,8 +312,10 @@ class SegmentFiles:
         files.sort()
         return [(file_id, size) for _, file_id, size in files]
 
-    def drop(self, paths: Sequence[DroppedPath]) -> None:
-        """Remove what others may have written of some histories: nobody has, of this directory."""
+    def drop(self, _paths: Sequence[DroppedPath]) -> bool:
+        """Remove what others may have written of some histories: nobody has, of this directory.
+        Returns whether that is done; see `SharedFiles.drop`."""
+        return True
 
     def _claim(self) -> None:
         """Remove what was written of another model or otherwise, before anything is added."""

@@ -1330,6 +1330,18 @@ ENGINE = (
         "the one that was looked for longest ago may be again",
     ),
     _constant(
+        "engine.tiers.erasing:BATCH_TOKENS",
+        "histories whose files are looked for in a shared directory at the same time",
+        "tokens",
+        "the others come next; a longer one is looked for alone",
+    ),
+    _constant(
+        "engine.tiers.erasing:MAX_LEFT_TOKENS",
+        "deleted histories that wait for that",
+        "tokens",
+        "a further one is asked for again where it is stored, and else ages out",
+    ),
+    _constant(
         "engine.tiers.handovers:HANDOVER_S",
         "time for which a session that moves waits for its KV to be written",
         "s",

@@ -8,7 +8,7 @@ import itertools
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from session_server.core.tier_orders import DroppedPath, FoundFile
+from session_server.runner import shared_deletion, shared_files
 from session_server.runner.kv_directory import RESERVE_DIVISOR
 from session_server.runner.segment_files import FileGone, OtherFile, file_name
 from session_server.runner.segment_format import FileRefused, Layout
@@ -55,6 +56,13 @@ def server(directory: Path, max_bytes: int = PLENTY, layout: Layout = SHARED) ->
     return SharedFiles(directory, layout, max_bytes)
 
 
+def walk(directory: SharedDirectory) -> None:
+    """Look at all of it, however many slices that takes."""
+    directory.tick()
+    while directory._walk is not None:
+        directory.tick()
+
+
 def files_in(directory: Path) -> list[Path]:
     return sorted(path for path in directory.glob("*/*.safetensors"))
 
@@ -68,7 +76,13 @@ def write(files: SharedFiles, found: FoundFile, used_ns: int = 0) -> WrittenFile
 
 
 def drop(files: SharedFiles, tokens: np.ndarray, num_kept: int = 0) -> None:
-    files.drop([DroppedPath(NAMESPACE, tokens, num_kept)])
+    drop_all(files, [DroppedPath(NAMESPACE, tokens, num_kept)])
+
+
+def drop_all(files: SharedFiles, paths: list[DroppedPath]) -> None:
+    is_done = files.drop(paths)
+    while not is_done:
+        is_done = files.drop([])
     assert files.erase()
 
 
@@ -188,15 +202,15 @@ def test_of_two_that_are_deleted_at_once_the_last_look_takes_what_both_had(
     for tokens in both:
         write(one, found_of(tokens, 16))
     barrier = threading.Barrier(2, timeout=10)
-    ids = SharedFiles._ids
+    names = shared_deletion._names
 
-    def at_once(files: SharedFiles) -> list[bytes]:
-        found = list(ids(files))
+    def at_once(directory: int) -> list[bytes]:
+        found = list(names(directory))
         if len(found) == 3:
             barrier.wait()  # both have seen what the other one has
         return found
 
-    monkeypatch.setattr(SharedFiles, "_ids", at_once)
+    monkeypatch.setattr(shared_deletion, "_names", at_once)
     threads = [
         threading.Thread(target=drop, args=each) for each in zip((one, other), both, strict=True)
     ]
@@ -204,6 +218,66 @@ def test_of_two_that_are_deleted_at_once_the_last_look_takes_what_both_had(
         thread.start()
     for thread in threads:
         thread.join()
+    assert not files_in(tmp_path)
+
+
+def test_many_that_are_deleted_share_two_looks_that_are_done_in_slices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, common = server(tmp_path), path_of(4)
+    write(files, found_of(common))
+    paths = [np.concatenate([common, path_of(2, seed=seed)]) for seed in range(40)]
+    for tokens in paths:
+        write(files, found_of(tokens, 16))
+    looks, names = list[int](), shared_deletion._names
+
+    def counted(directory: int) -> Iterator[bytes]:
+        looks.append(directory)
+        yield from names(directory)
+
+    monkeypatch.setattr(shared_deletion, "_names", counted)
+    monkeypatch.setattr(shared_files, "SLICE_S", 0.0)
+    kept = paths.pop()
+    assert not files.drop([DroppedPath(NAMESPACE, tokens, 0) for tokens in paths])
+    num_slices, num_left = 1, len(files_in(tmp_path))
+    while not files.drop([]):
+        num_slices += 1
+        left = len(files_in(tmp_path))
+        assert num_left - left <= 1
+        num_left = left
+    assert num_slices > 3 * len(paths)
+    assert len(looks) == 2
+    assert len(files.find(key_of(kept, 0), kept)[0]) == 2
+    assert len(files_in(tmp_path)) == 2
+
+
+def test_of_a_history_that_was_cut_and_then_deleted_nothing_stays(tmp_path: Path) -> None:
+    files, tokens = server(tmp_path), path_of(6)
+    for start in (0, 8, 16):
+        write(files, found_of(tokens[: start + 8], start))
+    drop_all(files, [DroppedPath(NAMESPACE, tokens, 8), DroppedPath(NAMESPACE, tokens[:8], 0)])
+    assert not files_in(tmp_path)
+    write(files, found_of(tokens[:8]))
+    drop_all(files, [DroppedPath(NAMESPACE, tokens[:8], 100)])
+    assert len(files_in(tmp_path)) == 1, "all of it is kept"
+
+
+def test_a_directory_that_cannot_be_read_keeps_nothing_of_what_was_to_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, tokens = server(tmp_path), path_of()
+    write(files, found_of(tokens))
+
+    def fail(_: int) -> Iterator[bytes]:
+        raise OSError(errno.EIO, "dead")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_deletion, "_names", fail)
+        for _ in range(3):
+            with pytest.raises(OSError, match="dead"):
+                drop(files, tokens)
+    assert files.drop([])
+    drop(files, tokens)
     assert not files_in(tmp_path)
 
 
@@ -391,7 +465,7 @@ def test_what_was_being_written_when_a_server_was_taken_for_dead_is_counted(tmp_
     directory.reserve(1000)
     taken_for_dead(tmp_path)
     other = SharedDirectory(tmp_path, SHARED.name, PLENTY)
-    other.tick()
+    walk(other)
     directory.end_write()
     assert other._excess(0) == 1000 - PLENTY
 
@@ -423,7 +497,7 @@ def test_a_write_reads_what_a_few_servers_say_however_many_there_are(tmp_path: P
     for seed in range(number):
         name = f"writer-{SHARED.name}-{seed:016x}"
         (tmp_path / name).write_bytes(b"%020d %020d\n" % (seed, seed))
-    files.room()
+    walk(files._shared)
     assert len(files._shared._writers._known) == number + 1
     os_open = os.open
 
@@ -446,7 +520,7 @@ def test_what_a_new_server_writes_is_counted_by_others_before_their_next_walk(
     tmp_path: Path,
 ) -> None:
     first = SharedDirectory(tmp_path, SHARED.name, PLENTY)
-    first.tick()
+    walk(first)
     second = SharedDirectory(tmp_path, SHARED.name, PLENTY)
     os.close(second.open())
     second.reserve(500)
