@@ -177,7 +177,8 @@ def test_a_session_to_resume_needs_the_server_that_has_it(
         ("kept --sessions 9", "--sessions is a flag of `bench tiers`"),
         (
             "kept --model 100m",
-            "--model is a flag of `bench peers` and `bench store` and `bench tiers`",
+            "--model is a flag of `bench peers` and `bench roles` and `bench store` and "
+            "`bench tiers`",
         ),
         (
             "tiers --sessions 20",

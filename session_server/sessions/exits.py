@@ -58,7 +58,9 @@ class SessionExits:
         if place is not None:
             place.check_not_moved()
         is_open = session is not None and session is sessions.find(owner, session_id)
-        is_gone = not is_open and logs.is_gone(number)
+        # A view that says so of one that was deleted unread saw that fail.
+        has_failed = session is None and view.is_durable is False
+        is_gone = not (is_open or has_failed) and logs.is_gone(number)
         return replace(view, is_durable=is_gone if is_stored else None)
 
     async def prepare_close(self, owner: Owner, session_id: str) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -182,7 +182,9 @@ class SharedSessions:
     ) -> SessionRow | None:
         loop, delay_s, asked_s = asyncio.get_running_loop(), _FIRST_LOOK_S, -math.inf
         until_s = loop.time() + HANDOVER_WAIT_S
-        take = partial(self._database.take, owner.owner_id, session_id)
+        # One that is being deleted here: in another epoch its deletion would be refused.
+        deleting = self._store.deletions.hidden
+        take = partial(self._database.take, owner.owner_id, session_id, deleting)
         with reading(self._store):
             while isinstance(found := await self._lease.read(take), HeldBy):
                 if loading is not None:
@@ -197,8 +199,8 @@ class SharedSessions:
                     await self._lease.read(partial(self._database.ask_for, found))
                 await asyncio.sleep(delay_s)
                 delay_s = min(2 * delay_s, _LAST_LOOK_S)
-        if found is None or found.number in self._store.deletions.hidden:
-            return None
+        if found is not None and found.number in deleting:  # since it was looked at
+            raise SessionMoved("the session was to be deleted meanwhile: ask again")
         return found
 
     async def _is_still_ours(self, row: SessionRow) -> bool:
@@ -364,12 +366,13 @@ class SharedSessions:
         except (InternalInconsistency, UnknownModel, UnsupportedOperation):
             row = await self._take(owner, session_id)
             if row is not None:
-                await self._delete(row)
-                self._closed[owner.owner_id, session_id] = self._restorer.view(row, "closing")
+                view = self._restorer.view(row, "closing")
+                view = replace(view, is_durable=await self._delete(row))
+                self._closed[owner.owner_id, session_id] = view
 
-    async def _delete(self, row: SessionRow) -> None:
-        """Delete a session that is not in memory, and wait until that is on disk, or cannot be.
-        Raises SessionMoved if it goes on in another replica."""
+    async def _delete(self, row: SessionRow) -> bool:
+        """Delete a session that is not in memory, and wait until that is on disk, or cannot be;
+        return whether it is. Raises SessionMoved if it goes on in another replica."""
         answered = asyncio.get_running_loop().create_future()
 
         def told(error: Exception | None) -> None:
@@ -377,8 +380,10 @@ class SharedSessions:
                 answered.set_result(error)
 
         self._restorer.ends.delete(row, told)
-        if isinstance(await answered, NotOurs):
+        error = await answered
+        if isinstance(error, NotOurs):
             raise SessionMoved("the session goes on in another replica: ask again")
+        return error is None
 
     def close(self, owner: Owner, session_id: str) -> SessionView | None:
         """Return a session that `prepare_close` has deleted unread."""

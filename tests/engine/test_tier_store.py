@@ -538,7 +538,7 @@ def test_a_file_that_is_refused_when_it_is_read_goes_with_all_that_follows(befor
     result = stock.read(tokens)
     assert result.refusal is Refusal.WRONG
     assert result.wrong_segment == first.number
-    stock.store.refuse_file(first)
+    stock.store.refuse_file(first, result.refusal)
     stock.carry()
     assert stock.store.counts.refused_files == 1
     assert stock.look(tokens) == 0

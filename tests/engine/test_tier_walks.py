@@ -12,7 +12,7 @@ import pytest
 from cache.tiers.segment import Segment, first_chain, tenant_tag
 from cache.tiers.segment_tree import Path as TreePath
 from cache.tiers.segment_tree import PathPart
-from session_server.core.tier_orders import TierResult
+from session_server.core.tier_orders import Refusal, TierResult
 from session_server.engine.tiers import pace as pace_module
 from session_server.engine.tiers.forgetting import Forgetting, Forgotten
 from session_server.engine.tiers.store import TierStore
@@ -203,7 +203,9 @@ def test_whatever_happens_meanwhile_nothing_is_left(tmp_path: Path, seed: int) -
             case 2 if parts := stock.store.find(ALICE, path(draw.randrange(4), 4)).parts:
                 stock.store.drop(draw.choice(parts).segment)
             case 3 if segments := stock.store.tree.segments():
-                stock.store.refuse_file(draw.choice(segments))
+                stock.store.refuse_file(
+                    draw.choice(segments), draw.choice((Refusal.WRONG, Refusal.GONE))
+                )
             case 4:
                 stock.store.writes.is_draining = not stock.store.writes.is_draining
                 stock.store.write_ahead()

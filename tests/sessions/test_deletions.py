@@ -23,6 +23,7 @@ from session_server.sessions.backlog import SLICE
 from session_server.sessions.store import deleted_rows, deletions, patience, writer
 from session_server.sessions.store.database import Database
 from session_server.sessions.store.deletions import Deletions
+from session_server.sessions.store.ownership import LeaseLost
 from session_server.sessions.store.session_store import SessionStore
 from session_server.sessions.store.writer import Told, Write
 from session_server.web.revoked_owners import CLOSED_AT_ONCE, RevokedOwners
@@ -219,6 +220,31 @@ def test_one_that_is_asked_for_again_and_again_of_a_silent_disk_counts_once() ->
         written(None)
     assert not ends.hidden
     assert dict(ends._retired_bytes) == {"owner": 100}
+
+
+def test_one_that_was_not_answered_and_is_refused_then_is_told_both() -> None:
+    answers: list[tuple[Told, Told]] = []
+
+    def ask(write: Write, written: Told, told: Told, *, is_urgent: bool) -> None:
+        del write, is_urgent
+        answers.append((written, told))
+
+    def answer(error: Exception) -> None:
+        for tell in answers.pop():
+            tell(error)
+
+    asked, heard = Deletions(ask), list[Exception | None]()
+    asked.delete(1, heard.append, epoch=1)
+    for _ in range(3):
+        answer(TimeoutError())
+        assert not asked.is_gone(1)
+        asked.retry(is_failing=True)
+    assert [type(error) for error in heard] == [TimeoutError]
+    answer(LeaseLost())
+    assert [type(error) for error in heard] == [TimeoutError, LeaseLost]
+    assert not (asked.hidden)
+    assert not (asked.num_failed)
+    assert not (asked._told_late)
 
 
 def test_a_long_session_is_deleted_in_parts_that_are_hidden_and_counted(

@@ -113,6 +113,14 @@ def test_nobody_takes_what_is_not_there_or_has_expired(join: Join) -> None:
     assert others.take("alice", "s1") is None
 
 
+def test_a_replica_that_deletes_a_session_does_not_take_it(join: Join) -> None:
+    ours = join()
+    held = put(ours)
+    assert ours.take("alice", "s1", {held.number}) is None
+    with ours.transaction():  # whose epoch is the same
+        assert ours.delete_some(held.number, held.epoch) is not None
+
+
 def test_of_many_that_take_a_session_at_once_one_has_it(join: Join) -> None:
     replicas = [join() for _ in range(6)]
     put(replicas[0])

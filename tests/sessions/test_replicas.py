@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -292,10 +292,10 @@ def test_a_replica_joins_again_once_it_has_given_up_all_that_it_held(cluster: Cl
     num_held: list[int] = []
     join = first.database.join
 
-    def joining(address: str, lease_s: float) -> Joined:
+    def joining(address: str, lease_s: float, *, role: str) -> Joined:
         sessions = first.world.manager._sessions
         num_held.append(sum(session.closing is None for session in sessions))
-        return join(address, lease_s)
+        return join(address, lease_s, role=role)
 
     first.database.join = joining  # type: ignore[method-assign]
     first.world.do(first.lease._renew())
@@ -356,8 +356,10 @@ def test_a_session_that_is_deleted_unread_and_was_taken_meanwhile_is_told_to_hav
     second.store.model = b"another tokenizer"
     take = second.database.take
 
-    def take_and_lose(owner_id: str, session_id: str) -> SessionRow | HeldBy | None:
-        found = take(owner_id, session_id)
+    def take_and_lose(
+        owner_id: str, session_id: str, without: Container[int]
+    ) -> SessionRow | HeldBy | None:
+        found = take(owner_id, session_id, without)
         if isinstance(found, SessionRow):
             second.database.release([found.number])
             assert isinstance(first.database.take(owner_id, session_id), SessionRow)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import ClassVar, TypeVar
 
 from msgspec import structs
@@ -397,10 +397,12 @@ class SimDatabase:
         self._ask(lambda: self.server.leave(me))
         self.replica_id = 0
 
-    def take(self, owner_id: str, session_id: str) -> SessionRow | HeldBy | None:
+    def take(
+        self, owner_id: str, session_id: str, without: Container[int] = ()
+    ) -> SessionRow | HeldBy | None:
         """Become the holder of a session; see `SharedDatabase`. Raises LeaseLost."""
         me = self.replica_id
-        return self._ask(lambda: self.server.take(me, owner_id, session_id))
+        return self._ask(lambda: self.server.take(me, (owner_id, session_id), without))
 
     def release(self, numbers: Sequence[int]) -> None:
         """Hold sessions no longer."""

@@ -90,8 +90,8 @@ MUTANTS: Final[Mapping[str, Mutant]] = MappingProxyType(
         "deleted is adopted": _bug(
             "A session that is being deleted is read again.",
             f"{_SHARED}_take",
-            "if found is None or found.number in self._store.deletions.hidden:",
-            "if found is None:",
+            "deleting = self._store.deletions.hidden",
+            "deleting = set()",
         ),
         "lease of a take is a bug": _bug(
             "Who asks for a session while the lease is over is told of a bug.",

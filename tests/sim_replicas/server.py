@@ -8,7 +8,7 @@ would bury that replica has to wait (`Waits`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -127,10 +127,12 @@ class DatabaseServer:
         """Return whether a session has expired."""
         return row.expires_s < self.clock()
 
-    def take(self, replica_id: int, owner_id: str, session_id: str) -> SessionRow | HeldBy | None:
+    def take(
+        self, replica_id: int, name: tuple[str, str], without: Container[int]
+    ) -> SessionRow | HeldBy | None:
         """Hold a session in a new epoch, or say who holds it. Raises LeaseLost, Waits."""
         self.check(replica_id)
-        held = self.tables.named(owner_id, session_id)
+        held = self.tables.named(*name)
         if held is None:
             return None
         row, holder = held
@@ -141,7 +143,7 @@ class DatabaseServer:
             if member is not None:
                 self._bury(holder)
                 self.reached["replica buried"] += 1
-        if self.is_over(row):
+        if self.is_over(row) or row.number in without:
             return None
         self.reached[f"taken from {_whom(holder, replica_id)}"] += 1
         row = structs.replace(row, epoch=row.epoch + 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from itertools import pairwise
 from pathlib import Path
+from typing import Final
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -15,6 +16,10 @@ from tests.observe.collector import Collector, of_turn
 from tests.observe.promql import BY_PROMETHEUS, alerts, labels_of, metrics_of
 from tests.observe.work import work
 from tests.wire.conftest import SMALL
+
+UNUSED: Final = {"code", "side", "outcome"}
+"""Labels of what a test should not leave behind (turns that failed, engines that died), and of what
+only replicas with roles show."""
 
 CANARY = "canary4711"
 
@@ -33,8 +38,7 @@ def test_every_expression_names_metrics_and_labels_that_are_shown(tmp_path: Path
         names = metrics_of(expression)
         assert names <= shown.keys(), expression
         known = set[str]().union(*(shown[name] for name in names))
-        # Turns that failed and engines that died are not among what a test should leave behind.
-        assert labels_of(expression) <= known | BY_PROMETHEUS | {"code"}, expression
+        assert labels_of(expression) <= known | BY_PROMETHEUS | UNUSED, expression
     read = {name for expression in dashboard.expressions() for name in metrics_of(expression)}
     ours = {name for name in shown if name.startswith("session_server_")}
     assert ours - read == {

@@ -9,7 +9,7 @@ may go on to compute, but never to write.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -145,12 +145,15 @@ class Leases(PostgresReads):
         self._stop_listening()
         self.replica_id = NO_REPLICA
 
-    def take(self, owner_id: str, session_id: str) -> SessionRow | HeldBy | None:
+    def take(
+        self, owner_id: str, session_id: str, without: Container[int] = ()
+    ) -> SessionRow | HeldBy | None:
         """Hold a session in a new epoch, and return it; or say who else holds it, which is asked
-        first: that one knows whether it has expired. None if it has, or is not there. Once a
-        session is taken nobody else writes it. Raises LeaseLost, psycopg.Error."""
+        first: that one knows whether it has expired. None if it has, is not there, or its number is
+        among those it is to be `without`. Once a session is taken nobody else writes it. Raises
+        LeaseLost, psycopg.Error."""
         for _ in range(_MAX_BURIED):
-            found = self._over_pool(partial(self._try_to_take, owner_id, session_id))
+            found = self._over_pool(partial(self._try_to_take, (owner_id, session_id), without))
             if not isinstance(found, int):
                 return found
             # Nothing is locked meanwhile that a commit of that one may need.
@@ -158,10 +161,9 @@ class Leases(PostgresReads):
         raise AssertionError("replicas hold a session one after another that are all over")
 
     def _try_to_take(
-        self, owner_id: str, session_id: str, connection: PostgresConnection
+        self, name: tuple[str, str], without: Container[int], connection: PostgresConnection
     ) -> SessionRow | HeldBy | int | None:
         """As `take`; but return the id of a replica that is over, and to be buried."""
-        name = (owner_id, session_id)
         with connection.transaction():
             if connection.execute(LEASE, (self.replica_id,)).rowcount != 1:
                 raise LeaseLost(f"the lease of replica {self.replica_id} is over")
@@ -171,6 +173,8 @@ class Leases(PostgresReads):
                 found = self._look(connection, name, lock=" FOR NO KEY UPDATE")
             if not isinstance(found, _Free):
                 return found
+            if found.number in without:
+                return None
             query = (
                 "UPDATE sessions SET holder = %s, epoch = epoch + 1 WHERE number = %s"  # noqa: S608
                 f" RETURNING {COLUMNS}"

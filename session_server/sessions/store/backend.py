@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import ClassVar, Protocol
@@ -167,9 +167,11 @@ class SharedDatabase(StoreDatabase, Protocol):
     def leave(self) -> None:
         """Give up the lease, and with it every session."""
 
-    def take(self, owner_id: str, session_id: str) -> SessionRow | HeldBy | None:
+    def take(
+        self, owner_id: str, session_id: str, without: Container[int] = ()
+    ) -> SessionRow | HeldBy | None:
         """Become the holder of a session if nobody alive is it, and raise its epoch; None if there
-        is no such session."""
+        is no such session, or its number is among those it is to be `without`."""
 
     def release(self, numbers: Sequence[int]) -> None:
         """Hold sessions no longer."""

@@ -47,6 +47,9 @@ class Deletions:
         self._failed: dict[int, Callable[[], None]] = {}
         """Those of them that could not be deleted yet."""
 
+        self._told_late: dict[int, Told] = {}
+        """Who was told of those, and has to know if they are refused after all."""
+
         self._retired_bytes: Counter[str] = Counter()
         self._expected: dict[int, int] = {}
         """What those have that are to be retired, as it was when that was asked for."""
@@ -76,7 +79,8 @@ class Deletions:
     ) -> None:
         """Delete a session as it is in an epoch, None: in any. From now on it is not found; `told`
         once that is on disk, or cannot be: of a long one that is deleted in parts once the first
-        part is gone, which hides it, and if it is not urgent once all of it is."""
+        part is gone, which hides it, and if it is not urgent once all of it is. One that is urgent
+        is tried again; `told` once more if that is refused."""
         found: list[Freed | None] = []
 
         def write(database: StoreVerbs) -> None:
@@ -167,14 +171,18 @@ class Deletions:
             if error is None:
                 self.hidden.discard(number)
                 self._failed.pop(number, None)
+                self._told_late.pop(number, None)
             on_written(error)
 
         def told(error: Exception | None) -> None:
             if isinstance(error, NotOurs):  # whoever holds it deletes it, or lets it live
                 self.hidden.discard(number)
                 self._begun.discard(number)
+                self._told_late.pop(number, tell_nobody)(error)
             elif error is not None:
                 self._failed[number] = again
+                if is_urgent:
+                    self._told_late.setdefault(number, on_told)
             on_told(error)
 
         self._ask(write, written, told, is_urgent=is_urgent)
