@@ -1473,9 +1473,9 @@ ENGINE = (
     ),
     _constant(
         "parallel.ranks:EXIT_PATIENCE_S",
-        "time for ranks to end that could not be loaded",
+        "time for ranks to end",
         "s",
-        "they end by themselves",
+        "those that are left are killed",
     ),
     _constant(
         "core.engine_client:STOP_TIMEOUT_S",
