@@ -27,6 +27,9 @@ class WriteQueue:
         so that of a path the beginning comes first."""
 
         self._takes_writes = False
+        self._watched: set[int] = set()
+        self._changed: set[int] = set()
+        """Watched segments, by number, of which something has become since."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -54,11 +57,14 @@ class WriteQueue:
         self._hurried.pop(segment.number, None)
         self._failed.pop(segment.number, None)
         self._latest_first.remove(segment.number)
+        self._note_change(segment)
 
     def clear(self) -> None:
         """Remove all segments. One that is being written still is."""
         self._waiting, self._failed, self._latest_first = {}, OrderedDict(), LazyHeap()
         self._hurried.clear()
+        self._changed |= self._watched
+        self._watched = set()
 
     def touch(self, segments: Iterable[Segment]) -> None:
         """Take note of when segments were used. What the disk did not take before, because it was
@@ -95,10 +101,27 @@ class WriteQueue:
         """Note that a segment could not be written."""
         segment.is_refused, self._takes_writes = True, False
         self._failed[segment.number] = segment
+        self._note_change(segment)
 
-    def note_written(self) -> None:
-        """Note that the disk takes something."""
+    def note_written(self, segment: Segment) -> None:
+        """Note that a segment was written: the disk takes something."""
         self._takes_writes = True
+        self._note_change(segment)
+
+    def watch(self, segment: Segment) -> None:
+        """Name a segment once something becomes of it: it is being written, or was, or could not
+        be, or was dropped."""
+        self._watched.add(segment.number)
+
+    def unwatch(self, segment: Segment) -> None:
+        """Do not name a segment any more."""
+        self._watched.discard(segment.number)
+        self._changed.discard(segment.number)
+
+    def take_changed(self) -> set[int]:
+        """Return the numbers of segments to be named, which are watched no more."""
+        changed, self._changed = self._changed, set()
+        return changed
 
     @property
     def may_try_again(self) -> bool:
@@ -110,3 +133,8 @@ class WriteQueue:
         _, segment = self._failed.popitem(last=False)
         segment.is_refused = False
         self.add(segment)
+
+    def _note_change(self, segment: Segment) -> None:
+        if segment.number in self._watched:
+            self._watched.remove(segment.number)
+            self._changed.add(segment.number)

@@ -122,21 +122,23 @@ class DroppedPath(msgspec.Struct, frozen=True, gc=False):
 
 
 class Forget(msgspec.Struct, frozen=True, gc=False):
-    """Drop segments from host memory, and files, by their ids, from disk; or all of either.
-    `paths`: histories whose files go, whoever has written them, of a directory that is shared."""
+    """Drop segments from host memory, and files, by their ids, from disk; or all of either."""
 
     segments: tuple[int, ...] = ()
     files: tuple[bytes, ...] = ()
-    paths: tuple[DroppedPath, ...] = ()
     all_segments: bool = False
     all_files: bool = False
 
 
 class EraseFiles(msgspec.Struct, frozen=True, gc=False):
     """Answer once every file that was forgotten before is gone for good, and with them those that
-    were put aside because they did not verify. Fails where something is still there."""
+    were put aside because they did not verify. Fails where something is still there.
+
+    `paths`: histories whose files go too, whoever has written them, of a directory that is shared.
+    Takes a slice of the time that this takes: `TierResult.has_more` asks for another one."""
 
     number: int
+    paths: tuple[DroppedPath, ...] = ()
 
 
 TierOrder = CopyOut | CopyIn | WriteFile | FindFiles | ListFiles | MeasureRoom | Forget | EraseFiles
@@ -157,7 +159,7 @@ def uses_disk(order: TierOrder) -> bool:
         case WriteFile() | FindFiles() | ListFiles() | MeasureRoom() | EraseFiles():
             return True
         case Forget():
-            return bool(order.files or order.paths or order.all_files)
+            return bool(order.files or order.all_files)
 
 
 class Refusal(enum.Enum):
@@ -189,6 +191,7 @@ class TierResult(msgspec.Struct, frozen=True, gc=False):
         room_bytes: for `WriteFile` and `MeasureRoom`, what files may still take, below 0 what of
             them has to go; None if the disk does not say.
         read_bytes, read_s: of `seconds`, what was read from disk and how long that took.
+        has_more: for `EraseFiles`, it was a slice: another order, without paths, goes on.
     """
 
     number: int
@@ -200,6 +203,7 @@ class TierResult(msgspec.Struct, frozen=True, gc=False):
     room_bytes: int | None = None
     read_bytes: int = 0
     read_s: float = 0.0
+    has_more: bool = False
 
 
 class TierThread(enum.Enum):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ START_TIMEOUT_S: Final = 60.0
 """Seconds that the process of a rank may take to start, which imports torch."""
 
 EXIT_PATIENCE_S: Final = 5.0
-"""Seconds that the ranks may take to end once their sockets are closed."""
+"""Seconds that the ranks may take to end once their sockets are closed, all of them together."""
 
 
 class Ranks:
@@ -170,17 +171,24 @@ class Ranks:
             threading.Thread(target=_await_end, args=arguments, name=name, daemon=True).start()
 
     def close(self) -> None:
-        """End the ranks, and wait for them."""
-        self.group.close()
+        """End the ranks, and wait for them: one that does not end is killed."""
         self._end_processes()
+        self.group.close()
 
     def _end_processes(self) -> None:
         for each in self._sockets:
             with suppress(OSError):  # the peer is gone
                 each.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads, too
             each.close()
+        until_s = time.monotonic() + EXIT_PATIENCE_S
         for process in self._processes:
-            process.wait(EXIT_PATIENCE_S)
+            try:
+                process.wait(max(0.0, until_s - time.monotonic()))
+            except subprocess.TimeoutExpired:  # it is stopped, or hangs in a device
+                process.kill()
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(EXIT_PATIENCE_S)
         self._meeting.cleanup()
 
 

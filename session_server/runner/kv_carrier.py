@@ -172,13 +172,10 @@ class KvCarrier:
                 _LOG.warning("the files of KV cannot be removed: %s", error)
         if order.files:
             self._disk.remove(order.files)
-        if order.paths:
-            try:
-                self._disk.drop(order.paths)
-            except OSError as error:
-                _LOG.warning("files of KV that were deleted may be left: %s", error)
 
     def _erase(self, order: EraseFiles) -> TierResult:
+        if not self._disk.drop(order.paths):
+            return TierResult(order.number, 0.0, has_more=True)
         return TierResult(order.number, 0.0, None if self._disk.erase() else Refusal.FAILED)
 
     @property

@@ -8,8 +8,11 @@ more, would stay for good, and anybody who can read them can tell what was said.
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 import os
 import re
+import secrets
 from pathlib import Path
 from typing import Final
 
@@ -34,6 +37,11 @@ _FORMER: Final = re.compile(f"[0-9a-f]{{{_DIGITS[0]}}}{re.escape(SUFFIX)}", re.A
 
 UNFINISHED: Final = re.compile(f"{NEW}[0-9a-f]{{16}}", re.ASCII)
 
+_ODD: Final = "odd-"
+_NO_DIRECTORY: Final = (errno.ENOTDIR, errno.ELOOP)
+
+_LOG: Final = logging.getLogger("session_server.engine")
+
 
 def open_directory(path: Path | str, directory: int | None = None) -> int:
     """Open a directory, which only its owner may look into from now on."""
@@ -45,6 +53,40 @@ def open_directory(path: Path | str, directory: int | None = None) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def made_directory(name: str, directory: int) -> int:
+    """Make a directory in another one unless it is there, and open it. What has its name and is
+    none is set aside.
+
+    Raises:
+        OSError: it cannot be used.
+    """
+    try:
+        return _made_directory(name, directory)
+    except OSError as error:
+        if error.errno not in _NO_DIRECTORY:
+            raise
+    set_aside(name, directory)
+    return _made_directory(name, directory)
+
+
+def _made_directory(name: str, directory: int) -> int:
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(name, 0o700, dir_fd=directory)
+    return open_directory(name, directory)
+
+
+def set_aside(name: str, directory: int) -> None:
+    """Give another name to what only has a name of ours, and let it be.
+
+    Raises:
+        OSError: the disk does not do it.
+    """
+    other = _ODD + secrets.token_hex(8)
+    with contextlib.suppress(FileNotFoundError):  # somebody else has done it
+        os.rename(name, other, src_dir_fd=directory, dst_dir_fd=directory)
+        _LOG.warning("%s among files of KV was none of ours, and is called %s now", name, other)
 
 
 def room_left(status: os.statvfs_result) -> int | None:

@@ -33,9 +33,11 @@ from session_server.runner.kv_directory import (
     SUFFIX,
     UNFINISHED,
     claim,
+    made_directory,
     open_directory,
     remove_files,
     room_left,
+    set_aside,
 )
 from session_server.runner.segment_format import (
     MAX_FILE_BYTES,
@@ -77,18 +79,21 @@ class SegmentFiles:
 
     def __init__(
         self,
-        directory: Path,
+        directory: Path | int,
         layout: Layout,
         *,
         statvfs: Callable[[int], os.statvfs_result] = os.fstatvfs,
     ) -> None:
-        """Open the directory, which is made if there is none. `statvfs`: of its descriptor.
+        """Open the directory, which is made if there is none, or take over one that is open.
+        `statvfs`: of its descriptor.
 
         Raises:
             OSError: it cannot be used.
         """
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._directory, self._refused = opened(open_directory(directory))
+        if isinstance(directory, Path):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            directory = open_directory(directory)
+        self._directory, self._refused = opened(directory)
         self._layout, self._statvfs = layout, statvfs
         self._is_claimed = False
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
@@ -135,7 +140,7 @@ class SegmentFiles:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-            os.rename(temporary, name, src_dir_fd=self._directory, dst_dir_fd=self._directory)
+            self._rename(temporary, name)
             os.fsync(self._directory)
             self._stuck.discard(name)
         except BaseException:
@@ -143,6 +148,13 @@ class SegmentFiles:
             self._unlink(temporary)
             self._unlink(name)
             raise
+
+    def _rename(self, temporary: str, name: str) -> None:
+        try:
+            os.rename(temporary, name, src_dir_fd=self._directory, dst_dir_fd=self._directory)
+        except IsADirectoryError:
+            set_aside(name, self._directory)
+            os.rename(temporary, name, src_dir_fd=self._directory, dst_dir_fd=self._directory)
 
     def _take_room(self, num_bytes: int) -> None:
         room = self.room()
@@ -260,7 +272,7 @@ class SegmentFiles:
                 self.remove_all()
             for name in tuple(self._stuck):
                 with contextlib.suppress(FileNotFoundError):
-                    os.unlink(name, dir_fd=self._directory)
+                    self._unlink_now(name)
                 self._stuck.discard(name)
             self._keep_refused(0)
             for directory in (self._refused, self._directory):
@@ -300,8 +312,10 @@ class SegmentFiles:
         files.sort()
         return [(file_id, size) for _, file_id, size in files]
 
-    def drop(self, paths: Sequence[DroppedPath]) -> None:
-        """Remove what others may have written of some histories: nobody has, of this directory."""
+    def drop(self, _paths: Sequence[DroppedPath]) -> bool:
+        """Remove what others may have written of some histories: nobody has, of this directory.
+        Returns whether that is done; see `SharedFiles.drop`."""
+        return True
 
     def _claim(self) -> None:
         """Remove what was written of another model or otherwise, before anything is added."""
@@ -327,12 +341,17 @@ class SegmentFiles:
 
     def _unlink(self, name: str) -> None:
         try:
-            os.unlink(name, dir_fd=self._directory)
-        except FileNotFoundError:
-            pass
+            with contextlib.suppress(FileNotFoundError):
+                self._unlink_now(name)
         except OSError as error:
             self._stuck.add(name)
             self._warn(error)
+
+    def _unlink_now(self, name: str) -> None:
+        try:
+            os.unlink(name, dir_fd=self._directory)
+        except IsADirectoryError:
+            set_aside(name, self._directory)
 
     def _warn(self, error: OSError) -> None:
         """Log, once until all of them are gone, that files cannot be removed."""
@@ -394,9 +413,7 @@ def opened(directory: int) -> tuple[int, int]:
         OSError: it cannot be used, and is closed.
     """
     try:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(KV_REFUSED, 0o700, dir_fd=directory)
-        return directory, open_directory(KV_REFUSED, directory)
+        return directory, made_directory(KV_REFUSED, directory)
     except OSError:
         os.close(directory)
         raise

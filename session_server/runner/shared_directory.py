@@ -13,7 +13,6 @@ import errno
 import heapq
 import os
 import re
-import secrets
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +20,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from session_server.core.kv_place import KV_REFUSED
-from session_server.runner.kv_directory import SEGMENT, UNFINISHED, open_directory, room_left
+from session_server.runner.kv_directory import SEGMENT, UNFINISHED, made_directory, room_left
+from session_server.runner.shared_writers import Counts, Writers
 
 UNUSED_S: Final = 3600.0
 """After which what says nothing more is taken to be dead: a server, its layout if no other uses
@@ -43,16 +43,8 @@ MAX_OLDEST: Final = 1 << 16
 """Files that are remembered of a walk, those used longest ago."""
 
 _LAYOUT: Final = re.compile("[0-9a-f]{32}", re.ASCII)
-_WRITER: Final = re.compile("writer-([0-9a-f]{32})-[0-9a-f]{16}", re.ASCII)
-_COUNTS: Final = re.compile(rb"(\d{20}) (\d{20})\n")
 _TRIES: Final = 8
-
-
-class _Counts(NamedTuple):
-    """Count the bytes that a server has begun to write, and those of them that it has ended."""
-
-    begun: int = 0
-    ended: int = 0
+_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 class _Old(NamedTuple):
@@ -67,7 +59,7 @@ class _Old(NamedTuple):
 class _Walked:
     """Hold what a walk has found: bytes, less what is gone since, and the files to go first."""
 
-    def __init__(self, counts: Mapping[str, _Counts]) -> None:
+    def __init__(self, counts: Mapping[str, Counts]) -> None:
         self.counts = counts
         self.num_bytes = 0
         self._oldest: list[tuple[int, _Old]] = []
@@ -105,12 +97,11 @@ class SharedDirectory:
             OSError: it cannot be used.
         """
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        flags = os.O_RDONLY | os.O_DIRECTORY
-        self._root = os.open(path, flags)
+        self._root = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         self._layout, self._max_bytes = layout, max_bytes
         self._statvfs, self._clock = statvfs, clock
-        self._writer = f"writer-{layout}-{secrets.token_hex(8)}"
-        self._counts = _Counts()
+        self._writers = Writers(self._root, layout)
+        self._opened: tuple[int, int] | None = None
         self._walked: _Walked | None = None
         self._walk: Iterator[_Walked | None] | None = None
         self._heartbeat_due_s = self._walk_due_s = clock()
@@ -123,11 +114,23 @@ class SharedDirectory:
         """
         for _ in range(_TRIES):
             self._publish()  # before it is made: one that nobody uses is removed
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(self._layout, 0o700, dir_fd=self._root)
             with contextlib.suppress(FileNotFoundError):  # by somebody who has not seen that
-                return open_directory(self._layout, self._root)
+                descriptor = made_directory(self._layout, self._root)
+                status = os.fstat(descriptor)
+                self._opened = status.st_dev, status.st_ino
+                return descriptor
         raise OSError(errno.EBUSY, "the directory is being removed again and again")
+
+    @property
+    def is_there(self) -> bool:
+        """Return whether what was opened is still the directory of this layout. It is not where
+        others took this server for dead, for it was stopped for long: they have removed it, and may
+        have made it anew."""
+        try:
+            status = os.stat(self._layout, dir_fd=self._root, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return (status.st_dev, status.st_ino) == self._opened
 
     def reserve(self, num_bytes: int) -> None:
         """Make room for a file before it is begun; files that were used longest ago go.
@@ -137,30 +140,28 @@ class SharedDirectory:
         """
         if num_bytes > self._max_bytes:
             raise OSError(errno.ENOSPC, "a file is larger than all of them may be")
-        self._counts = _Counts(self._counts.begun + num_bytes, self._counts.ended)
-        self._publish()
+        if not self._writers.begin(num_bytes):
+            self._begin_anew()
         if self._excess(num_bytes) > 0 and not self._make_room(num_bytes):
             self.end_write()
             raise OSError(errno.ENOSPC, "the directory that servers share is full")
 
     def end_write(self) -> None:
         """Note that what was reserved is there, or nothing of it."""
-        self._counts = _Counts(self._counts.begun, self._counts.begun)
         with contextlib.suppress(OSError):  # others count it twice meanwhile
-            self._publish()
+            if not self._writers.end():
+                self._begin_anew()
 
-    def tick(self) -> bool:
-        """Do a slice of what is due; return False if the directory of this layout is gone, which
-        happens to a server that was stopped for long.
+    def tick(self) -> None:
+        """Do a slice of what is due.
 
         Raises:
             OSError: the disk does not do it.
         """
-        now_s, is_there = self._clock(), True
+        now_s = self._clock()
         if now_s >= self._heartbeat_due_s:
             self._heartbeat_due_s = now_s + HEARTBEAT_S
             self._publish()
-            is_there = self._is_there(self._layout)
         if self._walk is None and now_s >= self._walk_due_s:
             self._walk_due_s = now_s + WALK_S
             self._walk = self._walking()
@@ -169,7 +170,15 @@ class SharedDirectory:
             self._advance()
         if self._walked is not None and self._excess(0) > 0:
             self._remove_oldest(until_s, 0)
-        return is_there
+
+    def _publish(self) -> None:
+        if not self._writers.publish():
+            self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Forget what is there: others that have come and gone since may have changed it."""
+        self._walked = self._walk = None
+        self._walk_due_s = self._clock()
 
     # How much is there
 
@@ -178,61 +187,27 @@ class SharedDirectory:
         is counted as begun; all of them where that is not known."""
         if self._walked is None:
             return self._max_bytes
-        before, num_begun = self._walked.counts, 0
-        for writer, counts in self._all_counts().items():
-            num_begun += max(0, counts.begun - before.get(writer, _Counts()).ended)
-        excess = self._walked.num_bytes + num_begun - self._max_bytes
+        excess = self._walked.num_bytes + self._writers.num_since() - self._max_bytes
         room = room_left(self._statvfs(self._root))
         return excess if room is None else max(excess, num_bytes - room)
-
-    def _all_counts(self) -> dict[str, _Counts]:
-        found = {}
-        with os.scandir(self._root) as entries:
-            writers = [entry.name for entry in entries if _WRITER.fullmatch(entry.name)]
-        for writer in writers:
-            with contextlib.suppress(FileNotFoundError):
-                found[writer] = self._counts_of(writer)
-        return found | {self._writer: self._counts}
-
-    def _counts_of(self, writer: str) -> _Counts:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-        descriptor = os.open(writer, flags, dir_fd=self._root)
-        try:
-            match = _COUNTS.fullmatch(os.read(descriptor, 64))
-        finally:
-            os.close(descriptor)
-        return _Counts(int(match[1]), int(match[2])) if match else _Counts()
-
-    def _publish(self) -> None:
-        """Say what was written, and that this server lives."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
-        descriptor = os.open(self._writer, flags, 0o600, dir_fd=self._root)
-        try:
-            os.pwrite(descriptor, b"%020d %020d\n" % self._counts, 0)
-        finally:
-            os.close(descriptor)
-
-    def _is_there(self, name: str) -> bool:
-        try:
-            os.stat(name, dir_fd=self._root, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        return True
 
     # Walking
 
     def _walking(self) -> Iterator[_Walked | None]:
         """Look at every file; yield None after each, and what was found at the end."""
         self._publish()
-        now_ns = os.stat(self._writer, dir_fd=self._root).st_mtime_ns  # by the clock of the files
-        walked = _Walked(self._all_counts())
-        dead_ns = now_ns - int(UNUSED_S * 1e9)
-        used = self._used_layouts(dead_ns)
-        for layout in self._layouts():
+        dead_ns = self._writers.now_ns() - int(UNUSED_S * 1e9)
+        layouts = self._layouts()  # first: a server says that it lives before it makes its own
+        counts, used = yield from self._writers.read_all(dead_ns)
+        walked = _Walked(counts)
+        for layout in layouts:
             try:
-                directory = os.open(layout, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=self._root)
+                directory = os.open(layout, _FLAGS, dir_fd=self._root)
+            except FileNotFoundError:
+                continue
             except OSError:
-                continue  # gone, or none of ours
+                self._writers.ignore(layout)
+                continue
             try:
                 if layout in used:
                     yield from self._look(directory, layout, walked, dead_ns)
@@ -248,21 +223,6 @@ class SharedDirectory:
         walked.end()
         yield walked
 
-    def _used_layouts(self, dead_ns: int) -> set[str]:
-        """Return the layouts that a server uses; forget servers that are dead."""
-        used = {self._layout}
-        with os.scandir(self._root) as entries:
-            for entry in entries:
-                match = _WRITER.fullmatch(entry.name)
-                with contextlib.suppress(FileNotFoundError):
-                    if match is None:
-                        continue
-                    if entry.stat(follow_symlinks=False).st_mtime_ns > dead_ns:
-                        used.add(match[1])
-                    else:
-                        os.unlink(entry.name, dir_fd=self._root)
-        return used
-
     def _layouts(self) -> list[str]:
         with os.scandir(self._root) as entries:
             return [entry.name for entry in entries if _LAYOUT.fullmatch(entry.name)]
@@ -272,7 +232,7 @@ class SharedDirectory:
     ) -> Iterator[_Walked | None]:
         for status, name in _files(directory):
             if UNFINISHED.fullmatch(name) and status.st_ctime_ns < dead_ns:
-                with contextlib.suppress(FileNotFoundError):
+                with contextlib.suppress(OSError):
                     os.unlink(name, dir_fd=directory)
             elif SEGMENT.fullmatch(name):
                 walked.add(_Old(status.st_mtime_ns, layout, name, status.st_size))
@@ -287,7 +247,7 @@ class SharedDirectory:
                 os.unlink(name, dir_fd=directory)
             yield None
         try:
-            refused = os.open(KV_REFUSED, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=directory)
+            refused = os.open(KV_REFUSED, _FLAGS, dir_fd=directory)
         except OSError:
             return
         try:
@@ -304,6 +264,7 @@ class SharedDirectory:
             raise
         if walked is not None:
             self._walked, self._walk = walked, None
+            self._writers.count_from(walked.counts)
 
     # Making room
 

@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from cache.tiers.segment import NAME_BYTES, chains_after, first_chain
 from session_server.core.tier_orders import DroppedPath, FoundFile
-from session_server.runner.kv_directory import SEGMENT
 from session_server.runner.segment_files import OtherFile, Payload, SegmentFiles, opened
 from session_server.runner.segment_format import Layout
-from session_server.runner.shared_directory import SharedDirectory
+from session_server.runner.shared_deletion import deleting
+from session_server.runner.shared_directory import SLICE_S, SharedDirectory
 
 MAX_WRITTEN: Final = 1 << 16
 """Files of this server that it remembers, for when what it has written may be wrong."""
 
-_Boundaries = tuple[dict[bytes, int], int]
-"""The chain at each page of a history, in pages, and how many pages of it stay."""
-
+_OVER: Final = object()
 _LOG: Final = logging.getLogger("session_server.engine")
 
 
@@ -41,12 +39,13 @@ class SharedFiles(SegmentFiles):
         assert layout.key, "whoever can write to a shared directory has no KV used without a key"
         self._shared = SharedDirectory(path, layout.name, max_bytes)
         self._written: dict[bytes, None] = {}
-        self._left: list[DroppedPath] = []
-        """Histories whose files could not be removed yet."""
+        self._paths: list[DroppedPath] = []
+        """Histories whose files are being removed."""
 
-        super().__init__(path / layout.name, layout)
+        self._deletion: Iterator[None] | None = None
+
+        super().__init__(self._shared.open(), layout)
         self._is_claimed = True
-        self._open_again()
 
     def write(self, segment: FoundFile, payload: Payload, used_ns: int) -> None:
         """See `SegmentFiles.write`."""
@@ -62,17 +61,23 @@ class SharedFiles(SegmentFiles):
         """Do a slice of what keeps the directory within its bytes. What room there is changes with
         what others do, so nothing is said."""
         try:
-            if not self._shared.tick():
-                self._open_again()
+            self._shared.tick()
+            self._follow()
         except OSError as error:
             _LOG.warning("the directory that servers share cannot be looked at: %s", error)
         return None
 
     def _take_room(self, num_bytes: int) -> None:
         self._shared.reserve(num_bytes)
+        self._follow()
+
+    def _follow(self) -> None:
+        """Use the directory of the layout that is there, and no other."""
+        if not self._shared.is_there:
+            self._open_again()
 
     def _open_again(self) -> None:
-        """Open the directory of the layout, which somebody may have removed."""
+        self._deletion = None
         before = self._directory, self._refused
         self._directory, self._refused = opened(self._shared.open())
         for descriptor in before:
@@ -83,62 +88,39 @@ class SharedFiles(SegmentFiles):
         self.remove(tuple(self._written))
         self._written.clear()
 
-    def drop(self, paths: Sequence[DroppedPath]) -> None:
+    def drop(self, paths: Sequence[DroppedPath]) -> bool:
         """Remove the files of some histories, behind their first tokens and behind where another
-        one leaves them that has files; see `erase`.
+        one leaves them that has files: a slice of that, and of what was not done before. Returns
+        whether all is done.
 
         Raises:
-            OSError: the directory cannot be read.
+            OSError: the directory cannot be read. It is not tried again.
         """
-        self._left += paths
-        waiting = [self._boundaries(path) for path in self._left]
-        # Of two servers that drop histories with a beginning in common, whoever looks last sees
-        # that nobody else has it.
-        while waiting:
-            waiting = self._drop_some(waiting)
-        self._left.clear()
-
-    def erase(self) -> bool:
-        """See `SegmentFiles.erase`."""
         try:
-            self.drop(())
+            self._follow()
+            if paths:
+                self._paths += paths
+                self._deletion = None
+            until_s = time.monotonic() + SLICE_S
+            while self._advance() and time.monotonic() < until_s:
+                pass
         except OSError:
-            return False
-        return super().erase()
+            self._paths, self._deletion = [], None
+            raise
+        return not self._paths
+
+    def _advance(self) -> bool:
+        """Do a little of a deletion; return whether there is more."""
+        if self._paths and self._deletion is None:
+            page_size = self._layout.page_size
+            self._deletion = deleting(self._directory, self._paths, page_size, self._remove_one)
+        if self._deletion is not None and next(self._deletion, _OVER) is _OVER:
+            self._paths, self._deletion = [], None
+        return bool(self._paths)
+
+    def _remove_one(self, file_id: bytes) -> None:
+        self.remove((file_id,))
 
     def _refuse(self, file_id: bytes, why: Exception) -> None:
         if not isinstance(why, OtherFile):  # somebody else has written it anew
             super()._refuse(file_id, why)
-
-    def _boundaries(self, path: DroppedPath) -> _Boundaries:
-        page_size, chain = self._layout.page_size, first_chain(path.namespace)
-        tokens = path.tokens[: len(path.tokens) // page_size * page_size]
-        chains = (chain, *chains_after(chain, tokens, page_size))
-        return {each: at for at, each in enumerate(chains)}, path.num_kept // page_size
-
-    def _drop_some(self, waiting: list[_Boundaries]) -> list[_Boundaries]:
-        """Remove what can be; return what may be left since others had files behind it."""
-        ids = set(self._ids())
-        left = []
-        for chains, num_kept in waiting:
-            own, num_needed = [], 0
-            for file_id in ids:
-                name, chain = file_id[:NAME_BYTES], file_id[NAME_BYTES : 2 * NAME_BYTES]
-                at = chains.get(chain)
-                if at is None:
-                    continue
-                if chains.get(name) == at + 1:
-                    own.append((at, file_id))
-                else:
-                    num_needed = max(num_needed, at)
-            gone = [file_id for at, file_id in own if at >= max(num_kept, num_needed)]
-            self.remove(gone)
-            if gone and any(num_kept <= at < num_needed for at, _ in own):
-                left.append((chains, num_kept))
-            ids.difference_update(gone)
-        return left
-
-    def _ids(self) -> Iterator[bytes]:
-        with os.scandir(self._directory) as entries:
-            matches = (SEGMENT.fullmatch(entry.name) for entry in entries)
-            yield from (bytes.fromhex(match[1]) for match in matches if match is not None)

@@ -1300,6 +1300,18 @@ ENGINE = (
         "the server does not start: exit status 2",
     ),
     _constant(
+        "runner.shared_writers:LOOKED_AT",
+        "servers whose files a look at what all have written to a shared directory reads again",
+        "files",
+        "the next look reads the others",
+    ),
+    _constant(
+        "runner.shared_writers:_SETTLED_NS",
+        "time after which a change of a shared directory of KV shows in its time",
+        "ns",
+        "its names are not read again before the next change",
+    ),
+    _constant(
         "runner.shared_files:MAX_WRITTEN",
         "shared files of KV that a server remembers as its own",
         "files",
@@ -1316,6 +1328,18 @@ ENGINE = (
         "names of such files",
         "names",
         "the one that was looked for longest ago may be again",
+    ),
+    _constant(
+        "engine.tiers.erasing:BATCH_TOKENS",
+        "histories whose files are looked for in a shared directory at the same time",
+        "tokens",
+        "the others come next; a longer one is looked for alone",
+    ),
+    _constant(
+        "engine.tiers.erasing:MAX_LEFT_TOKENS",
+        "deleted histories that wait for that",
+        "tokens",
+        "a further one is asked for again where it is stored, and else ages out",
     ),
     _constant(
         "engine.tiers.handovers:HANDOVER_S",
@@ -1449,9 +1473,9 @@ ENGINE = (
     ),
     _constant(
         "parallel.ranks:EXIT_PATIENCE_S",
-        "time for ranks to end that could not be loaded",
+        "time for ranks to end",
         "s",
-        "they end by themselves",
+        "those that are left are killed",
     ),
     _constant(
         "core.engine_client:STOP_TIMEOUT_S",

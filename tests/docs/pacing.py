@@ -264,6 +264,18 @@ SLICES = (
         "one that is longer counts what it has",
     ),
     _constant(
+        "engine.tiers.erasing:_ITEM_TOKENS",
+        "a deleted history whose files in a shared directory are to go counts beside its own",
+        "tokens",
+        "it counts that",
+    ),
+    _constant(
+        "runner.shared_deletion:_PAGES_PER_STEP",
+        "pages of deleted histories that are gone through",
+        "pages",
+        _NEXT,
+    ),
+    _constant(
         "engine.tiers.store:_NUM_AHEAD",
         "copies of KV that are looked at for one to write ahead of need",
         "copies",

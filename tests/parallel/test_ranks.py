@@ -8,7 +8,9 @@ import queue
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +39,8 @@ def ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     found = Ranks(2, torch.device("cpu"))
     yield found
     for pid in found.pids:
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     found.close()
 
 
@@ -85,6 +88,17 @@ def test_what_rank_0_fails_at_alone_ends_the_forward_for_all(
         rows.run(rows.row(1, TOKENS))
 
 
+def test_ranks_that_are_stopped_are_ended_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("session_server.parallel.ranks.EXIT_PATIENCE_S", 1.0)
+    ranks = Ranks(3, torch.device("cpu"))
+    for pid in ranks.pids:
+        os.kill(pid, signal.SIGSTOP)
+    started_s = time.monotonic()
+    ranks.close()
+    assert time.monotonic() - started_s < 1.8, "they share the time to end"
+    assert_gone(ranks.pids)
+
+
 _LEADER = """
 import time, torch
 from session_server.parallel.ranks import Ranks
@@ -93,13 +107,16 @@ time.sleep(600)
 """
 
 
-def test_ranks_end_with_rank_0_whatever_ends_it() -> None:
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_ranks_end_with_rank_0_whatever_ends_it(*, is_stopped: bool) -> None:
     leader = subprocess.Popen(
         [sys.executable, "-c", _LEADER], stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
     assert leader.stdout is not None
     pids = [int(word) for word in leader.stdout.readline().split()]
     assert len(pids) == 1
+    if is_stopped:
+        os.kill(pids[0], signal.SIGSTOP)
     leader.kill()
     leader.communicate()
     assert_gone(pids)

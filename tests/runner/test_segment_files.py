@@ -20,6 +20,7 @@ from session_server.core.tier_orders import FileKey, FoundFile
 from session_server.engine.config import TierPolicy
 from session_server.runner.kv_directory import remove_left
 from session_server.runner.segment_files import SegmentFiles
+from session_server.runner.segment_format import FileRefused
 from tests.runner.kv_files import (
     LAYOUT,
     PAGE_SIZE,
@@ -147,17 +148,28 @@ def test_only_their_owner_may_look_whatever_the_umask_says(tmp_path: Path) -> No
 # The directory
 
 
-@pytest.mark.parametrize("name", ["", REFUSED])
-def test_a_directory_that_is_a_link_is_not_opened(tmp_path: Path, name: str) -> None:
+def test_a_directory_that_is_a_link_is_not_opened(tmp_path: Path) -> None:
     outside, kv = tmp_path / "outside", tmp_path / "kv"
     outside.mkdir()
-    if name:
-        kv.mkdir()
-    (kv / name).symlink_to(outside)
+    kv.symlink_to(outside)
     num_open = open_descriptors()
     with pytest.raises(OSError, match=r"Not a directory|symbolic links"):
         SegmentFiles(kv, LAYOUT)
     assert open_descriptors() == num_open
+
+
+def test_what_is_put_aside_goes_through_no_link(tmp_path: Path) -> None:
+    outside, kv = tmp_path / "outside", tmp_path / "kv"
+    outside.mkdir()
+    kv.mkdir()
+    (kv / REFUSED).symlink_to(outside)
+    files = SegmentFiles(kv, LAYOUT)
+    one = written(files, kv, found_of(path_of()))
+    (kv / one.file).write_bytes(b"spoiled")
+    with pytest.raises(FileRefused):
+        files.read(one.found)
+    assert [path.name for path in (kv / REFUSED).iterdir()] == [one.file]
+    assert not list(outside.iterdir())
 
 
 def test_a_directory_that_is_a_file_or_of_a_dead_disk_leaks_nothing(

@@ -6,7 +6,9 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import shutil
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,11 +16,13 @@ import numpy as np
 import pytest
 
 from session_server.core.tier_orders import DroppedPath, FoundFile
+from session_server.runner import shared_deletion, shared_files
 from session_server.runner.kv_directory import RESERVE_DIVISOR
 from session_server.runner.segment_files import FileGone, OtherFile, file_name
 from session_server.runner.segment_format import FileRefused, Layout
 from session_server.runner.shared_directory import UNUSED_S, SharedDirectory
 from session_server.runner.shared_files import SharedFiles
+from session_server.runner.shared_writers import LOOKED_AT
 from tests.runner.kv_files import (
     LAYOUT,
     NAMESPACE,
@@ -52,6 +56,13 @@ def server(directory: Path, max_bytes: int = PLENTY, layout: Layout = SHARED) ->
     return SharedFiles(directory, layout, max_bytes)
 
 
+def walk(directory: SharedDirectory) -> None:
+    """Look at all of it, however many slices that takes."""
+    directory.tick()
+    while directory._walk is not None:
+        directory.tick()
+
+
 def files_in(directory: Path) -> list[Path]:
     return sorted(path for path in directory.glob("*/*.safetensors"))
 
@@ -65,7 +76,13 @@ def write(files: SharedFiles, found: FoundFile, used_ns: int = 0) -> WrittenFile
 
 
 def drop(files: SharedFiles, tokens: np.ndarray, num_kept: int = 0) -> None:
-    files.drop([DroppedPath(NAMESPACE, tokens, num_kept)])
+    drop_all(files, [DroppedPath(NAMESPACE, tokens, num_kept)])
+
+
+def drop_all(files: SharedFiles, paths: list[DroppedPath]) -> None:
+    is_done = files.drop(paths)
+    while not is_done:
+        is_done = files.drop([])
     assert files.erase()
 
 
@@ -185,15 +202,15 @@ def test_of_two_that_are_deleted_at_once_the_last_look_takes_what_both_had(
     for tokens in both:
         write(one, found_of(tokens, 16))
     barrier = threading.Barrier(2, timeout=10)
-    ids = SharedFiles._ids
+    names = shared_deletion._names
 
-    def at_once(files: SharedFiles) -> list[bytes]:
-        found = list(ids(files))
+    def at_once(directory: int) -> list[bytes]:
+        found = list(names(directory))
         if len(found) == 3:
             barrier.wait()  # both have seen what the other one has
         return found
 
-    monkeypatch.setattr(SharedFiles, "_ids", at_once)
+    monkeypatch.setattr(shared_deletion, "_names", at_once)
     threads = [
         threading.Thread(target=drop, args=each) for each in zip((one, other), both, strict=True)
     ]
@@ -201,6 +218,66 @@ def test_of_two_that_are_deleted_at_once_the_last_look_takes_what_both_had(
         thread.start()
     for thread in threads:
         thread.join()
+    assert not files_in(tmp_path)
+
+
+def test_many_that_are_deleted_share_two_looks_that_are_done_in_slices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, common = server(tmp_path), path_of(4)
+    write(files, found_of(common))
+    paths = [np.concatenate([common, path_of(2, seed=seed)]) for seed in range(40)]
+    for tokens in paths:
+        write(files, found_of(tokens, 16))
+    looks, names = list[int](), shared_deletion._names
+
+    def counted(directory: int) -> Iterator[bytes]:
+        looks.append(directory)
+        yield from names(directory)
+
+    monkeypatch.setattr(shared_deletion, "_names", counted)
+    monkeypatch.setattr(shared_files, "SLICE_S", 0.0)
+    kept = paths.pop()
+    assert not files.drop([DroppedPath(NAMESPACE, tokens, 0) for tokens in paths])
+    num_slices, num_left = 1, len(files_in(tmp_path))
+    while not files.drop([]):
+        num_slices += 1
+        left = len(files_in(tmp_path))
+        assert num_left - left <= 1
+        num_left = left
+    assert num_slices > 3 * len(paths)
+    assert len(looks) == 2
+    assert len(files.find(key_of(kept, 0), kept)[0]) == 2
+    assert len(files_in(tmp_path)) == 2
+
+
+def test_of_a_history_that_was_cut_and_then_deleted_nothing_stays(tmp_path: Path) -> None:
+    files, tokens = server(tmp_path), path_of(6)
+    for start in (0, 8, 16):
+        write(files, found_of(tokens[: start + 8], start))
+    drop_all(files, [DroppedPath(NAMESPACE, tokens, 8), DroppedPath(NAMESPACE, tokens[:8], 0)])
+    assert not files_in(tmp_path)
+    write(files, found_of(tokens[:8]))
+    drop_all(files, [DroppedPath(NAMESPACE, tokens[:8], 100)])
+    assert len(files_in(tmp_path)) == 1, "all of it is kept"
+
+
+def test_a_directory_that_cannot_be_read_keeps_nothing_of_what_was_to_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, tokens = server(tmp_path), path_of()
+    write(files, found_of(tokens))
+
+    def fail(_: int) -> Iterator[bytes]:
+        raise OSError(errno.EIO, "dead")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_deletion, "_names", fail)
+        for _ in range(3):
+            with pytest.raises(OSError, match="dead"):
+                drop(files, tokens)
+    assert files.drop([])
+    drop(files, tokens)
     assert not files_in(tmp_path)
 
 
@@ -342,3 +419,210 @@ def test_a_server_puts_aside_what_is_wrong_and_erases_it_with_what_is_deleted(
     assert len(list((path.parent / REFUSED).iterdir())) == 1
     drop(files, tokens)
     assert not list((path.parent / REFUSED).iterdir())
+
+
+# Servers that were stopped
+
+
+def taken_for_dead(directory: Path, *names: str) -> None:
+    """Have the files of some servers, or of all, be those of servers that say nothing more."""
+    for writer in directory.glob("writer-*"):
+        if not names or writer.name in names:
+            writer.unlink()
+
+
+def test_a_server_that_comes_back_has_no_file_go_for_what_it_wrote_before(tmp_path: Path) -> None:
+    size = size_of_one(tmp_path)
+    directory = tmp_path / "kv"
+    stopped, other = (server(directory, 8 * size) for _ in range(2))
+    for seed in range(5):
+        write(stopped, found_of(path_of(seed=seed)), seed)
+    taken_for_dead(directory)
+    other.room()
+    write(other, found_of(path_of(seed=5)), 5)
+    write(stopped, found_of(path_of(seed=6)), 6)
+    write(other, found_of(path_of(seed=7)), 7)
+    assert len(files_in(directory)) == 8
+
+
+def test_a_server_that_comes_back_counts_what_others_wrote_that_are_gone(tmp_path: Path) -> None:
+    size = size_of_one(tmp_path)
+    directory = tmp_path / "kv"
+    stopped, other = (server(directory, 8 * size) for _ in range(2))
+    write(stopped, found_of(path_of(seed=0)))
+    stopped.room()
+    for seed in range(1, 8):
+        write(other, found_of(path_of(seed=seed)), seed)
+    taken_for_dead(directory)
+    for seed in range(8, 12):
+        write(stopped, found_of(path_of(seed=seed)), seed)
+        assert sum(path.stat().st_size for path in files_in(directory)) <= 8 * size
+
+
+def test_what_was_being_written_when_a_server_was_taken_for_dead_is_counted(tmp_path: Path) -> None:
+    directory = SharedDirectory(tmp_path, SHARED.name, PLENTY)
+    os.close(directory.open())
+    directory.reserve(1000)
+    taken_for_dead(tmp_path)
+    other = SharedDirectory(tmp_path, SHARED.name, PLENTY)
+    walk(other)
+    directory.end_write()
+    assert other._excess(0) == 1000 - PLENTY
+
+
+def test_a_server_whose_directory_was_removed_and_made_anew_goes_on_in_the_new_one(
+    tmp_path: Path,
+) -> None:
+    stopped, tokens = server(tmp_path), path_of()
+    write(stopped, found_of(tokens))
+    shutil.rmtree(tmp_path / SHARED.name)
+    taken_for_dead(tmp_path)
+    other = server(tmp_path)
+    write(other, found_of(tokens))
+    drop(stopped, tokens)
+    assert not files_in(tmp_path), "what is deleted is deleted where others look for it"
+    write(stopped, found_of(tokens))
+    assert len(files_in(tmp_path)) == 1
+    shutil.rmtree(tmp_path / SHARED.name)
+    write(stopped, found_of(tokens))
+    assert len(files_in(tmp_path)) == 1
+
+
+# Many servers
+
+
+def test_a_write_reads_what_a_few_servers_say_however_many_there_are(tmp_path: Path) -> None:
+    files = server(tmp_path)
+    opened, number = list[str](), 5 * LOOKED_AT
+    for seed in range(number):
+        name = f"writer-{SHARED.name}-{seed:016x}"
+        (tmp_path / name).write_bytes(b"%020d %020d\n" % (seed, seed))
+    walk(files._shared)
+    assert len(files._shared._writers._known) == number + 1
+    os_open = os.open
+
+    def counted(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        if str(path).startswith("writer-"):
+            opened.append(path)
+        return os_open(path, flags, mode, dir_fd=dir_fd)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", counted)
+        write(files, found_of(path_of()))
+        # Its own file twice, and what others say once for the write and once behind it.
+        assert len(opened) <= 2 * LOOKED_AT + 3
+        for _ in range(5):
+            files.room()
+    assert len({*opened}) == number + 1, "each has its turn"
+
+
+def test_what_a_new_server_writes_is_counted_by_others_before_their_next_walk(
+    tmp_path: Path,
+) -> None:
+    first = SharedDirectory(tmp_path, SHARED.name, PLENTY)
+    walk(first)
+    second = SharedDirectory(tmp_path, SHARED.name, PLENTY)
+    os.close(second.open())
+    second.reserve(500)
+    assert first._excess(0) == 500 - PLENTY
+    second.end_write()
+    second.reserve(200)
+    assert first._excess(0) == 700 - PLENTY
+
+
+# What only has a name
+
+
+def _file(path: Path) -> None:
+    path.write_bytes(b"not ours")
+
+
+def _directory(path: Path) -> None:
+    path.mkdir()
+
+
+def _full_directory(path: Path) -> None:
+    path.mkdir()
+    (path / "something").write_bytes(b"not ours")
+
+
+def _link(path: Path) -> None:
+    target = path.parent.parent / f"target-{len(list(path.parent.parent.iterdir()))}"
+    target.mkdir()
+    (target / "kept").write_bytes(b"not ours")
+    path.symlink_to(target)
+
+
+def _loose_link(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+def _pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+ODD = (_file, _directory, _full_directory, _link, _loose_link, _pipe)
+SEGMENT_NAME = file_name(found_of(path_of(seed=3)).file.file_id)
+NAMES = {
+    "its layout": SHARED.name,
+    "another layout": "0" * 32,
+    "another server": f"writer-{SHARED.name}-{0:016x}",
+    "what was put aside": f"{SHARED.name}/{REFUSED}",
+    "a segment": f"{SHARED.name}/{SEGMENT_NAME}",
+    "an unfinished file": f"{SHARED.name}/new-{0:016x}",
+}
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+@pytest.mark.parametrize("make", ODD)
+@pytest.mark.parametrize("what", NAMES)
+def test_what_only_has_a_name_keeps_nobody_from_anything(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    make: Callable[[Path], None],
+    what: str,
+    *,
+    is_old: bool,
+) -> None:
+    size = size_of_one(tmp_path)
+    directory = tmp_path / "kv"
+    odd = directory / NAMES[what]
+    odd.parent.mkdir(parents=True)
+    make(odd)
+    if is_old:
+        before_s = odd.lstat().st_mtime - 2 * UNUSED_S
+        os.utime(odd, (before_s, before_s), follow_symlinks=False)
+    files, other = server(directory, 4 * size), server(directory, 4 * size)
+    for seed in range(12):
+        write((files, other)[seed % 2], found_of(path_of(seed=seed)), seed)
+        if seed == 3:
+            assert other.find(key_of(path_of(seed=3), 0), path_of(seed=3))[0]
+        for each in (files, other):
+            each.room()
+    found = [path for path in directory.glob(f"{SHARED.name}/*.safetensors") if path.is_file()]
+    assert 3 <= len(found) <= 4
+    write(files, found_of(path_of(seed=3)), 20)
+    (path,) = [path for path in found_paths(directory) if path.name == SEGMENT_NAME]
+    path.write_bytes(b"spoiled")
+    assert files.find(key_of(path_of(seed=3), 0), path_of(seed=3)) == ([], True)
+    for seed in range(12):
+        drop(files, path_of(seed=seed))
+    assert not found_paths(directory)
+    ours = [each for each in caplog.records if "is not used" not in each.getMessage()]
+    assert len(ours) <= 2, "each server says it once"
+    assert not list(tmp_path.glob("target-*/*safetensors"))
+    assert len(list(tmp_path.glob("target-*/kept"))) == len(list(tmp_path.glob("target-*")))
+
+
+def found_paths(directory: Path) -> list[Path]:
+    return [path for path in files_in(directory) if path.is_file()]
+
+
+def test_an_odd_name_does_not_keep_what_nobody_uses(tmp_path: Path) -> None:
+    gone = server(tmp_path, layout=replace(SHARED, identity="of last year"))
+    write(gone, found_of(path_of()))
+    (own,) = tmp_path.glob("writer-*")
+    own.unlink()
+    own.mkdir()
+    SharedDirectory(tmp_path, SHARED.name, PLENTY).tick()
+    assert not files_in(tmp_path)

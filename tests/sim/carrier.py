@@ -192,6 +192,8 @@ class EchoCarrier:
             case MeasureRoom():
                 result = self._measure(order)
             case EraseFiles():
+                for path in order.paths:
+                    self._drop(path)
                 refusal = Refusal.FAILED if self.disk.is_stuck else None
                 result = TierResult(order.number, _COPY_S, refusal)
             case Forget():
@@ -347,8 +349,6 @@ class EchoCarrier:
             self.host.clear()
         if order.all_files:
             self.disk.files.clear()
-        for path in order.paths:
-            self._drop(path)
         is_short = self.disk.num_bytes > self.disk.told_bytes
         for file_id in order.files:
             gone = self.disk.files.pop(file_id, None)

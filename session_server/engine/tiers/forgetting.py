@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 from cache.tiers.segment import Segment
 from cache.types import Namespace, Tokens
-from session_server.core.tier_orders import EraseFiles, TierResult
-from session_server.engine.tiers.order_book import Continue
+from session_server.core.tier_orders import DroppedPath
+from session_server.engine.tiers.erasing import Erasing, ThenGone
 from session_server.engine.tiers.store import TierStore
 
 _TOKENS_PER_STEP: Final = 1 << 16
@@ -22,9 +21,6 @@ while it waits."""
 
 MAX_FORGOTTEN_TOKENS: Final = 1 << 24
 """Tokens of histories that wait. It takes as many only while the disk is not known yet."""
-
-ThenGone = Callable[[bool], object]
-"""Called once with whether nothing is left, in host memory or on disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +49,18 @@ class Forgetting:
         self._store = store
         self._waiting: deque[Forgotten] = deque()
         self._num_tokens = 0
-        self._dropped: list[ThenGone] = []
-        """Called once the files of what was dropped are gone."""
+        self._erasing = Erasing(store)
 
     @property
     def has_more(self) -> bool:
         """Return whether another step may drop something."""
         return bool(self._waiting) and self._store.is_listed
+
+    @property
+    def is_erasing(self) -> bool:
+        """Return whether files are being removed that others may have written, of a disk that
+        answers."""
+        return self._erasing.has_paths and not self._store.orders.disk_watch.is_silent
 
     def add(self, forgotten: Forgotten) -> None:
         """Drop something, now or soon."""
@@ -68,8 +69,11 @@ class Forgetting:
             self._num_tokens += forgotten.size
 
     def clear(self) -> None:
-        """Wait for nothing: everything was dropped."""
-        self._dropped += [each.then for each in self._waiting if each.then is not None]
+        """Wait for nothing: everything was dropped, but what others have in a shared directory."""
+        if self._store.is_shared:
+            return
+        for each in self._waiting:
+            self._erasing.add((), each.then)
         self._waiting.clear()
         self._num_tokens = 0
 
@@ -78,8 +82,8 @@ class Forgetting:
         self._drop_some()
         # The file of a segment that was dropped while it was written is forgotten behind that, and
         # those that followed a dropped one a slice with each step.
-        if self._dropped and not (self._has_orphan or self._store.pace.has_dropped):
-            self._erase()
+        if not (self._has_orphan or self._store.pace.has_dropped):
+            self._erasing.advance()
 
     def _drop_some(self) -> None:
         num_done = 0
@@ -101,28 +105,6 @@ class Forgetting:
             return False
         return self._store.tree.get(segment.number) is not segment
 
-    def _erase(self) -> None:
-        """Tell of what was dropped, once its files are gone for good, or some may be left."""
-        dropped, self._dropped = self._dropped, []
-        orders = self._store.orders
-
-        def tell(*, is_gone: bool) -> None:
-            for then in dropped:
-                then(is_gone)
-
-        def take(result: TierResult) -> None:
-            tell(is_gone=result.refusal is None)
-
-        def give_up() -> Continue:
-            tell(is_gone=False)
-            return lambda _late: None
-
-        is_known = not (self._store.has_unlisted or orders.disk_watch.is_silent)
-        if is_known and self._store.has_disk:
-            orders.add(EraseFiles, take, give_up=give_up)
-        else:
-            tell(is_gone=is_known)
-
     def _drop(self, forgotten: Forgotten) -> None:
         """Of sessions that are not open only what follows is known to be theirs."""
         store, namespace, num_kept = self._store, forgotten.namespace, forgotten.num_kept
@@ -132,13 +114,14 @@ class Forgetting:
         path = store.find(namespace, forgotten.tokens)
         store.drop_unread(namespace, path, forgotten.tokens, num_kept)
         store.drop_unshared(path.parts[-1].segment if path.parts else None, num_kept)
+        then, paths = forgotten.then, list[DroppedPath]()
         for whose, tokens, kept_len in ends:
             held_len = store.find(whose, tokens).length  # what others here have of it
-            store.orders.forget_path(whose, tokens, max(held_len, kept_len))
-        if forgotten.then is not None and store.is_listed:
-            self._dropped.append(forgotten.then)
-        elif forgotten.then is not None:
-            forgotten.then(False)
+            paths.append(DroppedPath(whose, tokens, max(held_len, kept_len)))
+        if then is not None and not store.is_listed:
+            then(False)
+            then = None
+        self._erasing.add(tuple(paths), then)
 
     def _ends_of(self, forgotten: Forgotten, num_kept: int) -> list[tuple[Namespace, Tokens, int]]:
         """Return the histories whose files go, and the tokens of them that stay."""

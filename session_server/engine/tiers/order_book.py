@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from cache.types import Namespace, PoolName, Tokens
-from session_server.core.tier_orders import DroppedPath, Forget, TierOrder, TierResult
+from cache.types import PoolName
+from session_server.core.tier_orders import Forget, TierOrder, TierResult
 from session_server.engine.tiers.disk_watch import DiskWatch
 
 Continue = Callable[[TierResult], None]
@@ -26,11 +26,10 @@ class OrderBook:
         self._num_made = 0
         self._segments: list[int] = []
         self._files: list[bytes] = []
-        self._paths: list[DroppedPath] = []
 
     def __len__(self) -> int:
         """Return the orders that were not taken."""
-        return len(self._orders) + bool(self._segments or self._files or self._paths)
+        return len(self._orders) + bool(self._segments or self._files)
 
     def add(
         self, make: Callable[[int], TierOrder], then: Continue, *, give_up: GiveUp | None = None
@@ -51,10 +50,6 @@ class OrderBook:
     def forget_file(self, file_id: bytes) -> None:
         """Have a file removed."""
         self._files.append(file_id)
-
-    def forget_path(self, namespace: Namespace, tokens: Tokens, num_kept: int) -> None:
-        """Have the files of a history removed, whoever has written them."""
-        self._paths.append(DroppedPath(namespace, tokens, num_kept))
 
     def forget_all_in_host(self) -> None:
         """Have all segments dropped from host memory."""
@@ -86,7 +81,6 @@ class OrderBook:
             self._continue[number] = give_up()
 
     def _close_forgotten(self) -> None:
-        if self._segments or self._files or self._paths:
-            forgotten = tuple(self._segments), tuple(self._files), tuple(self._paths)
-            self._orders.append(Forget(*forgotten))
-            self._segments, self._files, self._paths = [], [], []
+        if self._segments or self._files:
+            self._orders.append(Forget(tuple(self._segments), tuple(self._files)))
+            self._segments, self._files = [], []

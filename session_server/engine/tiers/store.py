@@ -446,7 +446,7 @@ class TierStore:
         segment.on_disk = is_whole
         if is_whole:
             self.counts.written_bytes += segment.content.num_bytes
-            self.writes.note_written()
+            self.writes.note_written(segment)
             self._try_again()
         else:
             self.counts.failed_copies += 1
@@ -511,7 +511,7 @@ class TierStore:
 
     def _remove_file(self, segment: Segment) -> None:
         """Have the file of a segment removed that is forgotten here. One that is shared is not: who
-        deletes a history names that (`OrderBook.forget_path`), and others may use it else."""
+        deletes a history names that (`Erasing`), and others may use it else."""
         if not self.is_shared:
             self.orders.forget_file(segment.content.file_id)
 

@@ -11,7 +11,8 @@ from cache.types import Namespace, SessionId, SlotState, Tokens
 from session_server.core.tier_orders import TierOrder, TierResult
 from session_server.engine.config import TierPolicy
 from session_server.engine.in_flight import InFlight
-from session_server.engine.tiers.forgetting import Forgetting, Forgotten, ThenGone
+from session_server.engine.tiers.erasing import ThenGone
+from session_server.engine.tiers.forgetting import Forgetting, Forgotten
 from session_server.engine.tiers.handovers import Handovers
 from session_server.engine.tiers.restoring import Restoring, Then
 from session_server.engine.tiers.room_watch import RoomWatch
@@ -181,6 +182,8 @@ class Tiers:
         # After a `clear` no segment is left, and nothing of it is to be forgotten.
         has_files = bool(self.store.tree) and self.store.pace.has_dropped
         if self._forgetting.has_more or has_files:
+            return True
+        if self._forgetting.is_erasing and not self.store.writes.is_over:
             return True
         if not self.store.writes.is_draining or self.store.orders.disk_watch.is_silent:
             return False
