@@ -292,10 +292,10 @@ def test_a_replica_joins_again_once_it_has_given_up_all_that_it_held(cluster: Cl
     num_held: list[int] = []
     join = first.database.join
 
-    def joining(address: str, lease_s: float) -> Joined:
+    def joining(address: str, lease_s: float, *, role: str = "both") -> Joined:
         sessions = first.world.manager._sessions
         num_held.append(sum(session.closing is None for session in sessions))
-        return join(address, lease_s)
+        return join(address, lease_s, role=role)
 
     first.database.join = joining  # type: ignore[method-assign]
     first.world.do(first.lease._renew())
