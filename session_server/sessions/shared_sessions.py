@@ -55,6 +55,10 @@ ENTRIES_APPLIED: Final = 16
 RECOUNT_S: Final = 30.0
 """How long what other replicas keep for an owner is not counted against what it may have."""
 
+MAX_ASKED: Final = 1024
+"""Sessions that are not in memory and that others ask for, until they are released; of further ones
+others ask again."""
+
 MAX_LOOKED_UP: Final = 4096
 """Ids that were looked up last; what is asked of them next is answered without the database."""
 
@@ -81,7 +85,7 @@ class SharedSessions:
         self._at_once = asyncio.Semaphore(ADOPTED_AT_ONCE)
         self._looked_up: dict[_Key, int | None] = {}
         self._asked: set[int] = set()
-        """Sessions that were asked for while this replica was about to read them."""
+        """Sessions that are not in memory, or were not when others asked for them."""
 
         self._closed: dict[_Key, SessionView] = {}
         self._leaving: dict[_Key, asyncio.Task[None]] = {}
@@ -235,21 +239,21 @@ class SharedSessions:
 
     def _on_asked(self, number: int) -> None:
         session = self._sessions.numbered(number)
-        # One whose number is not known yet may be the session.
-        loading = [each for each in self._loading.values() if each.number in (None, number)]
         if session is not None:
             self.give_up(session)
-        elif loading:
+        elif number not in self._asked and len(self._asked) < MAX_ASKED:
+            # One whose number is not known yet may be the session.
+            loading = [each for each in self._loading.values() if each.number in (None, number)]
             self._asked.add(number)
             self._spawn(self._release_unread(number, loading))
-        else:
-            self._spawn(self._release(number))
 
     async def _release_unread(self, number: int, loading: Sequence[_Loading]) -> None:
-        await asyncio.wait([each.task for each in loading if each.task is not None])
+        tasks = [each.task for each in loading if each.task is not None]
+        if tasks:
+            await asyncio.wait(tasks)
         if number in self._asked:
-            self._asked.discard(number)
             await self._release(number)
+            self._asked.discard(number)
 
     def on_left(self, session: Session, *, written: Written) -> None:
         """Release a session that has left the memory, once all of it is written."""

@@ -689,6 +689,12 @@ SESSIONS = (
         "the next one waits",
     ),
     _constant(
+        "sessions.shared_sessions:MAX_ASKED",
+        "sessions that others ask for, and that are to be released unread",
+        "sessions",
+        "others ask again",
+    ),
+    _constant(
         "sessions.shared_sessions:MAX_LOOKED_UP",
         "ids that were looked up in a shared store last, and are remembered",
         "ids",

@@ -71,9 +71,9 @@ MUTANTS: Final[Mapping[str, Mutant]] = MappingProxyType(
         ),
         "released while it is read": _bug(
             "A session that is asked for while it is read is released under whoever reads it.",
-            f"{_SHARED}_on_asked",
-            "elif loading:",
-            "elif False:",
+            f"{_SHARED}_release_unread",
+            "if tasks:",
+            "if False:",
         ),
         "taken before it is released": _bug(
             "A session is taken again before it was released, and released then.",
