@@ -88,8 +88,9 @@ class SharedSessions:
         """Sessions that are not in memory, or were not when others asked for them."""
 
         self._closed: dict[_Key, SessionView] = {}
-        self._leaving: dict[_Key, asyncio.Task[None]] = {}
-        """Sessions that are no longer in memory, and still to be released."""
+        self._leaving: dict[_Key | int, asyncio.Task[None]] = {}
+        """Sessions that are no longer in memory, and still to be released, by name and by
+        number."""
 
         self._tasks: set[asyncio.Task[None]] = set()
         self._recounted_s = -math.inf
@@ -157,7 +158,9 @@ class SharedSessions:
     async def _adopt(self, owner: Owner, session_id: str, loading: _Loading) -> None:
         leaving = self._leaving.get((owner.owner_id, session_id))
         if leaving is not None:  # to take it first, and release it then, would leave it nobody's
-            await asyncio.wait([leaving])
+            await asyncio.wait([leaving], timeout=HANDOVER_WAIT_S)
+            if not leaving.done():
+                raise SessionMoved("the session is being written: ask again")
         row = await self._take(owner, session_id, loading)
         self._note_looked_up(owner, session_id, row)
         if row is None:
@@ -241,6 +244,8 @@ class SharedSessions:
         session = self._sessions.numbered(number)
         if session is not None:
             self.give_up(session)
+        elif number in self._leaving:
+            pass  # it is released once all of it is written
         elif number not in self._asked and len(self._asked) < MAX_ASKED:
             # One whose number is not known yet may be the session.
             loading = [each for each in self._loading.values() if each.number in (None, number)]
@@ -257,13 +262,14 @@ class SharedSessions:
 
     def on_left(self, session: Session, *, written: Written) -> None:
         """Release a session that has left the memory, once all of it is written."""
-        key = session.owner.owner_id, session.session_id
         task = self._spawn(self._part_from(session, written))
-        self._leaving[key] = task
+        names = (session.owner.owner_id, session.session_id), session.life.order
+        self._leaving.update(dict.fromkeys(names, task))
 
         def is_gone(_task: asyncio.Task[None]) -> None:
-            if self._leaving.get(key) is task:
-                del self._leaving[key]
+            for name in names:
+                if self._leaving.get(name) is task:
+                    del self._leaving[name]
 
         task.add_done_callback(is_gone)
 
@@ -272,10 +278,10 @@ class SharedSessions:
             await self._restorer.ends.recount()
 
     async def _part_from(self, session: Session, written: Written) -> None:
-        await self._logs.flush()
-        self._logs.part_from(session)
+        is_ours = await self._logs.part_from(session)
         await written(session)
-        await self._release(session.life.order)
+        if is_ours:
+            await self._release(session.life.order)
 
     async def _release(self, number: int) -> None:
         # Where that fails it is this replica's until somebody asks again, or its lease is over.

@@ -683,6 +683,12 @@ SESSIONS = (
         "those that were made before the oldest are refused",
     ),
     _constant(
+        "sessions.session_logs:PART_WAIT_S",
+        "time that a session which others ask for waits for a write that fails",
+        "s",
+        "it is released without it",
+    ),
+    _constant(
         "sessions.shared_sessions:ADOPTED_AT_ONCE",
         "sessions that one replica reads at once from a shared store",
         "sessions",

@@ -417,6 +417,7 @@ BOUND_NOTHING = frozenset(
         "session_server.sessions.shared_sessions:ASK_AGAIN_S",
         "session_server.sessions.shared_sessions:_FIRST_LOOK_S",
         "session_server.sessions.shared_sessions:_LAST_LOOK_S",
+        "session_server.sessions.session_logs:_PART_LOOK_S",
         "session_server.sessions.place_counter:SLOTS",
         "session_server.sessions.postgres.notifications:_PROBE_S",
         # What part of a lease a renewal waits for, and the largest number there is.

@@ -78,8 +78,8 @@ MUTANTS: Final[Mapping[str, Mutant]] = MappingProxyType(
         "taken before it is released": _bug(
             "A session is taken again before it was released, and released then.",
             f"{_SHARED}_adopt",
-            "await asyncio.wait([leaving])",
-            "pass",
+            "if leaving is not None:",
+            "if False:",
         ),
         "release is forgotten": _bug(
             "What was asked to leave is in nobody's memory, and not released when asked for again.",

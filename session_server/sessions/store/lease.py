@@ -63,7 +63,7 @@ class LeaseListeners:
 
 
 class ReplicaLease:
-    """Keep the lease of this replica. Call every method but `join` on the event loop's thread.
+    """Keep the lease of this replica. Call every method on the event loop's thread, once it runs.
 
     `told`: who is told of what becomes of it. `clock` returns monotonic seconds.
     """
@@ -114,9 +114,14 @@ class ReplicaLease:
 
     def join(self) -> None:
         """Begin a lease; waits for the database. Raises what that raises."""
+        self._begin(*self._ask_to_join())
+
+    def _ask_to_join(self) -> tuple[float, Joined]:
         asked_s = self._clock()
         address, role = self._named
-        joined = self.database.join(address, self._lease_s, role=role)
+        return asked_s, self.database.join(address, self._lease_s, role=role)
+
+    def _begin(self, asked_s: float, joined: Joined) -> None:
         self._joined = joined
         self._note(asked_s, joined.now_s)
 
@@ -128,12 +133,15 @@ class ReplicaLease:
             loop.create_task(self._listen(), name="listen to replicas"),
         ]
 
-    async def stop(self) -> None:
-        """Give up the lease, and with it all sessions; call it once all is written."""
+    async def stop(self, *, leaves: bool = True) -> None:
+        """Keep the lease no longer. Once all is written it `leaves`: it gives up all sessions at
+        once, and else when the lease has run out."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._until_s = -math.inf
+        if not leaves:
+            return
         try:
             async with asyncio.timeout(READ_WAIT_S):
                 await self._ask(self.database.leave)
@@ -208,7 +216,7 @@ class ReplicaLease:
             self._lose()
             while self.told.is_losing():
                 await asyncio.sleep(0)
-            await self._ask(self.join)
+            self._begin(*await self._ask(self._ask_to_join))
 
     def _lose(self) -> None:
         if self._until_s > -math.inf:
