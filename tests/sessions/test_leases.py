@@ -726,6 +726,23 @@ def test_whoever_waits_is_told_of_the_end(join: Join) -> None:
             listener.asked(0.0)
 
 
+def test_who_has_joined_again_is_not_asked_what_was_asked_of_the_one_before(
+    join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = join()
+    assert ours.asked(0.0) == []
+    listener = ours._listener
+    assert listener is not None
+    monkeypatch.setattr(notifications, "_SLICE_S", SOON_S)
+    before = ours.replica_id
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(ours.asked, SOON_S)
+        assert_waits(waiting)
+        ours.join("again", LEASE_S)
+        ours.ask_for(HeldBy(9, before, ""))
+        assert waiting.result(SOON_S) == []
+
+
 def test_nobody_waits_for_whoever_listens_to_join_again(join: Join) -> None:
     ours = join()
     assert ours.asked(0.0) == []

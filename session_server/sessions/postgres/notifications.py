@@ -39,7 +39,8 @@ class Notifications:
             numbers = self._hear(connection, until_s)
             while not (numbers or self._kept.is_closed or time.monotonic() >= until_s):
                 numbers = self._hear(connection, until_s)
-        return numbers
+        # What is asked of one whose lease is over is not asked of the one that has joined since.
+        return [] if self._kept.is_closed else numbers
 
     def close(self) -> None:
         """Have nobody listen any more. Waits for nothing: whoever listens stops soon."""
