@@ -19,13 +19,12 @@ class DaemonThreads(Executor):
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._threads: list[threading.Thread] = []
+        self._threads: set[threading.Thread] = set()
 
     @property
     def num_alive(self) -> int:
         """Return the number of threads whose work has not ended, whether or not a caller waits for
         it."""
-        self._threads = [thread for thread in self._threads if thread.is_alive()]
         return len(self._threads)
 
     def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
@@ -35,11 +34,19 @@ class DaemonThreads(Executor):
 
         def run() -> None:
             try:
-                future.set_result(fn(*args, **kwargs))
+                result = fn(*args, **kwargs)
             except BaseException as error:  # noqa: BLE001 - the waiter gets it
+                self._threads.discard(thread)
                 future.set_exception(error)
+            else:
+                self._threads.discard(thread)
+                future.set_result(result)
 
         thread = threading.Thread(target=run, name=self._name, daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        self._threads.add(thread)
+        try:
+            thread.start()
+        except BaseException:  # there can be no more
+            self._threads.discard(thread)
+            raise
         return future

@@ -6,6 +6,7 @@ memory, and its next write has all of it: nothing is appended to a log that lack
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
@@ -44,6 +45,12 @@ EXPIRY_SLACK_S: Final = 1.0
 
 BUSY_S: Final = 3600.0
 """Seconds for which a session is not looked at whose turns run, if its time on disk is over."""
+
+PART_WAIT_S: Final = 30.0
+"""How long a session that others ask for waits for a write that fails. They wait for less, and ask
+again."""
+
+_PART_LOOK_S: Final = 0.1
 
 _MIN_LOG_BYTES: Final = 1 << 16
 
@@ -194,12 +201,21 @@ class SessionLogs:
         elif not self.is_dated(session):
             self.touch(session)
 
-    def part_from(self, session: Session) -> None:
-        """Write nothing more of a session that is another replica's from now on: what could not be
-        written is lost, as its client was told that it may be."""
+    async def part_from(self, session: Session) -> bool:
+        """Wait until all of a session is on disk that others may take then, and write nothing more
+        of it; return whether it is this replica's to give. What cannot be written for `PART_WAIT_S`
+        is lost, as its client was told that it may be."""
+        place = session.life.log
+        assert place is not None, "a session that nobody else can have"
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + PART_WAIT_S
+        await self.flush()
+        while not (place.is_written or place.has_moved) and loop.time() < until_s:
+            await asyncio.sleep(_PART_LOOK_S)  # `retry` writes what has failed
+        is_ours = not place.has_moved
         self._behind.pop(session, None)
-        if session.life.log is not None:
-            session.life.log.has_moved = True
+        place.has_moved = True
+        return is_ours
 
     def is_dated(self, session: Session) -> bool:
         """Return whether the store has when a session expires, as the clock is now."""

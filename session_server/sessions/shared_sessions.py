@@ -55,6 +55,10 @@ ENTRIES_APPLIED: Final = 16
 RECOUNT_S: Final = 30.0
 """How long what other replicas keep for an owner is not counted against what it may have."""
 
+MAX_ASKED: Final = 1024
+"""Sessions that are not in memory and that others ask for, until they are released; of further ones
+others ask again."""
+
 MAX_LOOKED_UP: Final = 4096
 """Ids that were looked up last; what is asked of them next is answered without the database."""
 
@@ -81,11 +85,12 @@ class SharedSessions:
         self._at_once = asyncio.Semaphore(ADOPTED_AT_ONCE)
         self._looked_up: dict[_Key, int | None] = {}
         self._asked: set[int] = set()
-        """Sessions that were asked for while this replica was about to read them."""
+        """Sessions that are not in memory, or were not when others asked for them."""
 
         self._closed: dict[_Key, SessionView] = {}
-        self._leaving: dict[_Key, asyncio.Task[None]] = {}
-        """Sessions that are no longer in memory, and still to be released."""
+        self._leaving: dict[_Key | int, asyncio.Task[None]] = {}
+        """Sessions that are no longer in memory, and still to be released, by name and by
+        number."""
 
         self._tasks: set[asyncio.Task[None]] = set()
         self._recounted_s = -math.inf
@@ -153,7 +158,9 @@ class SharedSessions:
     async def _adopt(self, owner: Owner, session_id: str, loading: _Loading) -> None:
         leaving = self._leaving.get((owner.owner_id, session_id))
         if leaving is not None:  # to take it first, and release it then, would leave it nobody's
-            await asyncio.wait([leaving])
+            await asyncio.wait([leaving], timeout=HANDOVER_WAIT_S)
+            if not leaving.done():
+                raise SessionMoved("the session is being written: ask again")
         row = await self._take(owner, session_id, loading)
         self._note_looked_up(owner, session_id, row)
         if row is None:
@@ -237,31 +244,34 @@ class SharedSessions:
 
     def _on_asked(self, number: int) -> None:
         session = self._sessions.numbered(number)
-        # One whose number is not known yet may be the session.
-        loading = [each for each in self._loading.values() if each.number in (None, number)]
         if session is not None:
             self.give_up(session)
-        elif loading:
+        elif number in self._leaving:
+            pass  # it is released once all of it is written
+        elif number not in self._asked and len(self._asked) < MAX_ASKED:
+            # One whose number is not known yet may be the session.
+            loading = [each for each in self._loading.values() if each.number in (None, number)]
             self._asked.add(number)
             self._spawn(self._release_unread(number, loading))
-        else:
-            self._spawn(self._release(number))
 
     async def _release_unread(self, number: int, loading: Sequence[_Loading]) -> None:
-        await asyncio.wait([each.task for each in loading if each.task is not None])
+        tasks = [each.task for each in loading if each.task is not None]
+        if tasks:
+            await asyncio.wait(tasks)
         if number in self._asked:
-            self._asked.discard(number)
             await self._release(number)
+            self._asked.discard(number)
 
     def on_left(self, session: Session, *, written: Written) -> None:
         """Release a session that has left the memory, once all of it is written."""
-        key = session.owner.owner_id, session.session_id
         task = self._spawn(self._part_from(session, written))
-        self._leaving[key] = task
+        names = (session.owner.owner_id, session.session_id), session.life.order
+        self._leaving.update(dict.fromkeys(names, task))
 
         def is_gone(_task: asyncio.Task[None]) -> None:
-            if self._leaving.get(key) is task:
-                del self._leaving[key]
+            for name in names:
+                if self._leaving.get(name) is task:
+                    del self._leaving[name]
 
         task.add_done_callback(is_gone)
 
@@ -270,10 +280,10 @@ class SharedSessions:
             await self._restorer.ends.recount()
 
     async def _part_from(self, session: Session, written: Written) -> None:
-        await self._logs.flush()
-        self._logs.part_from(session)
+        is_ours = await self._logs.part_from(session)
         await written(session)
-        await self._release(session.life.order)
+        if is_ours:
+            await self._release(session.life.order)
 
     async def _release(self, number: int) -> None:
         # Where that fails it is this replica's until somebody asks again, or its lease is over.

@@ -683,10 +683,22 @@ SESSIONS = (
         "those that were made before the oldest are refused",
     ),
     _constant(
+        "sessions.session_logs:PART_WAIT_S",
+        "time that a session which others ask for waits for a write that fails",
+        "s",
+        "it is released without it",
+    ),
+    _constant(
         "sessions.shared_sessions:ADOPTED_AT_ONCE",
         "sessions that one replica reads at once from a shared store",
         "sessions",
         "the next one waits",
+    ),
+    _constant(
+        "sessions.shared_sessions:MAX_ASKED",
+        "sessions that others ask for, and that are to be released unread",
+        "sessions",
+        "others ask again",
     ),
     _constant(
         "sessions.shared_sessions:MAX_LOOKED_UP",

@@ -429,8 +429,12 @@ BOUND_NOTHING = frozenset(
         "session_server.sessions.shared_sessions:ASK_AGAIN_S",
         "session_server.sessions.shared_sessions:_FIRST_LOOK_S",
         "session_server.sessions.shared_sessions:_LAST_LOOK_S",
+        "session_server.sessions.session_logs:_PART_LOOK_S",
         "session_server.sessions.place_counter:SLOTS",
         "session_server.sessions.postgres.notifications:_PROBE_S",
+        # What part of a lease a renewal waits for, and the largest number there is.
+        "session_server.sessions.postgres.leases:_FIRST_RENEWAL",
+        "session_server.sessions.postgres.notifications:_LAST_NUMBER",
         # How often replicas are looked for and whoever waits is told, what speaks for a home, and
         # sizes of what replicas say to each other.
         "session_server.sessions.roles.asking:PEERS_S",

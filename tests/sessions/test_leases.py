@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from functools import partial
+from typing import Final
 
 import psycopg
 import pytest
 from msgspec import structs
 
-from session_server.sessions.postgres import leases
+from session_server.sessions.postgres import connections, leases, notifications
 from session_server.sessions.postgres.database import PostgresDatabase
 from session_server.sessions.postgres.failures import is_unavailable
 from session_server.sessions.store.lock import StoreUnusable
@@ -259,6 +260,44 @@ def test_a_lease_that_is_being_renewed_is_not_over(
             assert_waits(taking)
         assert isinstance(taking.result(SOON_S), HeldBy)
     append(ours, row, b"one")
+
+
+def test_a_lease_is_renewed_while_every_connection_reads(join: Join) -> None:
+    ours, num = join(), connections.MAX_READERS
+    wait = threading.Event()
+
+    def read(connection: psycopg.Connection[tuple[object, ...]]) -> None:
+        connection.execute("SELECT")
+        assert wait.wait(SOON_S)
+
+    with ThreadPoolExecutor(num) as threads:
+        reading = [threads.submit(ours._over_pool, read) for _ in range(num)]
+        try:
+            assert_waits(reading[-1])
+            begun_s = time.monotonic()
+            ours.renew(LEASE_S)
+            assert time.monotonic() < begun_s + connections.READ_WAIT_S / 2
+        finally:
+            wait.set()
+        for each in reading:
+            each.result(SOON_S)
+
+
+def test_a_lease_is_renewed_over_another_connection_where_one_says_nothing(
+    join: Join, url: str
+) -> None:
+    ours = join()
+    first, lease_s = ours._own._connection, 2.4
+    row = "SELECT FROM session_server.replicas FOR UPDATE"
+    with psycopg.connect(url) as other, ThreadPoolExecutor(1) as threads:
+        other.execute(row)
+        renewing = threads.submit(ours.renew, lease_s)
+        time.sleep(lease_s / 2)
+        assert first is not None
+        assert first.closed
+        other.rollback()
+        assert renewing.result(SOON_S) > 0
+    assert ours._own._connection is not first
 
 
 def test_time_is_that_of_the_database(join: Join, postgres: Postgres) -> None:
@@ -629,98 +668,98 @@ def test_a_replica_is_asked_for_a_session_and_gives_it_up(join: Join) -> None:
     put(ours)
     held = others.take("alice", "s1")
     assert isinstance(held, HeldBy)
-    with ThreadPoolExecutor(2) as threads:
+    with ThreadPoolExecutor(1) as threads:
         assert ours.asked(0.0) == []  # it listens from now on
         asking = threads.submit(ours.asked, SOON_S)
-        waiting = threads.submit(others.await_release, held, SOON_S)
-        assert_waits(waiting)
+        assert_waits(asking)
+        begun_s = time.monotonic()
         for _ in range(2):
             others.ask_for(held)
-        begun_s = time.monotonic()
         assert asking.result(SOON_S) == [1]
-        ours.release([7, 1])
-        assert waiting.result(SOON_S)
         assert time.monotonic() < begun_s + SOON_S / 2
-    assert take(others).epoch == 2
-
-
-@pytest.mark.parametrize("how", ["release", "leave", "lapse"])
-def test_a_session_that_is_free_is_not_waited_for(
-    join: Join, lapse: Callable[..., None], how: str
-) -> None:
-    ours, others = join(), join()
-    put(ours)
-    held = others.take("alice", "s1")
-    assert isinstance(held, HeldBy)
-    {"release": lambda: ours.release([1]), "leave": ours.leave, "lapse": lambda: lapse(ours)}[how]()
-    assert others.await_release(held, SOON_S)
+    ours.release([7, 1])
     assert take(others).epoch == 2
 
 
 def test_waiting_is_bounded(join: Join) -> None:
-    ours, others = join(), join()
-    put(ours)
-    held = others.take("alice", "s1")
-    assert isinstance(held, HeldBy)
-    assert not others.await_release(held, 0.05)
-    assert others.asked(0.05) == []
+    assert join().asked(0.05) == []
 
 
-def test_several_wait_for_several_sessions(join: Join) -> None:
-    ours, others = join(), join()
-    held = []
-    for number in range(1, 7):
-        put(ours, numbered(number))
-        found = others.take("alice", f"s{number}")
-        assert isinstance(found, HeldBy)
-        held.append(found)
-    with ThreadPoolExecutor(7) as threads:
-        asking = threads.submit(others.asked, SOON_S)
-        waiting = [threads.submit(others.await_release, each, SOON_S) for each in held]
-        assert_waits(waiting[0])
-        for number, future in enumerate(waiting, 1):
-            ours.release([number])
-            assert future.result(SOON_S)
-        ours.ask_for(HeldBy(9, others.replica_id, ""))
-        assert asking.result(SOON_S) == [9]
+ODD: Final = ("", "{", "1,2", "-1", "1.0", " 1", chr(0x661), "9" * 19, "9" * 5000, "null", "")
+
+
+def test_what_others_say_there_that_is_no_number_is_nothing(
+    join: Join, postgres: Postgres, url: str
+) -> None:
+    ours = join()
+    assert ours.asked(0.0) == []
+    channel = notifications.channel_of(ours.replica_id)
+    for payload in (*ODD, str(2**63), str(2**63 - 1), "7"):
+        postgres.run(f"SELECT pg_notify('{channel}', '{payload}')", url)
+    found, until_s = list[int](), time.monotonic() + SOON_S
+    while len(found) < 2 and time.monotonic() < until_s:
+        found += ours.asked(1.0)
+    assert found == [2**63 - 1, 7]
 
 
 def test_whoever_listens_over_a_connection_that_breaks_is_told_and_listens_again(
     join: Join, postgres: Postgres
 ) -> None:
-    ours, others = join(), join()
-    put(ours)
-    held = others.take("alice", "s1")
-    assert isinstance(held, HeldBy)
+    others = join()
     query = (  # it listens, and asks nothing now and then to see whether anybody answers
         "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
         " WHERE query LIKE 'LISTEN%' OR query = 'SELECT'"
     )
-    with ThreadPoolExecutor(2) as threads:
+    with ThreadPoolExecutor(1) as threads:
         asking = threads.submit(others.asked, SOON_S)
         assert_waits(asking)
-        waiting = threads.submit(others.await_release, held, SOON_S)
-        assert_waits(waiting)
         assert len(postgres.run(query)) == 1
-        # Whichever of them has read is told; the other one reads on, over a new connection, and
-        # looks for itself whether it has missed something.
         assert isinstance(asking.exception(SOON_S), psycopg.OperationalError)
-        assert waiting.result(SOON_S)
     assert others.asked(0.0) == []
     others.ask_for(HeldBy(9, others.replica_id, ""))
     assert others.asked(SOON_S) == [9]
 
 
 def test_whoever_waits_is_told_of_the_end(join: Join) -> None:
-    ours, others = join(), join()
-    put(ours)
-    held = others.take("alice", "s1")
-    assert isinstance(held, HeldBy)
-    with ThreadPoolExecutor(2) as threads:
-        waiting = [
-            threads.submit(others.asked, SOON_S),
-            threads.submit(others.await_release, held, SOON_S),
-        ]
-        assert_waits(waiting[1])
+    others = join()
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(others.asked, SOON_S)
+        assert_waits(waiting)
+        listener = others._listener
+        assert listener is not None
         others.leave()
-        assert [future.result(SOON_S) for future in waiting] == [[], False]
+        assert waiting.result(SOON_S) == []
+        assert listener._kept._connection is None
+        with pytest.raises(LeaseLost):
+            listener.asked(0.0)
+
+
+def test_who_has_joined_again_is_not_asked_what_was_asked_of_the_one_before(
+    join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = join()
+    assert ours.asked(0.0) == []
+    listener = ours._listener
+    assert listener is not None
+    monkeypatch.setattr(notifications, "_SLICE_S", SOON_S)
+    before = ours.replica_id
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(ours.asked, SOON_S)
+        assert_waits(waiting)
+        ours.join("again", LEASE_S)
+        ours.ask_for(HeldBy(9, before, ""))
+        assert waiting.result(SOON_S) == []
+
+
+def test_nobody_waits_for_whoever_listens_to_join_again(join: Join) -> None:
+    ours = join()
+    assert ours.asked(0.0) == []
+    listener = ours._listener
+    assert listener is not None
+    with listener._kept._using:  # it asks a server that does not answer
+        begun_s = time.monotonic()
+        ours.join("again", LEASE_S)
+        assert time.monotonic() < begun_s + SOON_S / 4
+    listener.close()  # as whoever listens does then
+    assert listener._kept._connection is None
+    assert ours.asked(0.0) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
@@ -12,11 +13,13 @@ import pytest
 
 from session_server.core.errors import ServerDraining, SessionExists, SessionMoved, SessionNotFound
 from session_server.core.session_events import TurnEnd
+from session_server.sessions import session_logs
 from session_server.sessions.backlog import SLICE
 from session_server.sessions.place_counter import SLOTS
 from session_server.sessions.postgres import leases
 from session_server.sessions.postgres.database import PostgresDatabase
 from session_server.sessions.shared_sessions import HANDOVER_WAIT_S, RECOUNT_S
+from session_server.sessions.store import session_store
 from session_server.sessions.store.lease import ReplicaLease
 from session_server.sessions.store.ownership import HeldBy, Joined, LeaseLost
 from session_server.sessions.store.records import SessionRow
@@ -237,15 +240,20 @@ def test_what_a_replica_could_not_write_is_not_told_to_be_on_disk(cluster: Clust
         first.world.create(session_id="other", is_stored=True)
 
 
-def test_what_could_not_be_written_before_a_handover_is_not_told_to_be_on_disk(
-    cluster: Cluster,
-) -> None:
-    first, second = cluster.start(), cluster.start()
-    name = first.world.create(session_id="ours", is_stored=True)
-    completed(first.say(name, "a"))
-    conninfo, first.database._conninfo = first.database._conninfo, "host=/nowhere"
-    first.database._writer.close()  # it can read, and not write
-    manager = first.world.manager
+def cannot_write(replica: Replica) -> Callable[[], None]:
+    """Have a replica read, and not write; return what puts that right."""
+    conninfo, replica.database._conninfo = replica.database._conninfo, "host=/nowhere"
+    replica.database._writer.close()
+
+    def put_right() -> None:
+        replica.database._conninfo = conninfo
+
+    return put_right
+
+
+def change_and_give_up(replica: Replica, name: str) -> None:
+    """Change the settings of a session that others ask for meanwhile."""
+    manager = replica.world.manager
     session = manager._sessions.find(OWNER, name)
     assert session is not None
 
@@ -256,17 +264,63 @@ def test_what_could_not_be_written_before_a_handover_is_not_told_to_be_on_disk(
         manager.exits.give_up(session, is_lost=False)
         await telling
 
+    replica.world.do(change())
+
+
+def test_a_session_is_given_up_once_all_of_it_is_written(cluster: Cluster) -> None:
+    first, second = cluster.start(), cluster.start()
+    name = first.world.create(session_id="ours", is_stored=True)
+    completed(first.say(name, "a"))
+    put_right = cannot_write(first)
     with pytest.raises(SessionMoved):
-        first.world.do(change())
-    first.database._conninfo = conninfo
+        change_and_give_up(first, name)
+    first.world.do(asyncio.sleep(1.0))
+    assert isinstance(second.database.take(OWNER.owner_id, name), HeldBy)
+    put_right()
+    cluster.loop.call_soon(first.world.manager.tick)
     assert second.history(name)
+    assert second.world.manager.get(OWNER, name).metadata == {"at": "1"}
+    use = first.world.manager.stats().store
+    assert use is not None
+    assert use.num_behind == 0
+
+
+def test_what_cannot_be_written_before_a_handover_is_not_told_to_be_on_disk_and_holds_nobody_up(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_logs, "PART_WAIT_S", 0.2)
+    first, second = cluster.start(), cluster.start()
+    name = first.world.create(session_id="ours", is_stored=True)
+    completed(first.say(name, "a"))
+    put_right = cannot_write(first)
+    with pytest.raises(SessionMoved):
+        change_and_give_up(first, name)
+    assert second.history(name)
+    assert second.world.manager.get(OWNER, name).metadata == {}
+    put_right()
+
+
+def test_a_replica_that_ends_with_what_it_could_not_write_releases_nothing(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_store, "CLOSE_WAIT_S", 0.1)
+    first, second = cluster.start(), cluster.start()
+    name = first.world.create(session_id="ours", is_stored=True)
+    completed(first.say(name, "a"))
+    goes_on = threading.Event()
+    first.store._commits.ask(lambda _database: goes_on.wait(10.0) and None, lambda _error: None)
+    first.world.do(first.store.close())
+    assert isinstance(second.database.take(OWNER.owner_id, name), HeldBy)
+    goes_on.set()
+    cluster.until(lambda: not first.store._commits._thread.is_alive())
+    first.database.close()
+    cluster.replicas.remove(first)
 
 
 def test_what_a_lost_replica_could_not_write_waits_no_longer(cluster: Cluster) -> None:
     first = cluster.start()
     name = first.world.create(session_id="ours", is_stored=True)
-    conninfo, first.database._conninfo = first.database._conninfo, "host=/nowhere"
-    first.database._writer.close()
+    put_right = cannot_write(first)
     manager = first.world.manager
     view = manager.update(OWNER, name, metadata={"at": "1"})
     assert first.world.do(manager.edits.stored_view(OWNER, view)).is_durable is False
@@ -280,7 +334,7 @@ def test_what_a_lost_replica_could_not_write_waits_no_longer(cluster: Cluster) -
     use = logs.use()
     assert use is not None
     assert use.num_behind == 0, "it goes on elsewhere, without that"
-    first.database._conninfo = conninfo
+    put_right()
 
 
 def test_a_replica_joins_again_once_it_has_given_up_all_that_it_held(cluster: Cluster) -> None:

@@ -71,15 +71,15 @@ MUTANTS: Final[Mapping[str, Mutant]] = MappingProxyType(
         ),
         "released while it is read": _bug(
             "A session that is asked for while it is read is released under whoever reads it.",
-            f"{_SHARED}_on_asked",
-            "elif loading:",
-            "elif False:",
+            f"{_SHARED}_release_unread",
+            "if tasks:",
+            "if False:",
         ),
         "taken before it is released": _bug(
             "A session is taken again before it was released, and released then.",
             f"{_SHARED}_adopt",
-            "await asyncio.wait([leaving])",
-            "pass",
+            "if leaving is not None:",
+            "if False:",
         ),
         "release is forgotten": _bug(
             "What was asked to leave is in nobody's memory, and not released when asked for again.",

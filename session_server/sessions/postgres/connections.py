@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any, Final, TypeVar
@@ -153,6 +154,49 @@ def configure(connection: PostgresConnection, *, is_synced: bool = True) -> None
     }
     settings = ", ".join(f"set_config('{name}', {value}, false)" for name, value in chosen.items())
     connection.execute(f"SELECT {settings} FROM current_setting('synchronous_commit') AS synced")  # noqa: S608
+
+
+class KeptConnection:
+    """Keep a connection that no read keeps busy, for one thread at a time, and make it anew once it
+    has failed. `begin`: what is said first over each. Any thread may `close`."""
+
+    def __init__(self, conninfo: str, begin: str = "SELECT") -> None:
+        self._conninfo, self._begin = conninfo, begin
+        self._using = threading.Lock()
+        self._connection: PostgresConnection | None = None
+        self.is_closed = False
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[PostgresConnection]:
+        """Lend the connection. One over which the block has raised is closed. Raises
+        psycopg.Error."""
+        try:
+            with self._using:
+                is_whole = False
+                try:
+                    if self._connection is None:
+                        self._connection = connect(self._conninfo)
+                        self._connection.execute(self._begin)
+                    yield self._connection
+                    is_whole = True
+                finally:
+                    if not is_whole:
+                        self._disconnect()
+        finally:
+            if self.is_closed:
+                self.close()
+
+    def close(self) -> None:
+        """Close it. Waits for nothing: whoever uses it closes it then."""
+        self.is_closed = True
+        if self._using.acquire(blocking=False):
+            self._disconnect()
+            self._using.release()
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
 
 
 def open_pool(conninfo: str) -> ConnectionPool[PostgresConnection]:

@@ -143,6 +143,7 @@ class PostgresDatabase(Leases):
     def close(self) -> None:
         """Close all connections. Whoever holds sessions calls `leave` before."""
         self._stop_listening()
+        self._own.close()
         self._writer.close()
         self._pool.close()
 

@@ -9,14 +9,20 @@ may go on to compute, but never to write.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+import time
+from collections.abc import Callable, Container, Sequence
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
+import psycopg
 from psycopg_pool import ConnectionPool
 
-from session_server.sessions.postgres.connections import PostgresConnection
-from session_server.sessions.postgres.notifications import RELEASED, Notifications, channel_of
+from session_server.sessions.postgres.connections import (
+    ANSWER_WAIT_S,
+    KeptConnection,
+    PostgresConnection,
+)
+from session_server.sessions.postgres.notifications import Notifications, channel_of
 from session_server.sessions.postgres.reads import NO_REPLICA, PostgresReads
 from session_server.sessions.postgres.schema import COLUMNS
 from session_server.sessions.store.lock import StoreUnusable
@@ -27,13 +33,17 @@ MAX_REPLICAS: Final = 1024
 """Replicas that share a store: slots are below this."""
 
 RELEASED_AT_ONCE: Final = 256
-"""Sessions that one transaction gives up. Their numbers fit into one notification, of 8 kB."""
+"""Sessions that one transaction gives up."""
 
 _MAX_BURIED: Final = 8
 """Replicas that are over and that one `take` finds in the way, one after another."""
 
 _JOINING: Final = 0x53535254
 """What replicas lock that join at once, so that none takes the slot of another."""
+
+_FIRST_RENEWAL: Final = 1 / 3
+"""Of a lease: how long a renewal waits before it is asked anew over another connection. One that
+says nothing any more costs no lease."""
 
 LEASE: Final = "SELECT FROM replicas WHERE id = %s AND expires > clock_timestamp() FOR KEY SHARE"
 
@@ -43,9 +53,8 @@ IS_OVER: Final = f"expires < {_NOW_S}"
 """What is true of a session that has expired."""
 
 _LET_GO: Final = (
-    "WITH freed AS (UPDATE sessions SET holder = NULL WHERE holder = %(me)s AND number {which}"  # noqa: S608
-    f" RETURNING number) SELECT max(number), pg_notify('{RELEASED}', string_agg(number::text, ','))"
-    " FROM freed HAVING count(*) > 0"
+    "WITH freed AS (UPDATE sessions SET holder = NULL WHERE holder = %(me)s AND number {which}"
+    " RETURNING number) SELECT max(number) FROM freed HAVING count(*) > 0"
 )
 _THESE: Final = _LET_GO.format(which="= ANY(%(numbers)s::bigint[])")
 _NEXT: Final = _LET_GO.format(
@@ -53,6 +62,9 @@ _NEXT: Final = _LET_GO.format(
     which="IN (SELECT number FROM sessions WHERE holder = %(me)s AND number > %(after)s"
     " ORDER BY number LIMIT %(limit)s)"
 )
+
+
+_T = TypeVar("_T")
 
 
 class _Free(NamedTuple):
@@ -67,6 +79,7 @@ class Leases(PostgresReads):
     def __init__(self, pool: ConnectionPool[PostgresConnection], conninfo: str, place: str) -> None:
         super().__init__(pool)
         self._conninfo, self._place = conninfo, place
+        self._own = KeptConnection(conninfo)
         self._listener: Notifications | None = None
         self.slot = 0
 
@@ -74,7 +87,7 @@ class Leases(PostgresReads):
         """Become a replica that others reach at an address, for so many seconds. Whatever this
         process held as another one it does not hold any more. Raises StoreUnusable with too many
         replicas, psycopg.Error."""
-        joined = self._over_pool(partial(self._join, (address, role), lease_s))
+        joined = self._over_own(partial(self._join, (address, role), lease_s), ANSWER_WAIT_S)
         self._stop_listening()
         self.replica_id, self.slot = joined.replica_id, joined.slot
         self._listener = Notifications(self._conninfo, joined.replica_id)
@@ -119,15 +132,21 @@ class Leases(PostgresReads):
 
     def renew(self, lease_s: float) -> float:
         """Hold everything for so many seconds from now on, and return the clock of the database in
-        unix seconds. Raises LeaseLost, psycopg.Error."""
+        unix seconds. Waits behind no read, and for no longer than the lease if the database can be
+        reached. Raises LeaseLost, psycopg.Error."""
         query = (
             f"UPDATE replicas SET expires = {_ENDS} WHERE id = %(me)s"  # noqa: S608
             f" AND expires > clock_timestamp() RETURNING {_NOW_S}"
         )
-        found = self._read(query, {"lease_s": lease_s, "me": self.replica_id})
-        if not found:
+        values = {"lease_s": lease_s, "me": self.replica_id}
+
+        def ask(connection: PostgresConnection) -> tuple[float] | None:
+            return connection.execute(query, values, binary=True).fetchone()
+
+        found = self._over_own(ask, _FIRST_RENEWAL * lease_s, lease_s)
+        if found is None:
             raise LeaseLost(f"replica {self.replica_id} has not renewed its lease in time")
-        return float(found[0][0])
+        return float(found[0])
 
     def address_of(self, replica_id: int) -> str | None:
         """Return where a replica is reached, "" where it has not said; None if its lease is over.
@@ -141,7 +160,7 @@ class Leases(PostgresReads):
         values = {"me": self.replica_id, "limit": RELEASED_AT_ONCE, "after": 0}
         while freed := self._read(_NEXT, values):
             values["after"] = freed[0][0]
-        self._over_pool(partial(_delete_replica, self.replica_id))
+        self._over_own(partial(_delete_replica, self.replica_id), ANSWER_WAIT_S)
         self._stop_listening()
         self.replica_id = NO_REPLICA
 
@@ -224,14 +243,17 @@ class Leases(PostgresReads):
         LeaseLost, psycopg.Error."""
         return self._listening().asked(timeout_s)
 
-    def await_release(self, held: HeldBy, timeout_s: float) -> bool:
-        """Return whether it is worth while to take a session that another replica holds, as soon as
-        it is, and else after that time. Raises LeaseLost, psycopg.Error."""
-        return self._listening().await_release(held.number, partial(self._is_free, held), timeout_s)
-
-    def _is_free(self, held: HeldBy) -> bool:
-        query = f"SELECT FROM sessions WHERE number = %(number)s AND {_HELD}"
-        return not self._read(query, {"number": held.number, "holder": held.replica_id})
+    def _over_own(self, ask: Callable[[PostgresConnection], _T], *waits_s: float) -> _T:
+        """Ask over the connection of the lease, again over a new one where that has failed, which
+        nobody knows of one that was idle. What is asked for may be done twice. `waits_s`: within
+        what time the first one has to have answered, and the last."""
+        begun_s = time.monotonic()
+        try:
+            with self._own.lent() as connection, connection.answering(begun_s + waits_s[0]):
+                return ask(connection)
+        except psycopg.OperationalError:
+            with self._own.lent() as connection, connection.answering(begun_s + waits_s[-1]):
+                return ask(connection)
 
     def _listening(self) -> Notifications:
         if self._listener is None:
@@ -242,12 +264,6 @@ class Leases(PostgresReads):
         if self._listener is not None:
             self._listener.close()
         self._listener = None
-
-
-_HELD: Final = (
-    "holder = %(holder)s AND EXISTS (SELECT FROM replicas WHERE replicas.id = %(holder)s"
-    " AND replicas.expires > clock_timestamp())"
-)
 
 
 def _bury(replica_id: int, connection: PostgresConnection) -> None:

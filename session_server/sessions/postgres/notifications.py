@@ -1,25 +1,20 @@
-"""Hear what other replicas ask for, and what they give up: notifications of PostgreSQL."""
+"""Hear what other replicas ask for: notifications of PostgreSQL."""
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable
 from typing import Final
 
-from session_server.sessions.postgres.connections import PostgresConnection, connect
+from session_server.sessions.postgres.connections import KeptConnection, PostgresConnection
 from session_server.sessions.store.ownership import LeaseLost
 
-RELEASED: Final = "session_server_released"
-"""Where all hear of sessions that nobody holds any more: their numbers."""
-
 _SLICE_S: Final = 0.25
-"""How long one look for notifications takes: so long does `close` wait."""
-
+"""How long one look for notifications takes: so long somebody listens behind `close`."""
 
 _PROBE_S: Final = 5.0
 """How often a connection over which nothing is heard is asked whether it still works."""
+
+_LAST_NUMBER: Final = 2**63 - 1
 
 
 def channel_of(replica_id: int) -> str:
@@ -28,113 +23,43 @@ def channel_of(replica_id: int) -> str:
 
 
 class Notifications:
-    """Listen over one connection, for any number of threads: one of those that wait reads it, and
-    the others are told what it has heard."""
+    """Listen over one connection. One thread at a time asks, and any may `close`."""
 
     def __init__(self, conninfo: str, replica_id: int) -> None:
-        self._conninfo, self._channel = conninfo, channel_of(replica_id)
-        self._changed = threading.Condition()
-        self._connection: PostgresConnection | None = None
-        self._is_read = self._is_closed = False
+        self._kept = KeptConnection(conninfo, f'LISTEN "{channel_of(replica_id)}"')
         self._probed_s = 0.0
-        self._asked: list[int] = []
-        self._awaited: Counter[int] = Counter()
-        self._released: set[int] = set()
-        """Those of the awaited that may be free."""
 
     def asked(self, timeout_s: float) -> list[int]:
         """Return what was asked of this replica, in order, each session once; after that time
-        nothing. Raises LeaseLost, psycopg.Error."""
-        with self._changed:
-            self._listen()
-            self._wait(lambda: bool(self._asked), timeout_s)
-            asked, self._asked = self._asked, []
-        return list(dict.fromkeys(asked))
-
-    def await_release(self, number: int, is_free: Callable[[], bool], timeout_s: float) -> bool:
-        """Return whether a session may be free, as soon as it may, and else after that time. Raises
-        LeaseLost, psycopg.Error, and what `is_free` raises."""
-        with self._changed:
-            self._listen()
-            self._awaited[number] += 1
-            try:
-                self._changed.release()
-                try:
-                    if is_free():  # since before anybody listened
-                        return True
-                finally:
-                    self._changed.acquire()
-                return self._wait(lambda: number in self._released, timeout_s)
-            finally:
-                self._awaited[number] -= 1
-                if not self._awaited[number]:
-                    del self._awaited[number]
-                    self._released.discard(number)
+        nothing. Raises LeaseLost once this is closed, psycopg.Error."""
+        until_s = time.monotonic() + timeout_s
+        if self._kept.is_closed:
+            raise LeaseLost("this replica has left")
+        with self._kept.lent() as connection:
+            numbers = self._hear(connection, until_s)
+            while not (numbers or self._kept.is_closed or time.monotonic() >= until_s):
+                numbers = self._hear(connection, until_s)
+        # What is asked of one whose lease is over is not asked of the one that has joined since.
+        return [] if self._kept.is_closed else numbers
 
     def close(self) -> None:
-        """Have nobody wait any more."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-            while self._is_read:
-                self._changed.wait()
-            self._disconnect()
+        """Have nobody listen any more. Waits for nothing: whoever listens stops soon."""
+        self._kept.close()
 
-    def _wait(self, is_there: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until something is there, and return whether it is; called and returns locked."""
-        until_s = time.monotonic() + timeout_s
-        while not is_there():
-            left_s = until_s - time.monotonic()
-            if left_s <= 0 or self._is_closed:
-                return False
-            if self._is_read:
-                self._changed.wait(left_s)
-            else:
-                self._hear(self._listen(), min(left_s, _SLICE_S))
-        return True
+    def _hear(self, connection: PostgresConnection, until_s: float) -> list[int]:
+        """Return what has been said within a slice of the time."""
+        if time.monotonic() > self._probed_s + _PROBE_S:
+            connection.execute("SELECT")  # what is heard meanwhile is kept
+            self._probed_s = time.monotonic()
+        wait_s = max(0.0, min(until_s - time.monotonic(), _SLICE_S))
+        heard = list(connection.notifies(timeout=wait_s, stop_after=1))
+        return list(dict.fromkeys(number for each in heard for number in _numbers(each.payload)))
 
-    def _hear(self, connection: PostgresConnection, timeout_s: float) -> None:
-        """Read what has been said; the lock is free meanwhile."""
-        self._is_read = True
-        self._changed.release()
-        heard, is_broken = [], True
-        try:
-            if time.monotonic() > self._probed_s + _PROBE_S:
-                connection.execute("SELECT")  # what is heard meanwhile is kept
-                self._probed_s = time.monotonic()
-            heard = list(connection.notifies(timeout=timeout_s, stop_after=1))
-            is_broken = False
-        finally:
-            self._changed.acquire()
-            self._is_read = False
-            if is_broken:
-                self._disconnect()
-            for each in heard:
-                numbers = [int(number) for number in each.payload.split(",")]
-                if each.channel == RELEASED:
-                    self._released.update(self._awaited.keys() & numbers)
-                else:
-                    self._asked += numbers
-            self._changed.notify_all()
 
-    def _listen(self) -> PostgresConnection:
-        """Return the connection, which is made if there is none, while others wait for it. Raises
-        LeaseLost once it is closed, psycopg.Error."""
-        if self._is_closed:
-            raise LeaseLost("this replica has left")
-        if self._connection is None:
-            connection = connect(self._conninfo)
-            try:
-                connection.execute(f'LISTEN "{self._channel}"; LISTEN "{RELEASED}"')
-            except BaseException:
-                connection.close()
-                raise
-            self._connection = connection
-            # What was said before that nobody has heard: they look again.
-            self._released.update(self._awaited)
-        return self._connection
-
-    def _disconnect(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-        self._connection = None
+def _numbers(payload: str) -> list[int]:
+    """Return the number that somebody asks for. Any client of the database may say something else
+    there, which is nothing."""
+    if not (payload.isascii() and payload.isdigit() and len(payload) <= len(str(_LAST_NUMBER))):
+        return []
+    number = int(payload)
+    return [number] if number <= _LAST_NUMBER else []

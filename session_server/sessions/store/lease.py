@@ -8,16 +8,18 @@ that was stopped and knows nothing of it. By its own clock it stops answering be
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar
 
 from session_server.core.errors import SessionMoved
-from session_server.sessions.bugs import log_bug
+from session_server.sessions.bugs import contained, log_bug
 from session_server.sessions.daemon_threads import DaemonThreads
 from session_server.sessions.store.backend import SharedDatabase
 from session_server.sessions.store.lock import StoreUnusable
@@ -35,10 +37,11 @@ MARGIN_S: Final = 1.0
 """How long before the end of its lease a replica stops answering: its clock may run slower."""
 
 READS_AT_ONCE: Final = 16
-"""Reads of the database that are under way; others wait."""
+"""Reads of the database that are under way, also those that nobody waits for any more; others
+wait."""
 
 READ_WAIT_S: Final = 10.0
-"""How long one may take."""
+"""How long one may wait and take."""
 
 RETRY_S: Final = 0.5
 """How long a replica that could not renew or listen waits before it tries again."""
@@ -60,7 +63,7 @@ class LeaseListeners:
 
 
 class ReplicaLease:
-    """Keep the lease of this replica. Call every method but `join` on the event loop's thread.
+    """Keep the lease of this replica. Call every method on the event loop's thread, once it runs.
 
     `told`: who is told of what becomes of it. `clock` returns monotonic seconds.
     """
@@ -111,9 +114,14 @@ class ReplicaLease:
 
     def join(self) -> None:
         """Begin a lease; waits for the database. Raises what that raises."""
+        self._begin(*self._ask_to_join())
+
+    def _ask_to_join(self) -> tuple[float, Joined]:
         asked_s = self._clock()
         address, role = self._named
-        joined = self.database.join(address, self._lease_s, role=role)
+        return asked_s, self.database.join(address, self._lease_s, role=role)
+
+    def _begin(self, asked_s: float, joined: Joined) -> None:
         self._joined = joined
         self._note(asked_s, joined.now_s)
 
@@ -121,17 +129,22 @@ class ReplicaLease:
         """Keep the lease from now on, and listen to what others ask for."""
         self._tasks = [
             loop.create_task(self._keep(), name="keep lease"),
+            loop.create_task(self._watch(), name="watch lease"),
             loop.create_task(self._listen(), name="listen to replicas"),
         ]
 
-    async def stop(self) -> None:
-        """Give up the lease, and with it all sessions; call it once all is written."""
+    async def stop(self, *, leaves: bool = True) -> None:
+        """Keep the lease no longer. Once all is written it `leaves`: it gives up all sessions at
+        once, and else when the lease has run out."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._until_s = -math.inf
+        if not leaves:
+            return
         try:
-            await self.read(self.database.leave)
+            async with asyncio.timeout(READ_WAIT_S):
+                await self._ask(self.database.leave)
         except LeaseLost:
             return
         except self.database.read_errors as error:
@@ -139,19 +152,47 @@ class ReplicaLease:
 
     async def read(self, call: Callable[[], _T]) -> _T:
         """Ask the database on a thread. Raises what the call raises, TimeoutError."""
-        async with self._at_once, asyncio.timeout(READ_WAIT_S):
-            return await asyncio.wrap_future(self._threads.submit(call))
+        loop = asyncio.get_running_loop()
+
+        def give_back(_answer: Future[_T]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is over, and nobody waits
+                loop.call_soon_threadsafe(self._at_once.release)
+
+        async with asyncio.timeout(READ_WAIT_S):
+            await self._at_once.acquire()
+            try:
+                answer = self._threads.submit(call)
+            except BaseException:
+                self._at_once.release()
+                raise
+            # A database that hangs has the threads of those that have given up, and no others.
+            answer.add_done_callback(give_back)
+            return await asyncio.wrap_future(answer)
+
+    async def _ask(self, call: Callable[[], _T]) -> _T:
+        """As `read`, beside all reads: what keeps the lease waits for none of them, and the
+        database bounds how long it takes."""
+        return await asyncio.wrap_future(self._threads.submit(call))
 
     async def _keep(self) -> None:
+        wait_s = self._lease_s / RENEWALS
         while True:
-            await asyncio.sleep(self._lease_s / RENEWALS)
+            await asyncio.sleep(wait_s)
+            wait_s = self._lease_s / RENEWALS
             try:
                 await self._renew()
             except Exception as error:  # noqa: BLE001 - without a lease nothing is served
                 self._note_failure(error)
-                if not self.is_held:
+                wait_s = RETRY_S
+
+    async def _watch(self) -> None:
+        """Have the lease be over when its time is, whatever is being waited for."""
+        while True:
+            if not self.is_held:
+                with contained("a lost lease was not told of"):
                     self._lose()
-                await asyncio.sleep(RETRY_S)
+            left_s = max(self._until_s - self._clock(), 0.0)
+            await asyncio.sleep(min(left_s, self._lease_s) or self._lease_s / RENEWALS)
 
     def _note_failure(self, error: Exception) -> None:
         if not isinstance(error, (StoreUnusable, *self.database.read_errors)):
@@ -167,19 +208,22 @@ class ReplicaLease:
         try:
             if not self.is_held:
                 raise LeaseLost
-            now_s = await self.read(partial(self.database.renew, self._lease_s))
+            now_s = await self._ask(partial(self.database.renew, self._lease_s))
+            if not self.is_held:  # the answer came too late: what was held is given up
+                raise LeaseLost
             self._note(asked_s, now_s)
         except LeaseLost:
             self._lose()
             while self.told.is_losing():
                 await asyncio.sleep(0)
-            await self.read(self.join)
+            self._begin(*await self._ask(self._ask_to_join))
 
     def _lose(self) -> None:
         if self._until_s > -math.inf:
-            self._until_s = -math.inf
+            self._until_s = min(self._until_s, self._clock())
             _logger.error("the lease of this replica is over: its sessions go on in others")
             self.told.on_lost()
+            self._until_s = -math.inf  # it is known, and another one may begin
 
     def _note(self, asked_s: float, now_s: float) -> None:
         # Of the time between the question and the answer the database may have used all or none.
@@ -190,14 +234,12 @@ class ReplicaLease:
     async def _listen(self) -> None:
         while True:
             try:
-                # Not counted among the reads: it waits, and takes no place from others.
-                ask = partial(self.database.asked, _LISTEN_S)
-                numbers = await asyncio.wrap_future(self._threads.submit(ask))
-            except LeaseLost:
-                numbers = []
-                await asyncio.sleep(RETRY_S)
-            except self.database.read_errors:
+                numbers = await self._ask(partial(self.database.asked, _LISTEN_S))
+            except Exception as error:  # noqa: BLE001 - who does not listen keeps what others need
+                if not isinstance(error, (LeaseLost, *self.database.read_errors)):
+                    log_bug("nothing was heard of other replicas", error)
                 numbers = []
                 await asyncio.sleep(RETRY_S)
             for number in numbers:
-                self.told.on_asked(number)
+                with contained("a session that was asked for was not given up"):
+                    self.told.on_asked(number)

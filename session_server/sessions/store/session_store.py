@@ -234,7 +234,7 @@ class SessionStore:
         is_over = await self._loop.run_in_executor(None, self._commits.stop, CLOSE_WAIT_S)
         await asyncio.sleep(0)  # what was delivered last runs before this goes on
         if self.lease is not None:
-            await self.lease.stop()
+            await self.lease.stop(leaves=is_over)
         if is_over:
             self._database.close()
         else:
