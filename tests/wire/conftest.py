@@ -24,6 +24,15 @@ def server() -> Iterator[LocalServer]:
         assert running.stop() == 0
 
 
+@pytest.fixture(scope="session")
+def plain() -> Iterator[LocalServer]:
+    """The embedded model that keeps nothing, for what servers with more to do must say as well."""
+    with LocalServer(SMALL) as running:
+        yield running
+        assert_books_balance(running.url)
+        assert running.stop() == 0
+
+
 @pytest.fixture
 def http(server: LocalServer) -> Iterator[httpx.Client]:
     """A client of that server."""

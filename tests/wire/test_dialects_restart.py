@@ -88,22 +88,23 @@ def durable(response: Response) -> Any:
     return (response.model_extra or {})["durable"]
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.timeout(180)
-def test_a_response_goes_on_from_one_before_the_crash(lives: Lives, how: signal.Signals) -> None:
-    with served(None, 0) as server, client_of(server) as client:
+def test_a_response_goes_on_from_one_before_a_crash_and_before_an_end(
+    lives: Lives, plain: LocalServer
+) -> None:
+    with client_of(plain) as client:
         reference: list[Response] = []
         for said in QUESTIONS:
             previous = reference[-1].id if reference else openai.NOT_GIVEN
             reference.append(ask(client, said, previous_response_id=previous))
         assert durable(reference[0]) is None
 
-    with lives.server(how) as server, client_of(server) as client:
+    with lives.server() as server, client_of(server) as client:
         first = ask(client, QUESTIONS[0])
         second = ask(client, QUESTIONS[1], previous_response_id=first.id)
         branch = ask(client, "Something else.", previous_response_id=first.id)
         assert (durable(first), durable(second), durable(branch)) == (True, True, True)
-    with lives.server() as server, client_of(server) as client:
+    with lives.server(signal.SIGTERM) as server, client_of(server) as client:
         for told in (first, second, branch):
             assert client.responses.retrieve(told.id).to_dict() == told.to_dict()
         (asked,) = client.responses.input_items.list(second.id).data
@@ -111,6 +112,8 @@ def test_a_response_goes_on_from_one_before_the_crash(lives: Lives, how: signal.
         third = ask(client, QUESTIONS[2], previous_response_id=second.id)
         assert third.model_extra == second.model_extra  # in the same session
     with lives.server() as server, client_of(server) as client:
+        for told in (first, second, branch, third):
+            assert client.responses.retrieve(told.id).to_dict() == told.to_dict()
         fourth = ask(client, QUESTIONS[3], previous_response_id=third.id)
         events = list(client.responses.retrieve(second.id, stream=True))
         assert events[-1].response.to_dict() == second.to_dict()  # type: ignore[union-attr]
@@ -119,7 +122,7 @@ def test_a_response_goes_on_from_one_before_the_crash(lives: Lives, how: signal.
 
 
 @pytest.mark.timeout(180)
-def test_a_conversation_goes_on_with_its_items(lives: Lives) -> None:
+def test_a_conversation_goes_on_with_its_items(lives: Lives, plain: LocalServer) -> None:
     def begin(client: OpenAI) -> str:
         items: Any = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]
         made = client.conversations.create(items=items, metadata={"a": "b"})
@@ -131,7 +134,7 @@ def test_a_conversation_goes_on_with_its_items(lives: Lives) -> None:
         listed = client.conversations.items.list(name, order="asc").data
         client.conversations.items.delete(str(listed[0].id), conversation_id=name)
 
-    with served(None, 0) as server, client_of(server) as client:
+    with client_of(plain) as client:
         name = begin(client)
         reference = [ask(client, said, conversation=name) for said in QUESTIONS[:2]]
         change(client, name)

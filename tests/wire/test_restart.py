@@ -27,8 +27,8 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def served(store: Path | None, port: int, *flags: str) -> LocalServer:
-    kept = [] if store is None else ["--store", str(store)]
+def served(store: Path, port: int, *flags: str) -> LocalServer:
+    kept = ["--store", str(store)]
     return LocalServer(["--log-level", "warning", "--port", str(port), *kept, *flags])
 
 
@@ -49,41 +49,43 @@ def said(end: dict[str, Any]) -> tuple[Any, ...]:
     return item["id"], item["content"], tuple(item["token_ids"]), usage["input_tokens"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.timeout(180)
-def test_a_conversation_goes_on_token_for_token(tmp_path: Path, number: signal.Signals) -> None:
-    async def whole(url: str) -> list[tuple[Any, ...]]:
-        return [said(end) for end in await talk(url, "new", 0, 4)]
-
+def test_a_conversation_goes_on_token_for_token_after_a_kill_and_after_an_end(
+    tmp_path: Path, plain: LocalServer
+) -> None:
     async def first_part(url: str) -> tuple[str, list[tuple[Any, ...]]]:
         async with http_client(url) as http:
             session_id = (await http.post("/v1/sessions", json={"metadata": {"a": "b"}})).json()[
                 "id"
             ]
-        ends = await talk(url, session_id, 0, 2)
-        assert all(end["durable"] is True for end in ends)
-        return session_id, [said(end) for end in ends]
+        return session_id, await durably(url, session_id, 0, 2)
 
-    async def second_part(url: str, session_id: str) -> list[tuple[Any, ...]]:
+    async def next_part(url: str, session_id: str, number: int) -> list[tuple[Any, ...]]:
         async with http_client(url) as http:
             (listed,) = (await http.get("/v1/sessions")).json()["data"]
             assert (listed["id"], listed["metadata"]) == (session_id, {"a": "b"})
-            body = {"turn_id": "t1", "input": [{"role": "user", "content": QUESTIONS[1]}]}
+            last = number - 1
+            body = {"turn_id": f"t{last}", "input": [{"role": "user", "content": QUESTIONS[last]}]}
             path = f"/v1/sessions/{session_id}/turns"
             again = (await http.post(path, json=body | {"sampling": GREEDY})).json()
             assert (again["status"], again["durable"]) == ("completed", True)
-        return [said(end) for end in await talk(url, session_id, 2, 4)]
+        return await durably(url, session_id, number, number + 1)
 
-    with served(None, 0) as server:
-        reference = asyncio.run(whole(server.url))
-    store = tmp_path / "store"
-    with served(store, 0) as server:
-        session_id, first = asyncio.run(first_part(server.url))
-        os.kill(server.pid, number)
+    async def durably(url: str, *turns: Any) -> list[tuple[Any, ...]]:
+        ends = await talk(url, *turns)
+        assert all(end["durable"] is True for end in ends)
+        return [said(end) for end in ends]
+
+    reference = [said(end) for end in asyncio.run(talk(plain.url, "new", 0, 4))]
+    with served(tmp_path, 0) as server:
+        session_id, told = asyncio.run(first_part(server.url))
+        os.kill(server.pid, signal.SIGKILL)
         server.wait(timeout_s=60)
-    with served(store, 0) as server:
-        second = asyncio.run(second_part(server.url, session_id))
-    assert first + second == reference
+    for number in (2, 3):
+        with served(tmp_path, 0) as server:
+            told += asyncio.run(next_part(server.url, session_id, number))
+            assert server.stop(timeout_s=60) == 0
+    assert told == reference
 
 
 @pytest.mark.timeout(180)

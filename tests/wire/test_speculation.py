@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -51,20 +50,18 @@ async def talk_all(url: str) -> dict[str, list[tuple[str, int, str]]]:
     return dict(zip(SAMPLINGS, said, strict=True))
 
 
-def test_drafting_shows_in_the_counters_and_nowhere_else() -> None:
-    with ExitStack() as stack:
-        plain = stack.enter_context(LocalServer(SMALL))
-        expected = asyncio.run(talk_all(plain.url))
-        reasons = {reason for said in expected.values() for _, _, reason in said}
-        assert reasons == {"stop", "length"}
-        for flags in GUESSING.values():
-            server = stack.enter_context(LocalServer([*SMALL, *flags]))
+def test_drafting_shows_in_the_counters_and_nowhere_else(plain: LocalServer) -> None:
+    expected = asyncio.run(talk_all(plain.url))
+    reasons = {reason for said in expected.values() for _, _, reason in said}
+    assert reasons == {"stop", "length"}
+    for flags in GUESSING.values():
+        with LocalServer([*SMALL, *flags]) as server:
             assert asyncio.run(talk_all(server.url)) == expected
             drafted, accepted = draft_counts(server.url)
             assert 0 < accepted <= drafted
             assert_books_balance(server.url)
             assert server.stop() == 0
-        assert draft_counts(plain.url) == (0, 0)
+    assert draft_counts(plain.url) == (0, 0)
 
 
 def draft_counts(url: str) -> tuple[int, int]:

@@ -108,10 +108,9 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Kept:
 
 
 @pytest.fixture(scope="module")
-def reference() -> list[list[str]]:
-    with served(*PLENTY) as server:
-        session_ids, said = asyncio.run(begin(server.url))
-        others = [asyncio.run(go_on(server.url, session_ids, turn))[0] for turn in ("t2", "t3")]
+def reference(plain: LocalServer) -> list[list[str]]:
+    session_ids, said = asyncio.run(begin(plain.url))
+    others = [asyncio.run(go_on(plain.url, session_ids, turn))[0] for turn in ("t2", "t3")]
     return [said, *others]
 
 
@@ -130,33 +129,44 @@ def test_sessions_that_memory_does_not_hold_go_on_from_host_memory(
     assert num_cached > 50 * NUM_SESSIONS
 
 
-@pytest.mark.parametrize("is_asked", [False, True])
 @pytest.mark.timeout(240)
 def test_a_session_that_is_opened_again_has_its_kv_before_its_turn_comes(
-    tmp_path: Path, kept: Kept, reference: list[list[str]], *, is_asked: bool
+    tmp_path: Path, kept: Kept, reference: list[list[str]]
 ) -> None:
     store = kept.copy_to(tmp_path / "store")
+    num_restored = 0.0
     with served(*PLENTY, *store, *ON_DISK) as server:
-        name = kept.session_ids[0]
-        end, before, after = asyncio.run(open_again(server.url, name, is_asked=is_asked))
+        for number, is_asked in enumerate((False, True)):
+            opened = open_again(
+                server.url, kept.session_ids[number], num_restored, is_asked=is_asked
+            )
+            end, before, after = asyncio.run(opened)
+            assert end["item"]["content"] == reference[1][number]
+            assert before - num_restored > 100
+            assert after == before
+            assert end["usage"]["cached_tokens"] >= before - num_restored
+            num_restored = after
         server.stop()
-    assert [kept.said[0], end["item"]["content"]] == [said[0] for said in reference[:2]]
-    num_restored = before["session_server_kv_restored_tokens_total"]
-    assert num_restored > 100
-    assert after["session_server_kv_restored_tokens_total"] == num_restored
-    assert end["usage"]["cached_tokens"] >= num_restored
+    assert kept.said == reference[0]
 
 
 async def open_again(
-    url: str, session_id: str, *, is_asked: bool
-) -> tuple[dict[str, Any], dict[str, float], dict[str, float]]:
-    """How a turn of a session ended that was warmed, by request or because it was attached to; the
-    figures before the turn and after it."""
+    url: str, session_id: str, num_restored: float, *, is_asked: bool
+) -> tuple[dict[str, Any], float, float]:
+    """How a turn of a session ended that was warmed, by request or because it was attached to; how
+    many tokens had been restored before the turn and after it.
 
-    async def restored() -> dict[str, float]:
-        while not (told := await figures(url))["session_server_kv_restored_tokens_total"]:
+    Args:
+        num_restored: how many had been before.
+    """
+
+    async def restored() -> float:
+        while (now := await num_restored_now()) == num_restored:
             await asyncio.sleep(0.05)
-        return told
+        return now
+
+    async def num_restored_now() -> float:
+        return (await figures(url))["session_server_kv_restored_tokens_total"]
 
     if is_asked:
         async with http_client(url) as http:
@@ -167,48 +177,46 @@ async def open_again(
         before = await restored()
         content = [{"role": "user", "content": "What is my name?"}]
         end = await wire.turn("t2", input=content, sampling=GREEDY)
-    return end, before, await figures(url)
+    return end, before, await num_restored_now()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.timeout(240)
-def test_sessions_go_on_from_files_after_a_restart(
-    tmp_path: Path, reference: list[list[str]], number: signal.Signals
+def test_sessions_go_on_from_files_after_a_kill_and_after_an_end(
+    tmp_path: Path, reference: list[list[str]]
 ) -> None:
-    store = ("--store", str(tmp_path / "store"), *ON_DISK)
+    kv = tmp_path / "store" / "kv"
+    store = ("--store", str(kv.parent), *ON_DISK)
     with served(*POOL, *store) as server:
         session_ids, first = asyncio.run(begin(server.url))
-        second, _ = asyncio.run(go_on(server.url, session_ids, "t2"))
-        os.kill(server.pid, number)
+        os.kill(server.pid, signal.SIGKILL)
         server.wait(timeout_s=60)
     # The engine of a server that was killed ends by itself, and writes before it does.
-    wait_until(lambda: any((tmp_path / "store" / "kv").glob("*.safetensors")))
-    files = list((tmp_path / "store" / "kv").glob("*.safetensors"))
-    assert files
-    assert all(file.stat().st_mode & 0o777 == 0o600 for file in files)
-    with served(*POOL, *store) as server:
-        third, _ = asyncio.run(go_on(server.url, session_ids, "t3"))
-        told = asyncio.run(figures(server.url))
-        asyncio.run(close(server.url, session_ids))
-        server.stop()
-    assert [first, second, third] == reference
-    assert told["session_server_kv_refused_files_total"] == 0
+    wait_until(lambda: bool(files_in(kv)))
+    assert all(file.stat().st_mode & 0o777 == 0o600 for file in files_in(kv))
+    said = [first]
     # What was not written before a kill is computed.
-    wanted = 50 * NUM_SESSIONS if number is signal.SIGTERM else 50
-    assert told["session_server_kv_restored_tokens_total"] > wanted
-    # Nothing is left of sessions that were closed.
-    assert not list((tmp_path / "store" / "kv").glob("*.safetensors"))
+    for turn_id, num_at_least in (("t2", 50), ("t3", 50 * NUM_SESSIONS)):
+        with served(*POOL, *store) as server:
+            said.append(asyncio.run(go_on(server.url, session_ids, turn_id))[0])
+            told = asyncio.run(figures(server.url))
+            if turn_id == "t3":
+                asyncio.run(close(server.url, session_ids))
+            server.stop(timeout_s=60)
+        assert told["session_server_kv_refused_files_total"] == 0
+        assert told["session_server_kv_restored_tokens_total"] > num_at_least
+        # Nothing is left of sessions that were closed.
+        assert bool(files_in(kv)) == (turn_id == "t2")
+    assert said == reference
 
 
 @pytest.mark.timeout(240)
 def test_files_of_sessions_that_are_deleted_untouched_go_and_those_of_others_stay(
-    tmp_path: Path,
+    tmp_path: Path, plain: LocalServer
 ) -> None:
     kv = tmp_path / "store" / "kv"
     store = ("--store", str(kv.parent), *ON_DISK)
-    with served(*PLENTY, "--store", "none") as server:
-        session_ids, first = asyncio.run(begin(server.url, alike))
-        reference = first, asyncio.run(go_on(server.url, session_ids[-1:], "t2"))[0]
+    session_ids, first = asyncio.run(begin(plain.url, alike))
+    reference = first, asyncio.run(go_on(plain.url, session_ids[-1:], "t2"))[0]
     with served(*POOL, *store) as server:
         session_ids, first = asyncio.run(begin(server.url, alike))
         server.stop()
