@@ -220,8 +220,8 @@ MUTANTS: Final[Mapping[str, Mutant]] = MappingProxyType(
 SURVIVORS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "waiting turn begins": "A change of settings must be on its way when a turn ends, others"
-        " wait behind that, and the change be refused: not met in 500,000 steps; `test_found` has"
-        " a test.",
+        " wait behind that, and the change be refused: not met in 2,000,000 steps; `test_found`"
+        " has a test.",
     }
 )
 """Bugs that the simulator is not expected to find, and why."""
