@@ -7,7 +7,14 @@ from functools import partial
 
 import pytest
 
-from session_server.core.errors import ItemNotFound, ServerBusy, SessionMoved
+from session_server.core.errors import (
+    InvalidRequest,
+    ItemNotFound,
+    ResponseNotFound,
+    ServerBusy,
+    SessionMoved,
+    SessionNotFound,
+)
 from session_server.core.session_events import Message
 from session_server.sessions.kept_conversations import (
     MAX_CHANGES,
@@ -33,6 +40,26 @@ def state_of(replica: Replica, desk: Desk, name: str) -> str:
     """How a response is shown by a replica."""
     replica.world.do(desk.turns.store.load(OWNER, name))
     return desk.find(name).content.state
+
+
+@pytest.mark.parametrize("odd", ["a\0b", "\0", "\ud800"])
+def test_nothing_is_there_of_a_name_that_no_column_has(cluster: Cluster, odd: str) -> None:
+    replica = cluster.start()
+    manager, desk, do = replica.world.manager, Desk(replica.world), replica.world.do
+    do(manager.load(OWNER, odd))
+    with pytest.raises(SessionNotFound):
+        manager.get(OWNER, odd)
+    with pytest.raises(SessionNotFound):
+        do(manager.exits.delete(OWNER, odd))
+    with pytest.raises(InvalidRequest):
+        do(manager.list(OWNER, after=odd))
+    with pytest.raises(InvalidRequest):
+        replica.world.create(session_id=odd, is_stored=True)
+    do(desk.turns.store.load(OWNER, odd))
+    with pytest.raises(ResponseNotFound):
+        desk.find(odd)
+    do(desk.turns.store.records.look_up_made_in(OWNER, odd))
+    assert replica.store.failure is None
 
 
 # -- responses in the background

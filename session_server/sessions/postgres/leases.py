@@ -23,7 +23,7 @@ from session_server.sessions.postgres.connections import (
     PostgresConnection,
 )
 from session_server.sessions.postgres.notifications import Notifications, channel_of
-from session_server.sessions.postgres.reads import NO_REPLICA, PostgresReads
+from session_server.sessions.postgres.reads import NO_REPLICA, PostgresReads, is_name
 from session_server.sessions.postgres.schema import COLUMNS
 from session_server.sessions.store.lock import StoreUnusable
 from session_server.sessions.store.ownership import HeldBy, Joined, LeaseLost
@@ -171,6 +171,8 @@ class Leases(PostgresReads):
         first: that one knows whether it has expired. None if it has, is not there, or its number is
         among those it is to be `without`. Once a session is taken nobody else writes it. Raises
         LeaseLost, psycopg.Error."""
+        if not is_name(session_id):
+            return None
         for _ in range(_MAX_BURIED):
             found = self._over_pool(partial(self._try_to_take, (owner_id, session_id), without))
             if not isinstance(found, int):

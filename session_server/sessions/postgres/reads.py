@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
@@ -42,8 +43,17 @@ _SURVEYED: Final = (
     " OR owner = ANY(%(owners)s::text[]))"
 )
 
+_NO_TEXT: Final = re.compile("[\0\ud800-\udfff]")
+"""What a column of texts refuses."""
+
 _FoundT = TypeVar("_FoundT")
 Values = Sequence[Any] | dict[str, Any]
+
+
+def is_name(*names: str) -> bool:
+    """Return whether there may be something of these names: clients ask for any text, and nothing
+    is there of one that PostgreSQL refuses."""
+    return not any(map(_NO_TEXT.search, names))
 
 
 class PostgresReads:
@@ -57,6 +67,8 @@ class PostgresReads:
 
     def find(self, owner_id: str, session_id: str) -> SessionRow | None:
         """Return a session as of the last commit."""
+        if not is_name(session_id):
+            return None
         rows = self._rows("owner = %s AND id = %s", (owner_id, session_id))
         return next(iter(rows), None)
 
@@ -135,11 +147,15 @@ class PostgresReads:
 
     def find_record(self, owner_id: str, record_id: str) -> RecordRow | None:
         """Return a record as of the last commit."""
+        if not is_name(record_id):
+            return None
         rows = self._record_rows("WHERE owner = %s AND id = %s", owner_id, record_id)
         return next(iter(rows), None)
 
     def records_made_in(self, owner_id: str, session_id: str) -> list[RecordRow]:
         """Return the records that were made in a session, as of the last commit."""
+        if not is_name(session_id):
+            return []
         return self._record_rows("WHERE owner = %s AND session = %s", owner_id, session_id)
 
     def parts(
@@ -151,6 +167,8 @@ class PostgresReads:
 
     def survey(self, question: SurveyQuestion) -> SurveyAnswer:
         """Look through all sessions for a page of them. O(sessions)."""
+        if not is_name(question.text):
+            return SurveyAnswer([], 0)
         owners = owners_with(
             question,
             lambda: [owner for (owner,) in self._read("SELECT DISTINCT owner FROM sessions")],
