@@ -532,6 +532,12 @@ SESSIONS = (
         "it fails",
     ),
     _constant(
+        "sessions.store.writer:MAX_TRIES",
+        "times that a commit is tried which PostgreSQL undoes for another one",
+        "times",
+        "it fails",
+    ),
+    _constant(
         "sessions.postgres.leases:MAX_REPLICAS",
         "replicas that share a store",
         "replicas",

@@ -24,10 +24,13 @@ from session_server.sessions.postgres import reads as reads_file
 from session_server.sessions.postgres.connections import MAX_READERS
 from session_server.sessions.postgres.database import PostgresDatabase
 from session_server.sessions.postgres.failures import explain, is_unavailable
+from session_server.sessions.store import writer
+from session_server.sessions.store.backend import StoreVerbs
 from session_server.sessions.store.database import Behind
 from session_server.sessions.store.lock import StoreUnusable
 from session_server.sessions.store.ownership import Moved, NameTaken
 from session_server.sessions.store.records import Holding, RecordRow
+from session_server.sessions.store.writer import GroupCommits
 from tests.rig.postgres import Postgres, running
 from tests.sessions.test_leases import LEASE_S, NEW, SOON_S, append, assert_waits, put, take
 
@@ -435,6 +438,53 @@ def test_a_database_that_is_away_fails_soon_and_is_used_once_it_is_back(
                 database.renew(600.0)
             assert database.entries(1) == [b"one", b"more", b"more"]
             assert take(database).epoch == 2
+
+
+def test_a_commit_that_is_undone_for_another_one_is_tried_again(
+    database: PostgresDatabase, url: str
+) -> None:
+    one = put(database)
+    two = put(database, structs.replace(NEW, number=2, session_id="two"))
+    tries, errors_told = list[int](), list[Exception | None]()
+
+    def write(verbs: StoreVerbs) -> None:
+        verbs.append(one, b"one")
+        tries.append(len(tries))
+        if len(tries) == 1:
+            threads.submit(cross)
+        verbs.append(two, b"two")
+
+    def cross() -> None:
+        other.execute("UPDATE sessions SET num_uses = num_uses WHERE number = 1")
+        other.rollback()
+
+    options = "-c search_path=session_server -c deadlock_timeout=60s"  # so that ours is undone
+    with psycopg.connect(url, options=options) as other, ThreadPoolExecutor(1) as threads:
+        other.execute("UPDATE sessions SET num_uses = num_uses WHERE number = 2")
+        commits = GroupCommits(database, lambda run: run())
+        commits.ask(write, errors_told.append)
+        commits.start()
+        assert commits.stop(20.0)
+    assert errors_told == [None]
+    assert tries == [0, 1]
+    assert database.entries(1) == [b"one"]
+    assert database.entries(2) == [b"two"]
+
+
+def test_a_commit_that_is_always_undone_fails_in_the_end(database: PostgresDatabase) -> None:
+    row, tries, errors_told = put(database), list[int](), list[Exception | None]()
+
+    def write(_verbs: StoreVerbs) -> None:
+        tries.append(len(tries))
+        raise errors.SerializationFailure
+
+    commits = GroupCommits(database, lambda run: run())
+    commits.ask(write, errors_told.append)
+    commits.ask(lambda verbs: verbs.append(row, b"one"), errors_told.append)
+    commits.start()
+    assert commits.stop(20.0)
+    assert [type(error) for error in errors_told] == [errors.SerializationFailure, type(None)]
+    assert len(tries) == 2 * writer.MAX_TRIES
 
 
 def test_reads_beyond_the_connections_wait_for_one(

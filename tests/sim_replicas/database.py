@@ -78,6 +78,10 @@ class SimDatabase:
         """Return whether the way to the database is at fault."""
         return isinstance(error, OSError)
 
+    def is_passing(self, error: Exception) -> bool:
+        """Return False: no transaction is undone for another one."""
+        return False
+
     def explain(self, error: Exception) -> str:
         """See `StoreDatabase`."""
         return str(error) or type(error).__name__

@@ -21,7 +21,12 @@ from session_server.sessions.postgres.connections import (
     shown,
     whole,
 )
-from session_server.sessions.postgres.failures import explain, is_unavailable, refusal
+from session_server.sessions.postgres.failures import (
+    explain,
+    is_passing,
+    is_unavailable,
+    refusal,
+)
 from session_server.sessions.postgres.holdings import HoldingChanges, SessionSize
 from session_server.sessions.postgres.leases import IS_OVER, LEASE, Leases
 from session_server.sessions.postgres.reads import IS_ANOTHERS
@@ -134,7 +139,11 @@ class PostgresDatabase(Leases):
 
     def fails_all(self, error: Exception) -> bool:
         """Return whether each write would fail as this one did, and not for what it was."""
-        return is_unavailable(error)
+        return is_unavailable(error) and not is_passing(error)
+
+    def is_passing(self, error: Exception) -> bool:
+        """Return whether PostgreSQL has undone a transaction in favor of another one."""
+        return is_passing(error)
 
     def explain(self, error: Exception) -> str:
         """Return what an error says, and what to do where that is known."""

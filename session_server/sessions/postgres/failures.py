@@ -25,6 +25,7 @@ _OF_MEDIUM: Final = (
     errors.ReadOnlySqlTransaction,
     errors.UndefinedTable,
 )
+_OF_OTHERS: Final = (errors.DeadlockDetected, errors.SerializationFailure)
 _OF_VALUES: Final = "54"
 """The class of errors that psycopg takes for operational and that say a value is too large."""
 
@@ -51,6 +52,12 @@ def is_unavailable(error: Exception) -> bool:
     not for what it was to write."""
     state = getattr(error, "sqlstate", None) or ""
     return isinstance(error, _OF_MEDIUM) and not state.startswith(_OF_VALUES)
+
+
+def is_passing(error: Exception) -> bool:
+    """Return whether PostgreSQL has undone a transaction in favor of another one: it may be tried
+    again at once."""
+    return isinstance(error, _OF_OTHERS)
 
 
 def explain(error: Exception) -> str:

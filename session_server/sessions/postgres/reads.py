@@ -15,6 +15,7 @@ from session_server.sessions.postgres.connections import (
     MAX_READERS,
     PostgresConnection,
 )
+from session_server.sessions.postgres.failures import is_passing
 from session_server.sessions.postgres.holdings import OF_ALL, OF_OWNERS
 from session_server.sessions.postgres.schema import COLUMNS
 from session_server.sessions.store.pieces import first_rows
@@ -225,15 +226,17 @@ class PostgresReads:
 
     def _over_pool(self, ask: Callable[[PostgresConnection], _FoundT]) -> _FoundT:
         """Ask over a connection of the pool, again over another where it was broken: nobody knows
-        that of one that was idle. What is asked for may be done twice."""
+        that of one that was idle. Also again where it was undone for another transaction. What is
+        asked for may be done twice."""
         until_s = time.monotonic() + ANSWER_WAIT_S
         for num_left in reversed(range(MAX_READERS + 1)):
             with self._pool.connection() as connection:
                 try:
                     with connection.answering(until_s):
                         return ask(connection)
-                except psycopg.OperationalError:
+                except psycopg.OperationalError as error:
                     is_late = time.monotonic() >= until_s
-                    if is_late or not (num_left and connection.closed):
+                    may_pass = connection.closed or is_passing(error)
+                    if is_late or not (num_left and may_pass):
                         raise
         raise AssertionError("the last attempt neither returned nor raised")

@@ -125,6 +125,9 @@ class StoreDatabase(StoreVerbs, StoreReads, Protocol):
     def fails_all(self, error: Exception) -> bool:
         """Return whether what one write met would meet every other one now."""
 
+    def is_passing(self, error: Exception) -> bool:
+        """Return whether a transaction was undone for another one, and may be tried again now."""
+
     def explain(self, error: Exception) -> str:
         """Return one line for an operator: what failed, and what to do."""
 

@@ -239,6 +239,10 @@ class Database(Reads):
         """Return whether each write would fail as this one did, and not for what it was."""
         return isinstance(error, sqlite3.OperationalError)
 
+    def is_passing(self, error: Exception) -> bool:
+        """Return False: there is one writer."""
+        return False
+
     def explain(self, error: Exception) -> str:
         """Return what an error says, and of the disk how much room there is."""
         return explain(error, self.path.parent)

@@ -34,6 +34,9 @@ MAX_GROUP: Final = 512
 LATER_AT_ONCE: Final = 64
 """Writes for which nobody waits that one commit takes besides."""
 
+MAX_TRIES: Final = 4
+"""How often a transaction is tried that the database has undone for another one."""
+
 GATHER_S: Final = 0.004
 """How long a commit waits for more to write where the one before had several writes."""
 
@@ -223,6 +226,14 @@ class GroupCommits:
         return isinstance(error, LeaseLost) or self._database.fails_all(error)
 
     def _try(self, group: Sequence[_Asked]) -> Exception | None:
+        error = self._try_once(group)
+        for _ in range(MAX_TRIES - 1):
+            if error is None or not self._database.is_passing(error):
+                break
+            error = self._try_once(group)
+        return error
+
+    def _try_once(self, group: Sequence[_Asked]) -> Exception | None:
         try:
             with self._database.transaction():
                 for asked in group:
