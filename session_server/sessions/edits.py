@@ -125,6 +125,16 @@ class HistoryEdits:
         is_stored = source.life.log is not None
         return self.branch(owner, session_id, at_item=at_item, new_id=new_id, is_stored=is_stored)
 
+    async def fork_as(
+        self, owner: Owner, session_id: str, new_id: str | None, *, at_item: str | None = None
+    ) -> SessionView:
+        """Fork as `fork` does, once it is known whether an id that a client chose is free in all
+        replicas of a store."""
+        if new_id is not None:
+            await self.parts.sessions.look_up(owner, new_id)
+            await self.parts.sessions.load(owner, session_id)  # it may have left meanwhile
+        return self.fork(owner, session_id, at_item=at_item, new_id=new_id)
+
     def branch(
         self,
         owner: Owner,

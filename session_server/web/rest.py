@@ -208,10 +208,9 @@ async def warm_session(session_id: str, caller: Caller) -> Response:
 async def fork_session(session_id: str, request: Request, caller: Caller) -> Response:
     """Open a session with this one's conversation, or its beginning."""
     body = await read_body(request, ForkBody)
-    view = caller.sessions.edits.fork(
-        caller.owner, session_id, at_item=body.at_item, new_id=body.id
-    )
-    view = await caller.sessions.edits.stored_view(caller.owner, view)
+    edits = caller.sessions.edits
+    view = await edits.fork_as(caller.owner, session_id, body.id, at_item=body.at_item)
+    view = await edits.stored_view(caller.owner, view)
     location = {"location": f"/v1/sessions/{view.session_id}"}
     return JsonResponse(session_body(view, caller.services.model), 201, location)
 

@@ -279,7 +279,7 @@ class SessionSocket:
                 case SessionRewind(to_item=to_item):
                     sessions.edits.rewind(owner, session_id, to_item)
                 case SessionFork(at_item=at_item, id=new_id):
-                    sessions.edits.fork(owner, session_id, at_item=at_item, new_id=new_id)
+                    await sessions.edits.fork_as(owner, session_id, new_id, at_item=at_item)
                 case ItemEdit(item_id=item_id, content=content):
                     sessions.edits.edit_item(owner, session_id, item_id, content)
                 case SessionCool():

@@ -499,6 +499,23 @@ def test_an_id_is_taken_in_all_replicas(cluster: Cluster) -> None:
         second.world.do(second.world.manager.exits.delete(OWNER, "nobody's"))
 
 
+def test_a_fork_has_the_id_that_was_asked_for_or_is_refused(cluster: Cluster) -> None:
+    first, second = cluster.start(), cluster.start()
+    name = first.world.create(session_id="ours", is_stored=True)
+    completed(first.say(name, "a"))
+    second.world.create(session_id="taken", is_stored=True)
+    edits = first.world.manager.edits
+    with pytest.raises(SessionExists):
+        first.world.do(edits.fork_as(OWNER, name, "taken"))
+    view = first.world.do(edits.fork_as(OWNER, name, "copy"))
+    assert first.world.do(edits.stored_view(OWNER, view)).session_id == "copy"
+    with pytest.raises(SessionExists):
+        first.world.do(edits.fork_as(OWNER, name, "copy"))
+    other = first.world.do(edits.fork_as(OWNER, name, None))
+    assert other.session_id not in (name, "copy")
+    assert second.history("copy") == first.history(name)
+
+
 def test_a_session_is_deleted_wherever_that_is_asked(cluster: Cluster) -> None:
     first, second = cluster.start(), cluster.start()
     name = first.world.create(session_id="ours", is_stored=True)

@@ -164,11 +164,10 @@ class Requests:
         manager, source, name = process.manager, begun.facts, new.facts.name
         try:
             await manager.load(OWNER, source.name)
-            await manager._sessions.look_up(OWNER, name)
+            await manager.edits.fork_as(OWNER, source.name, name)
             said = {t: i for t, i in source.said.items() if t in begun.said}
             said = {t: i for t, i in said.items() if t not in source.cut}
             said = {} if source.may_be_another else said
-            manager.edits.fork(OWNER, source.name, new_id=name)
             await manager.stored()
             view = manager.get(OWNER, name)
         except SessionServerError as error:
