@@ -2,23 +2,47 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 from typing import Final
 
 from session_server.config import Settings
 from session_server.sessions.store.lease import ReplicaLease
-from session_server.sessions.store.lock import StoreUnusable
+from session_server.sessions.store.lock import StoreAway, StoreUnusable
 from session_server.sessions.store.session_store import SessionStore
 
 _logger: Final = logging.getLogger("session_server.store")
 
 
+START_WAIT_S: Final = 60.0
+"""How long a server that starts waits for a database that cannot be reached: both may start at the
+same time."""
+
+_LOOK_S: Final = 1.0
+
+
+async def open_once_there(settings: Settings, url: str, *, model: bytes) -> SessionStore:
+    """Return the store at a URL as `open_shared` does, also of a database that is there a little
+    later. Raises StoreUnusable."""
+    until_s, told = time.monotonic() + START_WAIT_S, ""
+    while True:
+        try:
+            return await asyncio.to_thread(open_shared, settings, url, model=model)
+        except StoreAway as away:
+            if time.monotonic() >= until_s:
+                raise
+            if str(away) != told:
+                told = str(away)
+                _logger.warning("the start waits up to %.0f s for it: %s", START_WAIT_S, away)
+            await asyncio.sleep(_LOOK_S)
+
+
 def open_shared(settings: Settings, url: str, *, model: bytes) -> SessionStore:
-    """Return the store at a URL, in which this server takes part from now on. Waits for the
-    database.
+    """Return the store at a URL, in which this server takes part from now on.
 
     Raises:
-        StoreUnusable: it cannot be reached or used; the message says what to do.
+        StoreUnusable: it cannot be used; the message says what to do. StoreAway: or reached now.
     """
     try:
         from session_server.sessions.postgres.database import PostgresDatabase

@@ -45,7 +45,7 @@ from session_server.sessions.salts import TenantSalts
 from session_server.sessions.store.lock import StoreIsBusy, StoreUnusable, once_free
 from session_server.sessions.store.places import default_directory
 from session_server.sessions.store.session_store import SessionStore
-from session_server.shared_store import open_shared
+from session_server.shared_store import open_once_there
 from session_server.text.model_text import ModelText
 from session_server.web.certificate import Certificate, UnusableCertificate
 from session_server.web.key_file import is_readable_by_all, limits_of
@@ -255,7 +255,7 @@ async def _open_store(
     if asked == "none":
         return None
     if isinstance(asked, str) and asked != "auto":
-        return await asyncio.to_thread(open_shared, settings, asked, model=text.fingerprint)
+        return await open_once_there(settings, asked, model=text.fingerprint)
     given = asked.expanduser() if isinstance(asked, Path) else None
     directory = given or default_directory(environment, port)
     if asked == "auto" and (port == 0 or directory is None):

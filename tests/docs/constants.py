@@ -713,6 +713,12 @@ SESSIONS = (
         "the oldest is looked up again",
     ),
     _constant(
+        "shared_store:START_WAIT_S",
+        "time that a server which starts waits for a database that cannot be reached",
+        "s",
+        "the start fails",
+    ),
+    _constant(
         "sessions.postgres.schema:MIGRATION_WAIT_S",
         "time to bring the tables of PostgreSQL to a version, and to wait for who does",
         "s",

@@ -449,6 +449,8 @@ BOUND_NOTHING = frozenset(
         "session_server.sessions.postgres.holdings:_NO_SLOT",
         "session_server.sessions.postgres.leases:_JOINING",
         "session_server.sessions.postgres.reads:NO_REPLICA",
+        "session_server.sessions.postgres.schema:_ANSWER_SLACK_S",
+        "session_server.shared_store:_LOOK_S",
         "session_server.sessions.postgres.schema:_LOCK",
         "session_server.sessions.postgres.schema:_OLDEST",
         "session_server.sessions.postgres.schema:_SECRET_BYTES",

@@ -67,6 +67,19 @@ def test_replicas_that_start_at_once_make_one_store(url: str) -> None:
         assert len(set(threads.map(start, range(8)))) == 1
 
 
+def test_a_replica_that_starts_waits_for_another_one_that_changes_the_tables(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "ANSWER_TIMEOUT_S", 0.2)
+    with psycopg.connect(url) as other, ThreadPoolExecutor(1) as threads:
+        other.execute("SELECT pg_advisory_xact_lock(%s)", (schema._LOCK,))
+        starting = threads.submit(PostgresDatabase, url)
+        time.sleep(1.0)
+        assert not starting.done()
+        other.rollback()
+        starting.result(SOON_S).close()
+
+
 def test_an_interrupted_start_leaves_nothing(
     url: str, postgres: Postgres, monkeypatch: pytest.MonkeyPatch
 ) -> None:

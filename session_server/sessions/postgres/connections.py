@@ -81,24 +81,27 @@ class PostgresConnection(psycopg.Connection[tuple[Any, ...]]):
     """
 
     _until_s = math.inf
+    _answer_s: float | None = None
 
     @contextlib.contextmanager
-    def answering(self, until_s: float) -> Iterator[None]:
+    def answering(self, until_s: float, *, answer_s: float | None = None) -> Iterator[None]:
         """Have all that is asked in this block answered until a time, in monotonic seconds; what
-        waits then fails as if the network had broken: with psycopg.OperationalError."""
-        self._until_s = until_s
+        waits then fails as if the network had broken: with psycopg.OperationalError. `answer_s`:
+        how long one answer may take, instead of `ANSWER_TIMEOUT_S`."""
+        self._until_s, self._answer_s = until_s, answer_s
         try:
             yield
         finally:
-            self._until_s = math.inf
+            self._until_s, self._answer_s = math.inf, None
 
     def wait(self, gen: PQGen[_T], *args: Any, **kwargs: Any) -> _T:
-        """Wait as psycopg does, for no longer than `ANSWER_TIMEOUT_S` and `answering` allow. Raises
+        """Wait as psycopg does, for no longer than `ANSWER_TIMEOUT_S` or `answering` allows. Raises
         psycopg.OperationalError then, and closes the connection."""
         return super().wait(self._bounded(gen), *args, **kwargs)
 
     def _bounded(self, gen: PQGen[_T]) -> PQGen[_T]:
-        until_s = min(self._until_s, time.monotonic() + ANSWER_TIMEOUT_S)
+        answer_s = ANSWER_TIMEOUT_S if self._answer_s is None else self._answer_s
+        until_s = min(self._until_s, time.monotonic() + answer_s)
         try:
             state = next(gen)
             while True:

@@ -10,7 +10,7 @@ from psycopg import errors
 from psycopg_pool import PoolTimeout
 
 from session_server.core.os_errors import in_words
-from session_server.sessions.store.lock import StoreUnusable
+from session_server.sessions.store.lock import StoreAway, StoreUnusable
 
 _OF_MEDIUM: Final = (
     OSError,
@@ -72,14 +72,15 @@ def explain(error: Exception) -> str:
 
 
 def refusal(place: str, error: Exception) -> StoreUnusable:
-    """Return what to raise of a database that could not be opened."""
-    said = explain(error)
+    """Return what to raise of a database that could not be opened: StoreAway where it may be there
+    a little later."""
+    said, kind = explain(error), StoreUnusable
     advice = "is PostgreSQL there, and does it listen?"
     if getattr(error, "sqlstate", None) is not None:  # it has answered
         advice = ""
         if isinstance(error, errors.InsufficientPrivilege):
             advice = "GRANT CREATE ON DATABASE ... TO this user, or have it own the tables"
     else:  # what is wrong in connecting is told in words alone
-        found = (each for words, each in _ADVICE_TO_CONNECT if re.search(words, said))
-        advice = next(found, advice)
-    return StoreUnusable(f"--store {place}: {said}" + (f": {advice}" if advice else ""))
+        found = [each for words, each in _ADVICE_TO_CONNECT if re.search(words, said)]
+        advice, kind = (found[0], kind) if found else (advice, StoreAway)
+    return kind(f"--store {place}: {said}" + (f": {advice}" if advice else ""))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 from typing import Final
 
@@ -85,6 +86,8 @@ MIGRATION_WAIT_S: Final = 60
 """How long a replica waits for another that brings the tables to its version, and how long that may
 take."""
 
+_ANSWER_SLACK_S: Final = 2.0
+
 _OLDEST: Final = 140_000
 """The first version of PostgreSQL that this is tested with, as it gives its own."""
 
@@ -99,7 +102,9 @@ def migrate(connection: PostgresConnection, place: str) -> bytes:
     store: random bytes that live as long as it does. Replicas may call it at once. Raises
     StoreUnusable, psycopg.Error."""
     _check_server(connection, place)
-    with connection.transaction():
+    # Longer than PostgreSQL allows for each statement, so that its error says what it was.
+    answering = connection.answering(math.inf, answer_s=MIGRATION_WAIT_S + _ANSWER_SLACK_S)
+    with answering, connection.transaction():
         for name in ("lock_timeout", "statement_timeout"):
             connection.execute(f"SET LOCAL {name} = '{MIGRATION_WAIT_S}s'")
         connection.execute("SELECT pg_advisory_xact_lock(%s)", (_LOCK,))

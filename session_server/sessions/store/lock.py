@@ -31,6 +31,10 @@ class StoreUnusable(Exception):
     """Report a store that this server cannot open; the message says what to do."""
 
 
+class StoreAway(StoreUnusable):
+    """Report a database that cannot be reached now, as one that starts at the same time."""
+
+
 class StoreIsBusy(StoreUnusable):
     """Report a store that a command reads or changes: it can be opened once that is over."""
 
