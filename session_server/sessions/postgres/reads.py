@@ -38,6 +38,14 @@ IS_ANOTHERS: Final = (
 )
 """What is true of a session that another live replica holds."""
 
+_LIVE: Final = "FROM replicas WHERE expires > clock_timestamp()"
+_IS_OURS_TO_END: Final = (
+    "(holder IS NOT DISTINCT FROM %(me)s OR (hashint8(number) & 2147483647)"
+    f" %% (SELECT greatest(count(*), 1) {_LIVE}) = (SELECT count(*) {_LIVE} AND id < %(me)s))"
+)
+"""What is true of a session that no other live replica holds: of those that nobody holds each of
+the live ones has its share, which no other one reads."""
+
 _SURVEYED: Final = (
     "expires >= %(now_s)s AND number <> ALL(%(without)s::bigint[])"
     f" AND (%(text)s::text = '' OR strpos('{STATE}', %(text)s) > 0 OR strpos(id, %(text)s) > 0"
@@ -99,10 +107,11 @@ class PostgresReads:
     def expired(self, after: tuple[float, int], until_s: float, *, limit: int) -> list[SessionRow]:
         """Return up to `limit` sessions that expire before a time, behind one that is given by when
         it expires and its number; without those that another live replica holds, which knows better
-        whether they are used."""
+        whether they are used, and without its share of those that nobody holds."""
         condition = (
             "expires < %(until_s)s AND (expires, number) > (%(expires_s)s, %(number)s)"
-            f" AND NOT {IS_ANOTHERS} ORDER BY expires, number LIMIT %(limit)s"
+            f" AND NOT {IS_ANOTHERS} AND {_IS_OURS_TO_END}"
+            " ORDER BY expires, number LIMIT %(limit)s"
         )
         expires_s, number = after
         values = {"until_s": until_s, "expires_s": expires_s, "number": number, "limit": limit}
