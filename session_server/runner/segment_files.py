@@ -384,6 +384,10 @@ class SegmentFiles:
         for _, old in sorted(ages)[: max(0, len(ages) - num_kept)]:
             os.unlink(old, dir_fd=self._refused)
 
+    def _is_left_out(self, _file_id: bytes, _descriptor: int) -> bool:
+        """Return whether an open file counts as gone."""
+        return False
+
     def _memory_for(self, places: Iterable[TensorPlace]) -> Iterator[NDArray[np.uint8]]:
         """Yield memory for each of these. It is that of the last read: to touch fresh memory for
         the first time takes longer than to read what goes there."""
@@ -400,6 +404,8 @@ class SegmentFiles:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = os.open(file_name(key.file_id), flags, dir_fd=self._directory)
         try:
+            if self._is_left_out(key.file_id, descriptor):
+                raise FileNotFoundError(errno.ENOENT, "it is about to be removed")
             file = SegmentFile(descriptor)
             yield file, self._layout.verify(file, key)
         finally:

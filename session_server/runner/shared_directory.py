@@ -132,6 +132,10 @@ class SharedDirectory:
             return False
         return (status.st_dev, status.st_ino) == self._opened
 
+    def now_ns(self) -> int:
+        """Return what time it was by the clock of the files when this server said that it lives."""
+        return self._writers.now_ns()
+
     def reserve(self, num_bytes: int) -> None:
         """Make room for a file before it is begun; files that were used longest ago go.
 

@@ -14,15 +14,18 @@ from pathlib import Path
 from typing import Final
 
 from session_server.core.tier_orders import DroppedPath, FoundFile
-from session_server.runner.segment_files import OtherFile, Payload, SegmentFiles, opened
+from session_server.runner.own_files import OwnFiles
+from session_server.runner.segment_files import (
+    OtherFile,
+    Payload,
+    SegmentFiles,
+    file_name,
+    opened,
+)
 from session_server.runner.segment_format import Layout
 from session_server.runner.shared_deletion import deleting
 from session_server.runner.shared_directory import SLICE_S, SharedDirectory
 
-MAX_WRITTEN: Final = 1 << 16
-"""Files of this server that it remembers, for when what it has written may be wrong."""
-
-_OVER: Final = object()
 _LOG: Final = logging.getLogger("session_server.engine")
 
 
@@ -38,13 +41,14 @@ class SharedFiles(SegmentFiles):
         """
         assert layout.key, "whoever can write to a shared directory has no KV used without a key"
         self._shared = SharedDirectory(path, layout.name, max_bytes)
-        self._written: dict[bytes, None] = {}
         self._paths: list[DroppedPath] = []
         """Histories whose files are being removed."""
 
-        self._deletion: Iterator[None] | None = None
+        self._work: Iterator[None] | None = None
+        """What removes files a little at a time."""
 
         super().__init__(self._shared.open(), layout)
+        self._own = OwnFiles(self._shared.now_ns())
         self._is_claimed = True
 
     def write(self, segment: FoundFile, payload: Payload, used_ns: int) -> None:
@@ -53,9 +57,7 @@ class SharedFiles(SegmentFiles):
             super().write(segment, payload, used_ns)
         finally:
             self._shared.end_write()
-        self._written[segment.file.file_id] = None
-        if len(self._written) > MAX_WRITTEN:
-            del self._written[next(iter(self._written))]
+        self._own.add(segment.file.file_id)
 
     def room(self) -> int | None:
         """Do a slice of what keeps the directory within its bytes. What room there is changes with
@@ -63,6 +65,7 @@ class SharedFiles(SegmentFiles):
         try:
             self._shared.tick()
             self._follow()
+            self._go_on()
         except OSError as error:
             _LOG.warning("the directory that servers share cannot be looked at: %s", error)
         return None
@@ -77,16 +80,17 @@ class SharedFiles(SegmentFiles):
             self._open_again()
 
     def _open_again(self) -> None:
-        self._deletion = None
+        self._work = None
         before = self._directory, self._refused
         self._directory, self._refused = opened(self._shared.open())
         for descriptor in before:
             os.close(descriptor)
 
     def remove_all(self) -> None:
-        """Remove what this server has written, which may be wrong; what others have is not."""
-        self.remove(tuple(self._written))
-        self._written.clear()
+        """Have all go that this server has written, which may be wrong, and use none of it any
+        more; see `drop`."""
+        self._own.doom()
+        self._work = None
 
     def drop(self, paths: Sequence[DroppedPath]) -> bool:
         """Remove the files of some histories, behind their first tokens and behind where another
@@ -94,32 +98,51 @@ class SharedFiles(SegmentFiles):
         whether all is done.
 
         Raises:
-            OSError: the directory cannot be read. It is not tried again.
+            OSError: the disk does not do it. These histories are not tried again.
         """
+        if paths:
+            self._paths += paths
+            self._work = None
         try:
             self._follow()
-            if paths:
-                self._paths += paths
-                self._deletion = None
-            until_s = time.monotonic() + SLICE_S
-            while self._advance() and time.monotonic() < until_s:
-                pass
+            self._go_on()
         except OSError:
-            self._paths, self._deletion = [], None
+            self._paths = []
             raise
-        return not self._paths
+        return self._work is None
 
-    def _advance(self) -> bool:
-        """Do a little of a deletion; return whether there is more."""
-        if self._paths and self._deletion is None:
+    def _go_on(self) -> None:
+        """Remove a slice of what is to be removed."""
+        if self._work is None and (self._paths or self._own.has_doomed):
+            self._work = self._removing()
+        until_s = time.monotonic() + SLICE_S
+        try:
+            while self._work is not None:
+                next(self._work)
+                if time.monotonic() >= until_s:
+                    return
+        except StopIteration:
+            self._work = None
+        except OSError:
+            self._work = None
+            raise
+
+    def _removing(self) -> Iterator[None]:
+        if self._paths:
             page_size = self._layout.page_size
-            self._deletion = deleting(self._directory, self._paths, page_size, self._remove_one)
-        if self._deletion is not None and next(self._deletion, _OVER) is _OVER:
-            self._paths, self._deletion = [], None
-        return bool(self._paths)
+            yield from deleting(self._directory, self._paths, page_size, self._remove_one)
+            self._paths = []
+        if self._own.has_doomed:
+            yield from self._own.removing(self._directory, self._unlink_file)
+
+    def _unlink_file(self, file_id: bytes) -> None:
+        self._unlink_now(file_name(file_id))
 
     def _remove_one(self, file_id: bytes) -> None:
         self.remove((file_id,))
+
+    def _is_left_out(self, file_id: bytes, descriptor: int) -> bool:
+        return self._own.is_doomed(file_id, descriptor)
 
     def _refuse(self, file_id: bytes, why: Exception) -> None:
         if not isinstance(why, OtherFile):  # somebody else has written it anew

@@ -1336,10 +1336,10 @@ ENGINE = (
         "its names are not read again before the next change",
     ),
     _constant(
-        "runner.shared_files:MAX_WRITTEN",
+        "runner.own_files:MAX_WRITTEN",
         "shared files of KV that a server remembers as its own",
         "files",
-        "older ones stay where what it has written may be wrong",
+        "where what it has written may be wrong, files go that others have used since it began",
     ),
     _constant(
         "engine.tiers.shared_index:ASK_AGAIN_S",

@@ -8,6 +8,7 @@ import itertools
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 from session_server.core.tier_orders import DroppedPath, FoundFile
-from session_server.runner import shared_deletion, shared_files
+from session_server.runner import own_files, shared_deletion, shared_files
 from session_server.runner.kv_directory import RESERVE_DIVISOR
 from session_server.runner.segment_files import FileGone, OtherFile, file_name
 from session_server.runner.segment_format import FileRefused, Layout
@@ -158,7 +159,92 @@ def test_another_layout_or_store_has_files_of_its_own_that_are_left_alone(tmp_pa
         each.room()
     assert len(files_in(tmp_path)) == len(layouts)
     servers[0].remove_all()
+    drop_all(servers[0], [])
     assert len(files_in(tmp_path)) == len(layouts) - 1
+
+
+# What may be wrong
+
+
+@pytest.mark.parametrize("max_written", [3, 100])
+def test_all_that_a_server_has_written_goes_in_slices_and_is_used_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_written: int
+) -> None:
+    monkeypatch.setattr(own_files, "MAX_WRITTEN", max_written)
+    monkeypatch.setattr(shared_files, "SLICE_S", 0.0)
+    before, other = server(tmp_path), server(tmp_path)
+    theirs = path_of(seed=100)
+    write(before, found_of(theirs))
+    time.sleep(0.02)  # the clock of the files has ticks
+    files = server(tmp_path)
+    paths = [path_of(seed=seed) for seed in range(12)]
+    all_found = [write(files, found_of(tokens)).found for tokens in paths]
+    files.remove_all()
+    for tokens, found in zip(paths, all_found, strict=True):
+        assert files.find(key_of(tokens, 0), tokens) == ([], False)
+        with pytest.raises(FileGone):
+            files.read(found)
+    num_left = len(files_in(tmp_path))
+    assert num_left == 13, "all are there, and none is used"
+    if max_written > len(paths):
+        write(files, all_found[0])
+        assert files.find(key_of(paths[0], 0), paths[0])[0], "it was written anew"
+    num_slices = 1
+    while not files.drop([]):
+        assert num_left - len(files_in(tmp_path)) <= 1
+        num_left, num_slices = len(files_in(tmp_path)), num_slices + 1
+    assert num_slices >= 12
+    assert len(files_in(tmp_path)) == 1 + (max_written > len(paths))
+    assert other.find(key_of(theirs, 0), theirs)[0]
+    write(files, all_found[1])
+    assert files.find(key_of(paths[1], 0), paths[1])[0]
+
+
+@pytest.mark.parametrize("max_written", [3, 100])
+def test_what_cannot_be_removed_now_is_not_used_and_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_written: int
+) -> None:
+    monkeypatch.setattr(own_files, "MAX_WRITTEN", max_written)
+    files = server(tmp_path)
+    paths = [path_of(seed=seed) for seed in range(6)]
+    for tokens in paths:
+        write(files, found_of(tokens))
+    files.remove_all()
+    unlink, stuck = os.unlink, file_name(found_of(paths[5]).file.file_id)
+
+    def fail(name: str, *, dir_fd: int) -> None:
+        if name == stuck:
+            raise OSError(errno.EIO, "dead")
+        unlink(name, dir_fd=dir_fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", fail)
+        with pytest.raises(OSError, match="dead"):
+            drop_all(files, [])
+        files.room()
+    assert [path.name for path in files_in(tmp_path)] == [stuck]
+    assert files.find(key_of(paths[5], 0), paths[5]) == ([], False)
+    files.room()
+    assert not files_in(tmp_path)
+
+
+def test_what_cannot_be_removed_keeps_nothing_that_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, tokens = server(tmp_path), path_of()
+    write(files, found_of(path_of(seed=1)))
+    files.remove_all()
+    write(files, found_of(tokens))
+
+    def fail(_: str) -> None:
+        raise OSError(errno.EIO, "dead")
+
+    monkeypatch.setattr(files, "_unlink_now", fail, raising=True)
+    with pytest.raises(OSError, match="dead"):
+        drop(files, tokens)
+    monkeypatch.undo()
+    drop_all(files, [])
+    assert not files_in(tmp_path)
 
 
 # Deletion
