@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 
 from session_server.local_server import LocalServer
+from tests.depth import at_depth
 from tests.rig.decisions import Decisions
 from tests.rig.echo_server import echo_server
 from tests.rig.history import ENDS
@@ -21,13 +22,16 @@ from tests.rig.recovery import Reckoning
 from tests.rig.scene import echo_turn
 from tests.web.wire_client import http_client, narrow_socket, open_wire
 
-NUM_STALLED = 12
+NUM_STALLED = at_depth(6, proof=12)
 NUM_OTHERS = 4
 NUM_UPDATES = 900
 """Of 8 kB each: about twice what the kernel takes for a reader that takes nothing."""
 
 MAX_GROWTH_MIB = 12.0
 """Per stalled session: its journal of 1 MiB, as strings and as frames, and what is in flight."""
+
+THINKS_S = 0.05
+"""Between the turns of the others, who would otherwise keep three processes busy until the last."""
 
 
 class Stalled:
@@ -110,6 +114,7 @@ async def other(url: str, number: int, turns: list[int], is_over: asyncio.Event)
             assert end["type"] == "turn.completed", end
             known.hear(body, end)
             turns.append(number)
+            await asyncio.sleep(THINKS_S)
     if not is_over.is_set():
         await other(url, number, turns, is_over)
 

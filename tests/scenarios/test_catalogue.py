@@ -9,9 +9,13 @@ from session_server.core.errors import SessionServerError
 from tests.mutants.mutant import Mutant
 from tests.scenarios.catalogue import CATALOGUE, NOT_APPLICABLE
 from tests.scenarios.registry import Scenario, scenarios
+from tests.web import serving
 
 SHOWN = (AssertionError, CacheError, SessionServerError, TimeoutError, pytest.fail.Exception)
 """How a story fails for the reason it tells of; anything else is an accident."""
+
+HOPELESS_S = 10.0
+"""When a story that waits for what cannot come is given up; each takes a second at most."""
 
 GUARDED = [
     pytest.param(found, guard, id=f"{found.name}-{index}")
@@ -21,7 +25,10 @@ GUARDED = [
 
 
 @pytest.mark.parametrize(("found", "guard"), GUARDED)
-def test_a_story_fails_without_its_guard(found: Scenario, guard: Mutant) -> None:
+def test_a_story_fails_without_its_guard(
+    found: Scenario, guard: Mutant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "DEADLINE_S", HOPELESS_S)
     with guard.apply(), pytest.raises(SHOWN):
         found.story()
 
