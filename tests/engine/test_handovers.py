@@ -103,3 +103,17 @@ def test_a_session_without_segments_waits_for_nothing(world: World) -> None:
     world.add(5, None)
     assert world.told == [5]
     assert world.handovers.due_s is None
+
+
+def test_one_that_comes_while_its_segment_is_written_is_told_with_the_others(world: World) -> None:
+    world.add(0, world.segments[3])
+    world.store.write_ahead()
+    (order,) = world.store.orders.take()
+    assert isinstance(order, WriteFile)
+    world.add(1, world.segments[3])
+    world.store.drop(world.segments[3])
+    world.handovers.advance(0.0)
+    assert world.told == [0, 1]
+    world.store.orders.handle(TierResult(order.number, 0.0))
+    world.handovers.advance(0.0)
+    assert world.told == [0, 1]

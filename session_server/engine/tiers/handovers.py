@@ -61,6 +61,7 @@ class Handovers:
         for number in self._store.writes.take_changed():
             last = self._of_segment[number][0].last
             if self._is_over(last):
+                self._store.writes.unwatch(last)  # one that came since has asked again
                 for each in self._of_segment.pop(number):
                     each.tell()
             else:
