@@ -7,12 +7,14 @@ load torch.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from types import ModuleType
 from typing import Final
 
 from session_server.arguments import CommandParser
@@ -109,10 +111,20 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def _imported(name: str) -> ModuleType:
+    """Import a module, and look for no garbage meanwhile: what is imported stays, and to look at it
+    again and again is a sixth of the start of an engine."""
+    gc.disable()
+    try:
+        return importlib.import_module(name)
+    finally:
+        gc.enable()
+
+
 def _run(arguments: list[str]) -> int:
     if arguments and arguments[0] in _CHILDREN:
         module_name, serve = _CHILDREN[arguments[0]]
-        return int(getattr(importlib.import_module(module_name), serve)(int(arguments[1])))
+        return int(getattr(_imported(module_name), serve)(int(arguments[1])))
     asked = next((word for word in arguments if not word.startswith("-")), None)
     parser = CommandParser(
         prog="session-server",
@@ -132,7 +144,7 @@ def _run(arguments: list[str]) -> int:
     )
     run: Callable[[argparse.Namespace], int] | None = None
     for name, command in COMMANDS.items():
-        module = importlib.import_module(command.module) if name == asked else None
+        module = _imported(command.module) if name == asked else None
         description = module.__doc__ if module is not None else None
         subparser = commands.add_parser(
             name,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import re
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 
@@ -57,6 +59,20 @@ def test_an_interrupt_while_a_command_is_imported_leaves_as_a_shell_expects(
 
     monkeypatch.setattr(importlib, "import_module", interrupt)
     assert [cli.main(["serve"]), cli.main(["_engine", "0"])] == [130, 130]
+
+
+def test_no_garbage_is_looked_for_while_a_command_is_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = list[bool]()
+
+    def look(_name: str) -> ModuleType:
+        looks.append(gc.isenabled())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib, "import_module", look)
+    assert [cli.main(["serve"]), cli.main(["_engine", "0"])] == [130, 130]
+    assert (looks, gc.isenabled()) == ([False, False], True)
 
 
 def test_a_reader_that_leaves_is_no_traceback() -> None:

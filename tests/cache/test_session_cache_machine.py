@@ -40,7 +40,7 @@ RARE = {
 """Too rare for short programs, whose draws depend on which modules the process has imported; the
 walks reach them."""
 
-MIN_WALKS, MAX_WALKS = at_depth(5, proof=30), 30
+MIN_WALKS, MAX_WALKS = at_depth(3, proof=30), 30
 """Walks end when everything was reached, but are so many at least and at most."""
 
 ALLOCATIONS: tuple[Allocation, Allocation] = ("lifo", "extent")

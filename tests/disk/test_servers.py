@@ -7,7 +7,7 @@ import errno
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,38 +110,43 @@ async def scraped(http: httpx.AsyncClient, name: str) -> float:
     return float(line.rpartition(" ")[2])
 
 
-async def live(watched: Watched, url: str, fault: tuple[int, set[Kind], bool]) -> list[Said]:
-    """Talk before, while and after calls fail."""
-    error, kinds, is_short = fault
+async def live(watched: Watched, url: str, names: Sequence[str]) -> list[Said]:
+    """Talk before, while and after calls fail in each of these ways."""
     notes = Notes(watched.log)
     async with http_client(url) as http, greeted(url) as wire:
         client = Client(wire, notes)
         assert [await client.ask(), await client.ask()] == [True, True]
-        watched.fail(error, kinds, is_short=is_short)
-        assert [await client.ask(), await client.ask()] == [False, False]
-        health = await http.get("/health")
-        assert (health.status_code, health.json()) == (200, {"status": "store_failing"})
-        assert await scraped(http, "failing") == 1.0
-        assert await scraped(http, "sessions_behind") == 1.0
-        watched.heal()
-        while await scraped(http, "sessions_behind"):
-            await asyncio.sleep(0.05)
-        assert (await http.get("/health")).json() == {"status": "ok"}
-        assert [await client.ask(), await client.ask()] == [True, True]
+        for name in names:
+            error, kinds, is_short = FAULTS[name]
+            watched.fail(error, kinds, is_short=is_short)
+            assert [await client.ask(), await client.ask()] == [False, False], name
+            health = await http.get("/health")
+            assert (health.status_code, health.json()) == (200, {"status": "store_failing"})
+            assert await scraped(http, "failing") == 1.0
+            assert await scraped(http, "sessions_behind") == 1.0
+            watched.heal()
+            while await scraped(http, "sessions_behind"):
+                await asyncio.sleep(0.05)
+            assert (await http.get("/health")).json() == {"status": "ok"}
+            assert [await client.ask(), await client.ask()] == [True, True], name
     notes.close()
     return client.said
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_server_lives_through_a_disk_that_fails_and_loses_nothing_by_a_crash(name: str) -> None:
+@pytest.mark.parametrize(
+    "names", [("no space", "no quota", "half a write, then no space"), ("no sync", "nothing")]
+)
+def test_a_server_lives_through_a_disk_that_fails_and_loses_nothing_by_a_crash(
+    names: tuple[str, ...],
+) -> None:
     with watched_disk() as watched:
         flags = ["--store", str(watched.root / "store")]
         with environment(watched.environment), echo_server(flags) as server:
-            said = asyncio.run(live(watched, server.url, FAULTS[name]))
+            said = asyncio.run(live(watched, server.url, names))
             os.kill(server.pid, signal.SIGKILL)
             server.wait(timeout_s=60)
         done = watched.operations()
-        campaign = Campaign(Decisions(1, name), 0.02, 6, watch=labels_of, mess=with_any_memory)
+        campaign = Campaign(Decisions(1, *names), 0.02, 6, watch=labels_of, mess=with_any_memory)
         report = campaign.run(watched.inode, done, ServerHistory())
         assert not report.problems, report.problems[0]
         assert report.saw["a turn"]
@@ -153,10 +158,7 @@ def test_a_server_lives_through_a_disk_that_fails_and_loses_nothing_by_a_crash(n
         assert answers == said
 
 
-@pytest.mark.parametrize("words", [("vacuum",), ("delete", "NAME"), ("import", "talk.json")])
-def test_a_command_on_a_full_disk_says_so_in_a_line_and_changes_nothing(
-    tmp_path: Path, words: tuple[str, ...]
-) -> None:
+def test_a_command_on_a_full_disk_says_so_in_a_line_and_changes_nothing(tmp_path: Path) -> None:
     def sessions(*words: str) -> subprocess.CompletedProcess[str]:
         command = [*PROGRAM, "sessions", *words, "--store", str(watched.root / "store")]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -167,14 +169,15 @@ def test_a_command_on_a_full_disk_says_so_in_a_line_and_changes_nothing(
         held = sessions("list").stdout
         (name,) = [word for word in held.split() if word.startswith("s_")]
         assert sessions("export", name, "talk.json").returncode == 0
-        with environment(watched.environment):
-            watched.fail(errno.ENOSPC, {Kind.WRITE}, first=30)  # it is open by then
-            more = ("--id", "other") if words[0] == "import" else ()
-            refused = sessions(*(word.replace("NAME", name) for word in words), *more)
-        assert watched.num_failed
-        assert (refused.returncode, refused.stderr.count("\n")) == (1, 1), refused.stderr
-        assert "full" in refused.stderr
-        assert sessions("list").stdout == held
+        for words in (("vacuum",), ("delete", name), ("import", "talk.json", "--id", "other")):
+            with environment(watched.environment):
+                watched.fail(errno.ENOSPC, {Kind.WRITE}, first=30)  # it is open by then
+                refused = sessions(*words)
+            assert watched.num_failed, words
+            assert (refused.returncode, refused.stderr.count("\n")) == (1, 1), refused.stderr
+            assert "full" in refused.stderr
+            watched.forget()
+            assert sessions("list").stdout == held, words
 
 
 def test_a_server_that_ends_with_what_is_not_on_disk_says_so() -> None:

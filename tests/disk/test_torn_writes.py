@@ -54,14 +54,20 @@ def test_nothing_that_was_told_to_be_on_disk_is_lost_by_a_crash() -> None:
     assert report.num_images > 5 * report.num_points
 
 
-@pytest.mark.parametrize("killed_at", [1, 3, 6, 20, 45, 50, 51, 52, 53, 54, 56, 90, 300])
+@pytest.mark.parametrize(
+    "killed_at",
+    at_depth(
+        [1, 6, 45, 51, 53, 56, 90, 300],
+        proof=[1, 3, 6, 20, 45, 50, 51, 52, 53, 54, 56, 90, 300],
+    ),
+)
 def test_what_a_process_that_was_killed_had_not_synced_is_not_believed(killed_at: int) -> None:
     record = recorded(seed=SEED, killed_at=killed_at)
     report = crashed(record, Decisions(SEED, killed_at), share=0.002, least=1)
     assert not report.problems, report.problems[0]
 
 
-@pytest.mark.parametrize("killed_at", range(90, 250, at_depth(54, proof=9)))
+@pytest.mark.parametrize("killed_at", range(90, 250, at_depth(81, proof=9)))
 def test_what_the_system_could_not_write_is_not_built_on(killed_at: int) -> None:
     """The next process sees it, a sync says that all is well, and a crash takes it away."""
     record = recorded(seed=SEED, killed_at=killed_at)
@@ -88,7 +94,7 @@ def first_call_of_a_migration() -> int:
     return next(each.site for each in done if each.kind is not Kind.NOTE)
 
 
-@pytest.mark.parametrize("num_calls", range(1, 20, 3))
+@pytest.mark.parametrize("num_calls", range(1, 20, at_depth(6, proof=3)))
 def test_a_process_may_be_killed_while_it_brings_a_store_to_this_version(num_calls: int) -> None:
     site = first_call_of_a_migration()
     record = recorded(seed=SEED, killed_at=site + num_calls)

@@ -14,6 +14,7 @@ from cache.types import SessionId, TurnId, pages_for
 from session_server.engine.plan import StepPlan, plan_step
 from session_server.engine.scheduler_view import Limits
 from session_server.engine.shortage import PoolPages
+from tests.depth import at_depth
 from tests.engine.plan_views import FakeIdle, FakeRunning, FakeView, in_line
 
 
@@ -190,7 +191,7 @@ def make_world(seed: int, reached: Counter[str], *, num_pools: int) -> World:
 @pytest.mark.parametrize("num_pools", [1, 2])
 def test_every_turn_that_fits_alone_finishes_and_no_plan_overdraws(num_pools: int) -> None:
     reached: Counter[str] = Counter()
-    for seed in range(400):
+    for seed in range(at_depth(200, proof=400)):
         world = make_world(seed, reached, num_pools=num_pools)
         num_quiet = 0
         for _ in range(40_000):

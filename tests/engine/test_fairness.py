@@ -18,6 +18,7 @@ from session_server.core.events import TurnStarted
 from session_server.engine import plan_admission
 from session_server.engine.config import MemoryCheck
 from session_server.engine.shares import share_len
+from tests.depth import at_depth
 from tests.engine.crowd import Coming, Crowd, Given
 from tests.sim.hand_engine import Sizes
 
@@ -144,7 +145,7 @@ def play(stage: Sizes, coming: list[Burst]) -> Crowd:
 def test_every_forward_gives_a_turn_its_share_or_half_of_itself_to_shorter_ones() -> None:
     reached: Counter[str] = Counter()
 
-    @settings(max_examples=60, deadline=None, derandomize=True)
+    @settings(max_examples=at_depth(35, proof=60), deadline=None, derandomize=True)
     @given(
         coming=bursts(max_new=12),
         chunk_tokens=st.sampled_from([8, 16, 37, 64]),
@@ -191,7 +192,7 @@ def check_shares(forward: dict[str, Given], stage: Sizes, reached: Counter[str])
 def test_a_first_token_comes_within_a_bound_in_which_no_long_prompt_occurs() -> None:
     reached: Counter[str] = Counter()
 
-    @settings(max_examples=60, deadline=None, derandomize=True)
+    @settings(max_examples=at_depth(35, proof=60), deadline=None, derandomize=True)
     @given(
         coming=bursts(max_new=12),
         chunk_tokens=st.sampled_from([8, 16, 37, 64]),
@@ -225,7 +226,7 @@ def check_first_token(crowd: Crowd, name: str, reached: Counter[str]) -> None:
 def test_when_memory_is_short_a_turn_waits_for_the_lives_of_those_ahead_and_no_longer() -> None:
     reached: Counter[str] = Counter()
 
-    @settings(max_examples=40, deadline=None, derandomize=True)
+    @settings(max_examples=at_depth(25, proof=40), deadline=None, derandomize=True)
     @given(
         coming=bursts(max_new=60),
         chunk_tokens=st.sampled_from([8, 64]),

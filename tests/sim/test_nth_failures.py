@@ -18,7 +18,7 @@ from tests.sim.configs import rich_config
 from tests.sim.faults import FaultRates, OneFault, Site
 from tests.sim.simulation import simulate
 
-STRIDE = at_depth(10, proof=1)
+STRIDE = at_depth(20, proof=1)
 """From one opportunity that is struck to the next. Where one run has no more, another goes on."""
 
 MAX_POINTS = 100
