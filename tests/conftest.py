@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
+import psutil
 import pytest
 
 LONG_FILES: Final = (
@@ -26,9 +27,31 @@ many tests, and at the end one worker has a long file and the others nothing. It
 class, or all functions of a file, at a time (`--dist loadscope`)."""
 
 
+IN_MEMORY: Final = "/dev/shm"
+ROOM_BYTES: Final = 8 << 30
+
+
 # A background job of a shell ignores SIGINT, and the programs that tests interrupt inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _needs_no_disk() -> bool:
+    """Whether there is a file system in memory with room for all that tests write."""
+    try:
+        found = os.statvfs(IN_MEMORY)
+    except OSError:
+        return False
+    room = min(found.f_bavail * found.f_frsize, psutil.virtual_memory().available)
+    return room >= ROOM_BYTES and not found.f_flag & os.ST_NOEXEC and os.access(IN_MEMORY, os.W_OK)
+
+
+# Tests sync thousands of files that nobody reads behind them: a disk would take minutes for that.
+# What a worker of xdist has is in the directory of the process that has begun it.
+if "PYTEST_XDIST_WORKER" not in os.environ and _needs_no_disk():
+    _files = tempfile.TemporaryDirectory(prefix="tests-", dir=IN_MEMORY, ignore_cleanup_errors=True)
+    os.chmod(_files.name, 0o711)  # PostgreSQL is another user
+    os.environ["TMPDIR"] = tempfile.tempdir = _files.name
 
 
 # What a server keeps unless it is told otherwise is kept in nobody's home.
