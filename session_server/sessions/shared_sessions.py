@@ -161,6 +161,7 @@ class SharedSessions:
             await asyncio.wait([leaving], timeout=HANDOVER_WAIT_S)
             if not leaving.done():
                 raise SessionMoved("the session is being written: ask again")
+        held_as = self._lease.replica_id
         row = await self._take(owner, session_id, loading)
         self._note_looked_up(owner, session_id, row)
         if row is None:
@@ -168,7 +169,7 @@ class SharedSessions:
         loading.number = row.number
         try:
             async with self._at_once:
-                await self._restore(owner, row)
+                await self._restore(owner, row, held_as)
         except InternalInconsistency:
             if await self._is_still_ours(row):
                 self._spawn(self._release(row.number))
@@ -217,7 +218,8 @@ class SharedSessions:
             found = await self._lease.read(partial(self._database.numbered, row.number))
         return found is not None and found.epoch == row.epoch
 
-    async def _restore(self, owner: Owner, row: SessionRow) -> None:
+    async def _restore(self, owner: Owner, row: SessionRow, held_as: int) -> None:
+        """Read a session that is held as that replica. Raises SessionMoved if it is no longer."""
         restored, num_read = self._restorer.begin(owner, row), 0
         while num_read < row.num_entries:
             # In this order: a database that does not answer has damaged nothing.
@@ -230,6 +232,10 @@ class SharedSessions:
                 some = entries[start : start + ENTRIES_APPLIED]
                 self._restorer.read(restored, some, num_bytes if start == 0 else 0)
                 await asyncio.sleep(0)
+        # What was in memory when the lease was lost was given up, and this was not there yet.
+        self._lease.check()
+        if self._lease.replica_id != held_as:
+            raise SessionMoved("this replica has lost its lease meanwhile: ask again")
         self._restorer.register(self._restorer.finish(restored))
 
     def restore(self, owner: Owner, session_id: str) -> Session | None:

@@ -75,6 +75,12 @@ MUTANTS: Final[Mapping[str, Mutant]] = MappingProxyType(
             "if tasks:",
             "if False:",
         ),
+        "read after the loss": _bug(
+            "What was read while the lease was lost is kept.",
+            f"{_SHARED}_restore",
+            "self._lease.check()",
+            "pass",
+        ),
         "taken before it is released": _bug(
             "A session is taken again before it was released, and released then.",
             f"{_SHARED}_adopt",

@@ -126,6 +126,26 @@ def test_a_database_that_does_not_answer_has_damaged_nothing(quiet: Quiet) -> No
         quiet.do(second, second.manager.load(OWNER, "ours"))
 
 
+def test_a_session_is_not_kept_whose_lease_is_lost_while_it_is_read(quiet: Quiet) -> None:
+    first, second = quiet.start(), quiet.start()
+    quiet.open(first, "ours")
+    first.kill()
+    quiet.after(10.0)
+
+    def lose_once_taken() -> None:
+        if quiet.server.reached["taken from one that is over"]:
+            second.deliver(second.lease._lose)
+        else:
+            quiet.schedule.after(0.0001, lose_once_taken)
+
+    lose_once_taken()
+    with pytest.raises(SessionMoved):
+        quiet.do(second, second.manager.load(OWNER, "ours"))
+    quiet.after(4.0)
+    assert second.lease.is_held, "another one"
+    assert not list(second.manager._sessions)
+
+
 def test_a_replica_without_a_lease_lists_nothing_of_what_it_remembers(quiet: Quiet) -> None:
     first, second = quiet.start(), quiet.start()
     quiet.open(first, "ours")
