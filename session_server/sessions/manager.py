@@ -495,6 +495,7 @@ class SessionManager:
 
     def _add(self, session: Session, *, is_stored: bool) -> SessionView:
         if is_stored and self._sessions.on_disk is not None:
+            self._sessions.on_disk.check()
             self._quotas.stored_bytes.check(session.owner, session.num_bytes)
         self._quotas.take_session(session)
         self._sessions.add(session)
