@@ -31,6 +31,9 @@ REPLICA_FIELD: Final = "replica"
 
 MAX_KEY_CHARS: Final = 256
 
+MAX_QUERY_FIELDS: Final = 64
+"""Fields of a query in which a replica is looked for; one of more names none."""
+
 _NAMED_IN_PATH: Final = re.compile(r"/v1/(?:admin/)?(sessions|conversations|responses)/([^/]+)")
 _NEW: Final = "new"
 """Stands in a path for the id of a session that is not open yet."""
@@ -81,7 +84,12 @@ def _key_in_path(scope: Mapping[str, Any]) -> str | None:
 
 def _key_in_query(scope: Mapping[str, Any]) -> str | None:
     query = bytes(scope.get("query_string", b"")).decode("latin-1")
-    tags = parse_qs(query, max_num_fields=64).get(REPLICA_FIELD) if REPLICA_FIELD in query else None
+    if REPLICA_FIELD not in query:
+        return None
+    try:
+        tags = parse_qs(query, max_num_fields=MAX_QUERY_FIELDS).get(REPLICA_FIELD)
+    except ValueError:  # of more fields: whoever routes has no answer of its own to refuse it with
+        return None
     return key_for(tags[0]) if tags else None
 
 

@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from session_server.deploy.routing import MAX_KEY_CHARS, key_for, routing_key, tag_in, tag_of
+from session_server.deploy.routing import (
+    MAX_KEY_CHARS,
+    MAX_QUERY_FIELDS,
+    key_for,
+    routing_key,
+    tag_in,
+    tag_of,
+)
 from session_server.sessions.quotas import SessionLimits
 from tests.sessions.world import World
 
@@ -57,6 +64,12 @@ def test_the_key_of_a_request(request_scope: dict[str, Any], key: str | None) ->
 def test_a_key_is_bounded_however_long_its_header_is() -> None:
     key = routing_key(scope("/v1/chat/completions", x_session_id="x" * 10_000))
     assert key == "x" * MAX_KEY_CHARS
+
+
+def test_a_query_of_too_many_fields_names_no_replica() -> None:
+    query = f"replica={TAG}" + "&a=1" * MAX_QUERY_FIELDS
+    assert routing_key(scope("/metrics", query)) is None
+    assert routing_key(scope("/v1/chat/completions", query, x_session_id="ada")) == "ada"
 
 
 def test_an_id_names_the_replica_that_gave_it() -> None:

@@ -1668,6 +1668,12 @@ REPLICAS = (
         "the rest does not count",
     ),
     _constant(
+        "deploy.routing:MAX_QUERY_FIELDS",
+        "fields of a query in which `replica` is looked for",
+        "fields",
+        "it names none",
+    ),
+    _constant(
         "deploy.options:HEALTH_TIMEOUT_S",
         "time for a replica to say that it is healthy",
         "s",
