@@ -31,6 +31,9 @@ _logger: Final = logging.getLogger("session_server.store")
 KEPT_DIVISOR: Final = 4
 """Records of one kind take one of so many parts of the bytes of conversations at most."""
 
+MAX_LOOKS: Final = 8
+"""How often a record of a shared store is looked for that changes while it is."""
+
 
 class KeptRecord(Protocol):
     """Name what `KeptRecords` asks of a record."""
@@ -75,7 +78,8 @@ class RecordForm(Protocol[_RecordT]):
 @dataclass(slots=True, eq=False)
 class _Slot(Generic[_RecordT]):
     """Hold a record; None while it is on disk alone. `number`: its own on disk, 0 before it was
-    written; `num_writes` were asked for, of which `num_pending` are not told of."""
+    written; `num_writes` were asked for, of which `num_pending` are not told of, and the last is
+    known as `used`."""
 
     owner: Owner
     key: str
@@ -84,6 +88,7 @@ class _Slot(Generic[_RecordT]):
     counted_bytes: int = 0
     number: int = 0
     num_writes: int = 0
+    used: int = 0
     num_pending: int = 0
 
 
@@ -138,11 +143,26 @@ class KeptRecords(Generic[_RecordT]):
     async def load(self, owner: Owner, key: str) -> None:
         """Read a record that is on disk alone in slices, others being served in between; one record
         at a time. Does nothing for any other, but one that another replica has made or changed.
-        Raises what `get` raises."""
+        Raises what `get` raises, and ServerBusy for one that goes on to change meanwhile."""
+        if not self._log.is_shared:
+            await self._load(owner, key)
+            return
+        for _ in range(MAX_LOOKS):
+            slot = self._by_owner.get(owner, {}).get(key)
+            if slot is not None and slot.number == 0:
+                return  # it was never written
+            if not await self._look_up(owner, key):
+                return
+            await self._load(owner, key)
+            # What is here goes where a write of it fails, and is in the store then.
+            slot = self._by_owner.get(owner, {}).get(key)
+            if slot is not None and slot.record is not None:
+                return
+        raise ServerBusy(f"this one of the {self._form.noun} changes all the time: ask again")
+
+    async def _load(self, owner: Owner, key: str) -> None:
         slot = self._by_owner.get(owner, {}).get(key)
-        if self._log.is_shared and (slot is None or slot.number):
-            await self._look_up(owner, key)
-        elif slot is None or slot.record is not None:
+        if slot is None or slot.record is not None:
             return
         async with self._turnstile:
             slot = self._by_owner.get(owner, {}).get(key)
@@ -150,6 +170,10 @@ class KeptRecords(Generic[_RecordT]):
                 return
             with reading(self._log.store):
                 slices = await self._log.read(slot.number)
+            if not slices and self._log.is_shared:  # deleted by another replica since it was found
+                if slot in self._in_order:
+                    self._remove(slot, is_deleted=False)
+                return
             record: _RecordT | None = None
             for found in self._read(owner, slot, slices):
                 record = found
@@ -159,23 +183,24 @@ class KeptRecords(Generic[_RecordT]):
             assert record is not None, "what cannot be read is refused"
             self._hold(slot, record)
 
-    async def _look_up(self, owner: Owner, key: str) -> None:
+    async def _look_up(self, owner: Owner, key: str) -> bool:
         """Find a record in a shared store; what is here of it goes if there is a newer one, or none
-        any more. Raises ServerBusy."""
+        any more. Return whether there may be one. Raises ServerBusy."""
         before = self._by_owner.get(owner, {}).get(key)
         num_writes = 0 if before is None else before.num_writes
         with reading(self._log.store):
             row = await self._log.find(owner.owner_id, key)
         slot = self._by_owner.get(owner, {}).get(key)
         if slot is not before or (slot is not None and self._is_newer(slot, num_writes)):
-            return
+            return True
         is_there = row is not None and row.kind == self._form.noun
         if slot is not None and row is not None and is_there and row.num_writes <= num_writes:
-            return
+            return True
         if slot is not None:
             self._remove(slot, is_deleted=False)
         if row is not None and is_there:
             self._find_on_disk([row])
+        return is_there
 
     async def look_up_beside(self, owner: Owner, key: str) -> None:
         """As `look_up_made_in`, of the session in which a record was made."""
@@ -359,8 +384,10 @@ class KeptRecords(Generic[_RecordT]):
             num_bytes=shown.num_bytes,
             used=self._log.new_number(),
             num_writes=slot.num_writes,
+            # Behind a write that was refused none is done: those of another replica count too.
+            used_last=slot.used,
         )
-        slot.num_writes += 1
+        slot.num_writes, slot.used = slot.num_writes + 1, row.used
         return row
 
     def _read(
@@ -397,7 +424,7 @@ class KeptRecords(Generic[_RecordT]):
             owner = owners[row.owner_id]
             slot: _Slot[_RecordT] = _Slot(
                 *(owner, row.record_id, row.session_id, None),
-                *(row.num_bytes, row.number, row.num_writes),
+                *(row.num_bytes, row.number, row.num_writes, row.used),
             )
             self._insert(slot)
             num_bytes[owner] += row.num_bytes

@@ -581,6 +581,12 @@ SESSIONS = (
         "refused: `server_busy`",
     ),
     _constant(
+        "sessions.kept:MAX_LOOKS",
+        "looks for a response or conversation of a shared store that changes meanwhile",
+        "looks",
+        "refused: `server_busy`",
+    ),
+    _constant(
         "sessions.shared_sessions:RECOUNT_S",
         "time for which what other replicas keep for an owner is not counted",
         "s",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import random
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
 
 from session_server.core.errors import (
+    ConversationNotFound,
     InvalidRequest,
     ItemNotFound,
     ResponseNotFound,
@@ -22,6 +26,7 @@ from session_server.sessions.kept_conversations import (
     ConversationForm,
     KeptConversation,
 )
+from session_server.sessions.store.records import Parts
 from tests.sessions.test_replicas import Cluster, Replica
 from tests.sessions.test_stored_dialects import Desk
 from tests.sessions.world import OWNER
@@ -173,6 +178,48 @@ def test_items_that_two_replicas_append_at_once_are_both_there(pair: Pair) -> No
     assert late(pair, append, "theirs", "theirs too") == [1, 2, 3]
     expected = ["i_hello", "theirs", "theirs too", "ours"]
     assert ids_in(first, here) == ids_in(second, there) == expected
+
+
+def test_many_items_that_two_replicas_append_at_once_are_there_once(pair: Pair) -> None:
+    first, second, here, there = pair
+    kept = set[str]()
+
+    async def append(desk: Desk, name: str) -> None:
+        change = partial(desk.turns.conversations.append, entries=[entry(name)])
+        await asyncio.sleep(random.random() * 0.05)  # so that some come while others are written
+        with contextlib.suppress(ServerBusy):
+            await desk.turns.conversations.change(OWNER, "conv_1", change)
+            kept.add(name)
+
+    async def append_all(tag: int) -> None:
+        desks = (here, there)
+        named = [(desks[number % 2], f"i_{tag}_{number}") for number in range(24)]
+        await asyncio.gather(*(append(*each) for each in named))
+
+    for tag in range(6):
+        first.world.do(append_all(tag))
+    assert len(kept) > 6 * 12
+    found = ids_in(first, here)
+    assert len(set(found)) == len(found)
+    assert found == ids_in(second, there)
+    assert kept <= set(found)
+
+
+def test_one_that_is_deleted_while_it_is_read_is_not_there(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, here, there = pair
+    meanwhile(pair, partial(there.turns.conversations.append, entries=[entry("theirs")]))
+    read = first.store.read_parts
+
+    async def read_late(number: int) -> list[Parts]:
+        with second.database.transaction():
+            second.database.delete_record(number)
+        return await read(number)
+
+    monkeypatch.setattr(first.store, "read_parts", read_late)
+    with pytest.raises(ConversationNotFound):
+        ids_in(first, here)
 
 
 def test_an_item_is_deleted_and_metadata_changed_beside_others(pair: Pair) -> None:

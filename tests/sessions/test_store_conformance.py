@@ -415,10 +415,14 @@ def test_a_record_is_changed_in_parts(database: AnyDatabase) -> None:
         )
     assert database.parts(1) == [(1, b"B"), (2, b"c"), (5, b"e")]
     assert database.records() == [record(1, num_bytes=20, used=9, num_writes=2)]
-    for behind in (record(1, num_writes=1), record(2, num_writes=1)):
+    another = record(1, num_writes=2, used_last=8)
+    for behind in (record(1, num_writes=1), record(2, num_writes=1), another):
         with pytest.raises(Behind), database.transaction():
             database.change_record(behind, [(1, b"x")], [2])
     assert database.parts(1) == [(1, b"B"), (2, b"c"), (5, b"e")]
+    with database.transaction():
+        database.change_record(record(1, num_writes=2, used_last=9), [], [5])
+    assert database.parts(1) == [(1, b"B"), (2, b"c")]
 
 
 def test_a_record_is_written_again_and_deleted(database: AnyDatabase) -> None:

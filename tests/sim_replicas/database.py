@@ -213,14 +213,14 @@ class SimDatabase:
             is_same = (other.owner_id, other.record_id) == (row.owner_id, row.record_id)
             if (other.number == row.number) != is_same:
                 raise NameTaken(f"record {row.number}, {row.record_id}, is another one")
-        written = structs.replace(row, num_writes=row.num_writes + 1)
+        written = structs.replace(row, num_writes=row.num_writes + 1, used_last=0)
         self._tables.records[row.number] = written
         self._tables.parts[row.number] = dict(parts)
 
     def change_record(self, row: RecordRow, parts: Parts, removed: Sequence[int]) -> None:
         """Write parts of a record, and delete some. Raises Behind."""
         was = self._tables.records.get(row.number)
-        if was is None or was.num_writes != row.num_writes:
+        if was is None or was.num_writes != row.num_writes or row.used_last not in (0, was.used):
             raise Behind(f"record {row.number} was not written {row.num_writes} times")
         self._tables.records[row.number] = structs.replace(
             was, num_bytes=row.num_bytes, used=row.used, num_writes=row.num_writes + 1

@@ -386,12 +386,13 @@ class PostgresDatabase(Leases):
 
     def change_record(self, row: RecordRow, parts: Parts, removed: Sequence[int]) -> None:
         """Write parts of a record, and delete some. Raises Behind if it was not written
-        `row.num_writes` times before, or is not there."""
+        `row.num_writes` times before, `row.used_last` the last time, or is not there."""
         found = self._execute(
             "WITH before AS (SELECT num_bytes FROM records WHERE number = %(number)s)"
             " UPDATE records SET num_bytes = %(num_bytes)s, used = %(used)s,"
             " num_writes = num_writes + 1"
             " WHERE number = %(number)s AND num_writes = %(num_writes)s"
+            " AND %(used_last)s IN (0, used)"
             " RETURNING owner, %(num_bytes)s - (SELECT num_bytes FROM before)",
             structs.asdict(row),
         ).fetchone()

@@ -381,11 +381,11 @@ class Database(Reads):
 
     def change_record(self, row: RecordRow, parts: Parts, removed: Sequence[int]) -> None:
         """Write parts of a record, and delete some. Raises Behind if it was not written
-        `row.num_writes` times before, or is not there."""
+        `row.num_writes` times before, `row.used_last` the last time, or is not there."""
         found = self._writer.execute(
             "UPDATE records SET num_bytes = ?, used = ?, num_writes = num_writes + 1"
-            " WHERE number = ? AND num_writes = ?",
-            (row.num_bytes, row.used, row.number, row.num_writes),
+            " WHERE number = ? AND num_writes = ? AND ? IN (0, used)",
+            (row.num_bytes, row.used, row.number, row.num_writes, row.used_last),
         )
         if found.rowcount != 1:
             raise Behind(f"record {row.number} was not written {row.num_writes} times")

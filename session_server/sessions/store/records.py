@@ -100,7 +100,9 @@ class RecordRow(msgspec.Struct, frozen=True, gc=False):
 
     `number` is its own for good; `used` counts up with every write, so that it orders records by
     their last one. `kind`: a word for those of one table. `session_id`: the session it was made in,
-    "" for none. `num_bytes`: its host memory. `num_writes` were made before this one.
+    "" for none. `num_bytes`: its host memory. `num_writes` were made before this one;
+    the last of them has `used_last` as its `used`, which tells it from one of another replica that
+    has made as many. 0: any.
     """
 
     number: int
@@ -111,6 +113,7 @@ class RecordRow(msgspec.Struct, frozen=True, gc=False):
     num_bytes: int
     used: int
     num_writes: int = 0
+    used_last: int = 0
 
 
 Parts = Sequence[tuple[int, bytes]]
