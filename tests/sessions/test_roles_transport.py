@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 
 import httpx
@@ -16,7 +17,7 @@ from session_server.sessions.roles.messages import (
     PrefillWritten,
     line_of,
 )
-from session_server.sessions.roles.transport import HttpTransport, Unreachable
+from session_server.sessions.roles.transport import MAX_LINE_BYTES, HttpTransport, Unreachable
 
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 DONE = PrefillWritten(32, ((b"name", 4096),))
@@ -76,6 +77,42 @@ def test_an_answer_of_another_status_is_a_refusal() -> None:
 def test_what_is_no_news_is_no_answer(said: bytes) -> None:
     with pytest.raises(Unreachable, match="no news of ours"):
         asyncio.run(news_from(saying(HEAD, said)))
+
+
+@pytest.mark.parametrize("amount", ["-1", str(1 << 64), "9" * 4000], ids=["-1", "65 bits", "9s"])
+@pytest.mark.parametrize(
+    "told",
+    [
+        '{"type":"written","num_tokens":%s,"files":[]}',
+        '{"type":"written","num_tokens":32,"files":[["eA==",%s]]}',
+        '{"type":"working","computed":%s}',
+    ],
+)
+def test_an_amount_that_nobody_can_have_is_no_answer(told: str, amount: str) -> None:
+    with pytest.raises(Unreachable, match="no news of ours"):
+        asyncio.run(news_from(saying(HEAD, (told % amount).encode() + b"\n")))
+
+
+@pytest.mark.parametrize("port", ["99999", "-1"])
+def test_an_address_that_is_none_is_told(port: str) -> None:
+    async def ask() -> None:
+        async with HttpTransport().ask(f"http://127.0.0.1:{port}", b"sealed") as told:
+            async for _ in told:
+                pass
+
+    with pytest.raises(Unreachable):
+        asyncio.run(ask())
+
+
+def test_a_long_line_in_small_pieces_takes_no_time() -> None:
+    """Each piece is joined to the others once: a thousand times as many bytes take seconds."""
+    length, num_pieces = MAX_LINE_BYTES - 20_000, 10_000
+    head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n" % length
+    answer = saying(head + b"x" * length + b"\r\n" + b"1\r\nx\r\n" * num_pieces)
+    begun_s = time.process_time()
+    with pytest.raises(Unreachable):
+        asyncio.run(news_from(answer))
+    assert time.process_time() - begun_s < 3.0
 
 
 def test_a_line_without_an_end_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:

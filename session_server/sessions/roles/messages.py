@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import math
 from collections import OrderedDict
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
@@ -49,17 +49,21 @@ class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     cut: int = 0
 
 
+Amount = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+"""What an answer counts. It is not sealed: whoever gets in between may say anything."""
+
+
 class PrefillWorking(msgspec.Struct, frozen=True, tag="working"):
     """Say once in a while that a prompt waits, or that `computed` tokens of it are there."""
 
-    computed: int = 0
+    computed: Amount = 0
 
 
 class PrefillWritten(msgspec.Struct, frozen=True, tag="written"):
     """Say that the first `num_tokens` are on disk, in these files: id and bytes of each."""
 
-    num_tokens: int
-    files: tuple[tuple[bytes, int], ...]
+    num_tokens: Amount
+    files: tuple[tuple[bytes, Amount], ...]
 
 
 class PrefillRefused(msgspec.Struct, frozen=True, tag="refused"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Final, Protocol
@@ -19,6 +20,9 @@ CONNECT_S: Final = 2.0
 
 MAX_LINE_BYTES: Final = 1 << 22
 """Of an answer. A file takes some 70 bytes of it."""
+
+_OF_ADDRESSES: Final = (ExceptionGroup, OSError, OverflowError, ValueError)
+"""What connecting raises besides, by addresses that are none: as of a port above 65,535."""
 
 _SEALED: Final = "application/octet-stream"
 
@@ -56,7 +60,7 @@ class HttpTransport:
                 "POST", target, content=sealed, headers=headers
             ) as answer:
                 yield _news(answer)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, *_OF_ADDRESSES) as error:
             raise Unreachable(f"{type(error).__name__}: {error}") from error
 
     async def close(self) -> None:
@@ -68,13 +72,16 @@ async def _news(answer: httpx.Response) -> AsyncIterator[News]:
     if answer.status_code != httpx.codes.OK:
         yield PrefillRefused("failed", f"HTTP {answer.status_code}")
         return
-    rest = b""
+    line = bytearray()
     async for piece in answer.aiter_raw():
-        *lines, rest = (rest + piece).split(b"\n")
-        if len(rest) > MAX_LINE_BYTES:
+        first, *others = piece.split(b"\n")
+        line += first
+        if len(line) > MAX_LINE_BYTES:
             raise Unreachable("an answer without an end")
-        for line in lines:
+        for other in others:
             try:
-                yield news_of(line)
+                yield news_of(bytes(line))
             except msgspec.MsgspecError as error:
                 raise Unreachable(f"no news of ours: {error}") from error
+            line = bytearray(other)
+        await asyncio.sleep(0)  # thousands of pieces may have come at once
