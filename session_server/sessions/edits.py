@@ -51,9 +51,10 @@ class HistoryEdits:
         """Return a session that was just changed, once that is on disk, or cannot be. Raises
         SessionMoved if another replica took it meanwhile."""
         session = self.parts.sessions.find(owner, view.session_id)
+        log = None if session is None else session.life.log
         await self.parts.logs.flush()
         if session is not None:
-            session.check_not_lost()
+            session.check_not_lost(log)
         try:
             await self.parts.sessions.load(owner, view.session_id)
             return self.parts.sessions.get(owner, view.session_id).view()

@@ -201,8 +201,9 @@ class SessionManager:
             # Another request may have taken the id, the place or the room during the await.
             self._check_open(owner, request)
         self._add(session, is_stored=request.is_stored)
+        log = session.life.log
         await self.stored()
-        session.check_not_lost()
+        session.check_not_lost(log)
         return session.view()
 
     def open(self, owner: Owner, request: OpenRequest) -> SessionView:

@@ -218,10 +218,10 @@ class Session:
         kept = self.transcript.num_bytes + self.ended.num_bytes
         return SESSION_BYTES + metadata_bytes(self.settings.metadata) + kept
 
-    def check_not_lost(self) -> None:
+    def check_not_lost(self, log: LogPlace | None) -> None:
         """Raise SessionMoved if the session goes on in another replica, perhaps without its last
-        change."""
-        if self.closing == "moved" and self.life.log is not None and not self.life.log.is_written:
+        change. `log`: as it was at that change; one that was deleted since has none."""
+        if log is not None and (log.has_moved or (self.closing == "moved" and not log.is_written)):
             raise _moved()
 
     def check_not_closing(self) -> None:

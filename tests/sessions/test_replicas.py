@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from session_server.core.errors import ServerDraining, SessionExists, SessionMoved, SessionNotFound
+from session_server.core.owner import Owner
 from session_server.core.session_events import TurnEnd
 from session_server.sessions import session_logs
 from session_server.sessions.backlog import SLICE
@@ -24,6 +25,7 @@ from session_server.sessions.store.lease import ReplicaLease
 from session_server.sessions.store.ownership import HeldBy, Joined, LeaseLost
 from session_server.sessions.store.records import SessionRow
 from session_server.sessions.store.session_store import SessionStore
+from session_server.sessions.views import OpenRequest
 from tests.sessions.world import OWNER, World, completed, turn
 
 LEASE_S = 3.0
@@ -497,6 +499,34 @@ def test_an_id_is_taken_in_all_replicas(cluster: Cluster) -> None:
     assert second.world.create(idempotency_key="key", is_stored=True) == key
     with pytest.raises(SessionNotFound):
         second.world.do(second.world.manager.exits.delete(OWNER, "nobody's"))
+
+
+def test_an_id_that_another_replica_takes_is_not_told_to_be_open_where_it_is_deleted_at_once(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = cluster.start(), cluster.start()
+    request = OpenRequest(session_id="ours", is_stored=True)
+    manager, sessions = second.world.manager, second.world.manager.exits.parts.sessions
+    look_up = sessions.look_up
+
+    async def look_up_early(owner: Owner, session_id: str) -> None:
+        await look_up(owner, session_id)
+        await first.world.manager.create(owner, request)
+
+    async def delete() -> None:
+        while sessions.find(OWNER, "ours") is None:
+            await asyncio.sleep(0)
+        await manager.exits.delete(OWNER, "ours")
+
+    async def open_and_delete() -> list[object]:
+        both = manager.create(OWNER, request), delete()
+        return await asyncio.gather(*both, return_exceptions=True)
+
+    monkeypatch.setattr(sessions, "look_up", look_up_early)
+    opened, deleted = second.world.do(open_and_delete())
+    assert isinstance(deleted, SessionMoved)
+    assert isinstance(opened, SessionMoved)
+    assert first.world.manager.get(OWNER, "ours").session_id == "ours"
 
 
 def test_a_fork_has_the_id_that_was_asked_for_or_is_refused(cluster: Cluster) -> None:
