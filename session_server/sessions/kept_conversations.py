@@ -197,6 +197,8 @@ class ConversationForm:
         """Append items. Raises Damaged."""
         for position, data in parts:
             item = _items.decode(data)
+            if record.entries.index_of(item.id) is not None:
+                raise Damaged("two items have one id")
             entry = ConversationEntry(item.id, item.message)
             record.entries.append(entry, number=position - 1)
             record.entry_bytes += _bytes_of((entry,))

@@ -12,6 +12,7 @@ import pytest
 
 from session_server.core.errors import (
     ConversationNotFound,
+    InternalInconsistency,
     InvalidRequest,
     ItemNotFound,
     ResponseNotFound,
@@ -203,6 +204,22 @@ def test_many_items_that_two_replicas_append_at_once_are_there_once(pair: Pair) 
     assert len(set(found)) == len(found)
     assert found == ids_in(second, there)
     assert kept <= set(found)
+
+
+def test_one_in_which_two_items_have_one_id_is_damaged_and_can_be_deleted(pair: Pair) -> None:
+    first, second, here, _ = pair
+    found = second.database.find_record(OWNER.owner_id, "conv_1")
+    assert found is not None
+    record = KeptConversation("conv_1", OWNER, 7, {})
+    record.entries.append(entry("i_hello"), number=100)
+    with second.database.transaction():
+        second.database.change_record(found, ConversationForm().items(record, 0), [])
+    with pytest.raises(InternalInconsistency, match="damaged"):
+        ids_in(first, here)
+    assert here.turns.conversations.records.remove_unread(OWNER, "conv_1") is not None
+    first.world.do(first.world.manager.stored())
+    with pytest.raises(ConversationNotFound):
+        ids_in(first, here)
 
 
 def test_one_that_is_deleted_while_it_is_read_is_not_there(
