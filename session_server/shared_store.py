@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from session_server.config import Settings
 from session_server.sessions.store.lease import ReplicaLease
 from session_server.sessions.store.lock import StoreAway, StoreUnusable
 from session_server.sessions.store.session_store import SessionStore
 
-_logger: Final = logging.getLogger("session_server.store")
+if TYPE_CHECKING:
+    from session_server.sessions.postgres.database import PostgresDatabase
+    from session_server.sessions.store.database import Durability
 
+_logger: Final = logging.getLogger("session_server.store")
 
 START_WAIT_S: Final = 60.0
 """How long a server that starts waits for a database that cannot be reached: both may start at the
@@ -44,15 +48,8 @@ def open_shared(settings: Settings, url: str, *, model: bytes) -> SessionStore:
     Raises:
         StoreUnusable: it cannot be used; the message says what to do. StoreAway: or reached now.
     """
-    try:
-        from session_server.sessions.postgres.database import PostgresDatabase
-    except ImportError as error:
-        raise StoreUnusable(
-            "--store names a database of PostgreSQL, and psycopg is not installed: "
-            "pip install 'session-server[postgres]'"
-        ) from error
     durability = settings.sessions.durability
-    database = PostgresDatabase(url, durability=durability)
+    database = _connect(url, durability)
     sessions = settings.sessions
     lease = ReplicaLease(database, address=sessions.advertise_url, role=sessions.role)
     try:
@@ -65,3 +62,21 @@ def open_shared(settings: Settings, url: str, *, model: bytes) -> SessionStore:
         raise StoreUnusable(f"--store: {database.explain(error)}") from error
     _logger.info("sessions are kept in %s, which others may share", store.place)
     return store
+
+
+def check_shared(url: str) -> None:
+    """Refuse a database that servers could not keep sessions in; one that is only away they wait
+    for. Raises StoreUnusable."""
+    with contextlib.suppress(StoreAway):
+        _connect(url, "turn").close()
+
+
+def _connect(url: str, durability: Durability) -> PostgresDatabase:
+    try:
+        from session_server.sessions.postgres.database import PostgresDatabase
+    except ImportError as error:
+        raise StoreUnusable(
+            "--store names a database of PostgreSQL, and psycopg is not installed: "
+            "pip install 'session-server[postgres]'"
+        ) from error
+    return PostgresDatabase(url, durability=durability)

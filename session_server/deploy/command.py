@@ -1,7 +1,7 @@
 """Run several replicas as one server, under Ray Serve.
 
   up       start replicas, wait until all are ready, and return; they run on.
-           Again with other flags: replace them one by one, each drains
+           Again: replace them one by one, each drains
   status   show what each replica does
   down     drain and stop them
 
@@ -27,9 +27,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import importlib.util
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
@@ -65,6 +67,8 @@ from session_server.deploy.options import (
 )
 from session_server.models.errors import ModelError
 from session_server.served_model import checked_directory
+from session_server.sessions.store.lock import StoreUnusable
+from session_server.shared_store import check_shared
 from session_server.terminal import make_table
 from session_server.web.listener import bind
 
@@ -133,9 +137,11 @@ def run(args: argparse.Namespace) -> int:
         print(sources.shown_settings(sourced, has_variable_key=serving.take_key() is not None))
         return wiring.EXIT_OK
     action = {"up": _up, "status": _status, "down": _down}[args.action]
+    # Ended from outside, it still stops the Ray that it has started.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return action(args, sourced.settings)
-    except (ModelError, ValueError) as error:
+    except (ModelError, StoreUnusable, ValueError) as error:
         return _refused(sourced.worded(str(error)))
     except BrokenPipeError:
         raise  # whoever reads what is printed has seen enough
@@ -156,8 +162,8 @@ def _up(args: argparse.Namespace, settings: Settings) -> int:
     head = record.head if record is not None and args.address is None else None
     with contextlib.ExitStack() as undone, _told() as tell:
         if args.address is None and (head is None or not is_running(head)):
-            with contextlib.closing(bind(http.host, http.port)):
-                tell("starting Ray on this machine")
+            _check_can_start(settings)
+            tell("starting Ray on this machine")
             head = start_head(max(os.cpu_count() or 1, options.cluster_cpus))
             undone.callback(stop_head, head)
         address = args.address if head is None else head.address
@@ -167,6 +173,21 @@ def _up(args: argparse.Namespace, settings: Settings) -> int:
         undone.pop_all()
     _announce(settings, options, needs_key=not entrance.keys.is_open)
     return wiring.EXIT_OK
+
+
+def _check_can_start(settings: Settings) -> None:
+    """Refuse what each replica on this machine would fail at. Raises ClusterFailed,
+    StoreUnusable."""
+    http, store = settings.http, str(settings.sessions.store)
+    try:
+        bind(http.host, http.port).close()
+    except OSError as error:
+        is_taken = error.errno == errno.EADDRINUSE
+        advice = "; pass another --port, or end what listens there" if is_taken else ""
+        reason = f"{error.strerror or error}{advice}"
+        raise ClusterFailed(f"cannot listen on {http.host}:{http.port}: {reason}") from error
+    if ":/" in store:
+        check_shared(store)
 
 
 def _announce(settings: Settings, options: ReplicaOptions, *, needs_key: bool) -> None:

@@ -105,12 +105,16 @@ def start_head(num_cpus: int) -> Head:
         )
     head = Head(f"{LOOPBACK}:{port}", process.pid, directory)
     deadline_s = time.monotonic() + START_TIMEOUT_S
-    while "--block" not in log.read_text("utf-8", "replace"):  # what it says once it runs
-        if process.poll() is not None or time.monotonic() > deadline_s:
-            lines = log.read_text("utf-8", "replace").splitlines()[-_TAIL_LINES:]
-            stop_head(head)
-            raise HeadFailed("\n".join(("Ray did not start; its last lines:", *lines)))
-        time.sleep(_LOOK_S)
+    try:
+        while "--block" not in log.read_text("utf-8", "replace"):  # what it says once it runs
+            if process.poll() is not None or time.monotonic() > deadline_s:
+                lines = log.read_text("utf-8", "replace").splitlines()[-_TAIL_LINES:]
+                raise HeadFailed("\n".join(("Ray did not start; its last lines:", *lines)))
+            time.sleep(_LOOK_S)
+    except BaseException:  # whoever is ended meanwhile leaves nothing that runs
+        stop_head(head)
+        process.poll()  # it is gone, which its object does not know
+        raise
     return head
 
 

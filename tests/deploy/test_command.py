@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ import pytest
 
 from session_server import cli
 from session_server.config import Settings
-from session_server.deploy import command
+from session_server.deploy import command, head
 from session_server.deploy.head import (
     Head,
     Record,
@@ -24,6 +25,7 @@ from session_server.deploy.head import (
     write_record,
 )
 from session_server.sessions.store.places import STATE_VARIABLE
+from tests.rig.postgres import running
 
 UNUSED_PORT = "31999"
 
@@ -78,6 +80,46 @@ def test_what_every_replica_would_refuse_is_refused_before_ray_starts(
     error = capsys.readouterr().err
     assert error.startswith("session-server cluster: ")
     assert told in error
+
+
+@pytest.mark.usefixtures("ray_is_there")
+def test_a_port_that_is_taken_is_told_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert cli.main(["cluster", "up", "--port", str(port)]) == 1
+    told = f"cannot listen on 127.0.0.1:{port}: Address already in use; pass another --port"
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("ray_is_there")
+def test_a_database_that_refuses_is_told_before_ray_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with running() as postgres:
+        url = postgres.url().replace("postgres@", "nobody-there@")
+        assert cli.main(["cluster", "up", "--port", UNUSED_PORT, "--store", url]) == 2
+    assert 'role "nobody-there" does not exist' in capsys.readouterr().err
+
+
+def test_who_is_ended_while_ray_starts_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Head] = []
+
+    def interrupt(seconds: float) -> None:
+        monkeypatch.undo()
+        time.sleep(seconds)  # it has its own command line by now
+        raise KeyboardInterrupt
+
+    def note(address: str, pid: int, directory: str) -> Head:
+        begun.append(Head(address, pid, directory))
+        return begun[0]
+
+    monkeypatch.setattr(head, "_RAY", (sys.executable, "-c", "import time; time.sleep(60)"))
+    monkeypatch.setattr(head, "Head", note)
+    monkeypatch.setattr(head.time, "sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        head.start_head(1)
+    assert not is_running(begun[0])
+    assert not Path(begun[0].directory).exists()
 
 
 @pytest.mark.usefixtures("ray_is_there")
