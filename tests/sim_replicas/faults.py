@@ -85,6 +85,10 @@ class Weather:
             each.link.mode = mode
             self._server.asked.pop(each.me, None)
             self._schedule.after(for_s, partial(_mend, each))
+        if mode == "refused" and self._draws.happens("goes silent", 500):
+            # What was refused waits behind what is not answered.
+            self._schedule.after(min(for_s, 1.0) / 2, partial(_silence, cut))
+            self._reached["fault: refused, then silent"] += 1
 
     def _crash(self, machine: Machine, process: Process, for_s: float) -> None:
         machine.process = None
@@ -134,6 +138,12 @@ class Weather:
             _mend(process)
             process.resume()
             process.deliver(lambda process=process: _revive(process))  # type: ignore[misc]
+
+
+def _silence(cut: Sequence[Process]) -> None:
+    for each in cut:
+        if each.state != "dead" and each.link.mode == "refused":
+            each.link.mode = "silent"
 
 
 def _mend(process: Process) -> None:

@@ -185,7 +185,9 @@ class Requests:
         try:
             view = await process.manager.exits.delete(OWNER, begun.facts.name)
         except SessionServerError as error:
-            begun.facts.num_deleting -= isinstance(error, SessionMoved)
+            # An attempt whose answer was lost may have deleted it before the next one was refused.
+            goes_on = process.site.server.tables.named(OWNER.owner_id, begun.facts.name) is not None
+            begun.facts.num_deleting -= goes_on and isinstance(error, SessionMoved)
             self._refused(error, "delete", begun)
             return
         self.judge.found(begun)

@@ -78,14 +78,18 @@ class Quiet:
         self.do(process, process.manager.submit(OWNER, name, request))
         self.after(1.0)
 
+    def end(self) -> None:
+        """Kill all replicas."""
+        for process in self.processes:
+            process.kill()
+
 
 @pytest.fixture
 def quiet() -> Any:
     with watched():
         made = Quiet()
         yield made
-        for process in made.processes:
-            process.kill()
+        made.end()
 
 
 def lose(quiet: Quiet, process: Process) -> None:
