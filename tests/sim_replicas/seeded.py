@@ -189,12 +189,6 @@ MUTANTS: Final[Mapping[str, Mutant]] = MappingProxyType(
             "self._sessions.on_disk.check()",
             "pass",
         ),
-        "released before it is written": _bug(
-            "A session is released while a write of it is tried again.",
-            f"{_LOGS}part_from",
-            "while not (place.is_written or place.has_moved) and loop.time() < until_s:",
-            "while False:",
-        ),
         "refused deletion is durable": _bug(
             "A deletion that was refused is told to be durable.",
             f"{_LOGS}close",
