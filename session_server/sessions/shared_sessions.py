@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -88,6 +89,9 @@ class SharedSessions:
         """Sessions that are not in memory, or were not when others asked for them."""
 
         self._closed: dict[_Key, SessionView] = {}
+        self._releasing: Counter[int] = Counter()
+        """How many releases of a session the database may still do, also when nobody waits."""
+
         self._leaving: dict[_Key | int, asyncio.Task[None]] = {}
         """Sessions that are no longer in memory, and still to be released, by name and by
         number."""
@@ -209,6 +213,9 @@ class SharedSessions:
                 delay_s = min(2 * delay_s, _LAST_LOOK_S)
         if found is not None and found.number in deleting:  # since it was looked at
             raise SessionMoved("the session was to be deleted meanwhile: ask again")
+        if found is not None and self._releasing[found.number]:
+            # Nobody waits for that any more, but it may still be done, and be of this epoch then.
+            raise SessionMoved("the session is being released: ask again")
         return found
 
     async def _is_still_ours(self, row: SessionRow) -> bool:
@@ -292,9 +299,16 @@ class SharedSessions:
             await self._release(session.life.order)
 
     async def _release(self, number: int) -> None:
+        self._releasing[number] += 1
+        release = partial(self._database.release, [number])
         # Where that fails it is this replica's until somebody asks again, or its lease is over.
         with contextlib.suppress(*self._store.read_errors):
-            await self._lease.read(partial(self._database.release, [number]))
+            await self._lease.read(release, on_over=partial(self._note_released, number))
+
+    def _note_released(self, number: int) -> None:
+        self._releasing[number] -= 1
+        if not self._releasing[number]:
+            del self._releasing[number]
 
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """Do something that nobody waits for, or that goes on when nobody does any more."""

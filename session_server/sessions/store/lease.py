@@ -150,23 +150,34 @@ class ReplicaLease:
         except self.database.read_errors as error:
             _logger.warning("the lease runs out by itself: %s", self.database.explain(error))
 
-    async def read(self, call: Callable[[], _T]) -> _T:
-        """Ask the database on a thread. Raises what the call raises, TimeoutError."""
+    async def read(
+        self, call: Callable[[], _T], *, on_over: Callable[[], object] = lambda: None
+    ) -> _T:
+        """Ask the database on a thread. `on_over` is called once the database is asked no more,
+        which may be after this has given up. Raises what the call raises, TimeoutError."""
         loop = asyncio.get_running_loop()
 
-        def give_back(_answer: Future[_T]) -> None:
+        def give_back() -> None:
+            self._at_once.release()
+            on_over()
+
+        def answered(_answer: Future[_T]) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is over, and nobody waits
-                loop.call_soon_threadsafe(self._at_once.release)
+                loop.call_soon_threadsafe(give_back)
 
         async with asyncio.timeout(READ_WAIT_S):
-            await self._at_once.acquire()
+            try:
+                await self._at_once.acquire()
+            except BaseException:
+                on_over()
+                raise
             try:
                 answer = self._threads.submit(call)
             except BaseException:
-                self._at_once.release()
+                give_back()
                 raise
             # A database that hangs has the threads of those that have given up, and no others.
-            answer.add_done_callback(give_back)
+            answer.add_done_callback(answered)
             return await asyncio.wrap_future(answer)
 
     async def _ask(self, call: Callable[[], _T]) -> _T:
