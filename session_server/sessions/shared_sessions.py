@@ -97,7 +97,6 @@ class SharedSessions:
         number."""
 
         self._tasks: set[asyncio.Task[None]] = set()
-        self._recounted_s = -math.inf
         self.give_up: Callable[[Session], None] = lambda _session: None
         lease.told.on_asked = self._on_asked
 
@@ -431,7 +430,8 @@ class SharedSessions:
     def expire(self, now_s: float) -> bool:
         """Delete some whose time is over; see `StoredEnds.expire`. Count now and then what owners
         have, because other replicas add to it."""
-        if now_s >= self._recounted_s + RECOUNT_S:
-            self._recounted_s = now_s
+        ends = self._restorer.ends
+        if now_s >= ends.recounted_s + RECOUNT_S:
+            ends.recounted_s = now_s
             self._spawn(self._recount())
-        return self._restorer.ends.expire(now_s)
+        return ends.expire(now_s)

@@ -65,6 +65,9 @@ class StoredEnds:
         self._waiting: list[_Waiting] = [None, None]
         self._now_s, self._num_told, self._num_asked = -math.inf, 0, 0
         self._is_deferred = False
+        self.recounted_s = -math.inf
+        """When others' part of what owners have was counted last."""
+
         store.deletions.on_freed = self._uncount_bytes
 
     def count(self) -> None:
