@@ -140,6 +140,12 @@ class SharedSessions:
             if session.closing != "moved":
                 return
             await self._moving(session)
+        joined = self._loading.get(key)
+        if joined is not None and joined.task is not None:
+            await asyncio.shield(joined.task)
+            if self._sessions.find(owner, session_id) is not None:
+                return
+            # That began before this was asked: the session may be there since.
         loading = self._loading.get(key)
         if loading is None:
             loading = self._loading[key] = _Loading()
