@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from errno import EADDRINUSE
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -38,7 +37,7 @@ from session_server.served_model import open_model
 from session_server.sessions.manager import SessionManager
 from session_server.sessions.store.lock import StoreUnusable
 from session_server.text.model_text import ModelText
-from session_server.web.listener import bind
+from session_server.web.listener import bind, why_not
 from session_server.web.services import AppServices
 from session_server.wiring import (
     EXIT_FAILED,
@@ -295,6 +294,5 @@ def _saying_what_to_do(host: str, port: int, flag: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = error.strerror or error
-        advice = f"; pass another {flag} (0: any free port)" if error.errno == EADDRINUSE else ""
-        raise _CannotListen(f"cannot listen on {host}:{port}: {reason}{advice}") from error
+        told = why_not(host, port, error, f"pass another {flag} (0: any free port)")
+        raise _CannotListen(told) from error

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import importlib.util
 import json
 import os
@@ -70,7 +69,7 @@ from session_server.served_model import checked_directory
 from session_server.sessions.store.lock import StoreUnusable
 from session_server.shared_store import check_shared
 from session_server.terminal import make_table
-from session_server.web.listener import bind
+from session_server.web.listener import bind, why_not
 
 _ACTIONS: Final = ("up", "status", "down")
 AUTO: Final = "auto"
@@ -178,16 +177,14 @@ def _up(args: argparse.Namespace, settings: Settings) -> int:
 def _check_can_start(settings: Settings) -> None:
     """Refuse what each replica on this machine would fail at. Raises ClusterFailed,
     StoreUnusable."""
-    http, store = settings.http, str(settings.sessions.store)
+    http = settings.http
     try:
         bind(http.host, http.port).close()
     except OSError as error:
-        is_taken = error.errno == errno.EADDRINUSE
-        advice = "; pass another --port, or end what listens there" if is_taken else ""
-        reason = f"{error.strerror or error}{advice}"
-        raise ClusterFailed(f"cannot listen on {http.host}:{http.port}: {reason}") from error
-    if ":/" in store:
-        check_shared(store)
+        advice = "pass another --port, or end what listens there"
+        raise ClusterFailed(why_not(http.host, http.port, error, advice)) from error
+    if _has_store(settings):
+        check_shared(str(settings.sessions.store))
 
 
 def _announce(settings: Settings, options: ReplicaOptions, *, needs_key: bool) -> None:
@@ -205,8 +202,12 @@ def _announce(settings: Settings, options: ReplicaOptions, *, needs_key: bool) -
 
 def _kept_in(settings: Settings) -> str:
     """Return what becomes of sessions whose replica is replaced or lost."""
-    has_store = settings.sessions.store not in ("auto", "none")
-    return "go on in another replica" if has_store else "end with their replica"
+    return "go on in another replica" if _has_store(settings) else "end with their replica"
+
+
+def _has_store(settings: Settings) -> bool:
+    """Return whether replicas share a store: `replica_settings` refuses any other."""
+    return settings.sessions.store not in ("auto", "none")
 
 
 def _url_of(http: HttpOptions) -> str:

@@ -52,7 +52,7 @@ class SharedFiles(SegmentFiles):
         self._is_claimed = True
 
     def write(self, segment: FoundFile, payload: Payload, used_ns: int) -> None:
-        """See `SegmentFiles.write`."""
+        """Write a file as `SegmentFiles.write` does, within what all servers may have."""
         try:
             super().write(segment, payload, used_ns)
         finally:

@@ -58,7 +58,7 @@ class SessionExits:
         if place is not None:
             place.check_not_moved()
         is_open = session is not None and session is sessions.find(owner, session_id)
-        # A view that says so of one that was deleted unread saw that fail.
+        # One that was deleted unread has been waited for already, and its view says how that went.
         has_failed = session is None and view.is_durable is False
         is_gone = not (is_open or has_failed) and logs.is_gone(number)
         return replace(view, is_durable=is_gone if is_stored else None)

@@ -35,6 +35,12 @@ _QUIET_S: Final = 0.5
 """Seconds without calling `accept` after a failure; asyncio itself tries again after one second."""
 
 
+def why_not(host: str, port: int, error: OSError, advice: str) -> str:
+    """Return why nothing listens at an address, with what to do where somebody else does."""
+    said = f"; {advice}" if error.errno == errno.EADDRINUSE else ""
+    return f"cannot listen on {host}:{port}: {error.strerror or error}{said}"
+
+
 def is_loopback(host: str) -> bool:
     """Return whether a host or address to bind is reachable from this machine only."""
     try:

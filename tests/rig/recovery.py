@@ -7,7 +7,8 @@ mixed up anywhere changes the comparison.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -26,6 +27,7 @@ from session_server.core.session_events import (
     TurnProgress,
     TurnRequest,
 )
+from session_server.local_server import LocalServer
 from session_server.sessions.manager import SessionManager
 from tests.cache.audit import audit
 from tests.cache.headroom import headroom
@@ -135,6 +137,15 @@ def all_is_back(manager: SessionManager, hand: HandEngine) -> None:
         assert accounts.free == accounts.pages - 1, accounts
     assert headroom(hand.cache).free_rows == hand.cache.inspect().stores.rows.num_rows
     assert len(hand.cache) == 0, "the engine holds a session that the server forgot"
+
+
+@contextlib.contextmanager
+def well_kept(flags: Sequence[str]) -> Iterator[LocalServer]:
+    """Run a server meanwhile; at its end its books balance, and it ends well."""
+    with LocalServer(flags) as running:
+        yield running
+        assert_books_balance(running.url)
+        assert running.stop() == 0
 
 
 def assert_books_balance(url: str, *, is_running: bool = True, is_open: bool = True) -> None:

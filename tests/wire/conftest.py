@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from session_server.local_server import LocalServer
-from tests.rig.recovery import assert_books_balance
+from tests.rig.recovery import well_kept
 
 FLAGS = ["--threads", "1", "--log-level", "warning", "--memory-check", "warn"]
 CONTEXT_LEN = 2048
@@ -18,19 +18,15 @@ SMALL = [*FLAGS, "--context-length", str(CONTEXT_LEN), "--max-total-tokens", "65
 @pytest.fixture(scope="session")
 def server() -> Iterator[LocalServer]:
     """The embedded model, with chunks so small that a prefill can be seen and stopped."""
-    with LocalServer([*SMALL, "--chunked-prefill-size", "32"]) as running:
+    with well_kept([*SMALL, "--chunked-prefill-size", "32"]) as running:
         yield running
-        assert_books_balance(running.url)
-        assert running.stop() == 0
 
 
 @pytest.fixture(scope="session")
 def plain() -> Iterator[LocalServer]:
     """The embedded model that keeps nothing, for what servers with more to do must say as well."""
-    with LocalServer(SMALL) as running:
+    with well_kept(SMALL) as running:
         yield running
-        assert_books_balance(running.url)
-        assert running.stop() == 0
 
 
 @pytest.fixture
