@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Container, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -75,6 +75,19 @@ class _Loading:
 
     task: asyncio.Task[None] | None = None
     number: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Ours:
+    """Hold which sessions this replica does not take, by number: in another epoch what it still
+    writes of them, or deletes, would be refused."""
+
+    deleting: Container[int]
+    sessions: SessionRegistry
+
+    def __contains__(self, number: object) -> bool:
+        is_here = isinstance(number, int) and self.sessions.numbered(number) is not None
+        return is_here or number in self.deleting
 
 
 class SharedSessions:
@@ -172,6 +185,11 @@ class SharedSessions:
                 raise SessionMoved("the session is being written: ask again")
         held_as = self._lease.replica_id
         row = await self._take(owner, session_id, loading)
+        if self._sessions.find(owner, session_id) is not None:  # it was opened here meanwhile
+            if row is None:
+                return
+            self._spawn(self._release(row.number))
+            raise SessionMoved("a session of this id is being opened here: ask again")
         self._note_looked_up(owner, session_id, row)
         if row is None:
             return
@@ -199,9 +217,9 @@ class SharedSessions:
     ) -> SessionRow | None:
         loop, delay_s, asked_s = asyncio.get_running_loop(), _FIRST_LOOK_S, -math.inf
         until_s = loop.time() + HANDOVER_WAIT_S
-        # One that is being deleted here: in another epoch its deletion would be refused.
         deleting = self._store.deletions.hidden
-        take = partial(self._database.take, owner.owner_id, session_id, deleting)
+        ours = _Ours(deleting, self._sessions)
+        take = partial(self._database.take, owner.owner_id, session_id, ours)
         with reading(self._store):
             while isinstance(found := await self._lease.read(take), HeldBy):
                 if loading is not None:
@@ -218,8 +236,8 @@ class SharedSessions:
                 delay_s = min(2 * delay_s, _LAST_LOOK_S)
         if found is not None and found.number in deleting:  # since it was looked at
             raise SessionMoved("the session was to be deleted meanwhile: ask again")
-        if found is not None and self._releasing[found.number]:
-            # Nobody waits for that any more, but it may still be done, and be of this epoch then.
+        if found is not None and (found.number in self._leaving or self._releasing[found.number]):
+            # What nobody waits for any more may still be done, and be of this epoch then.
             raise SessionMoved("the session is being released: ask again")
         return found
 

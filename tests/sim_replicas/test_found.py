@@ -150,6 +150,21 @@ def test_a_session_is_not_kept_whose_lease_is_lost_while_it_is_read(quiet: Quiet
     assert not list(second.manager._sessions)
 
 
+def test_a_session_is_there_once_that_is_opened_while_it_is_looked_for(quiet: Quiet) -> None:
+    replica = quiet.start()
+    replica.link.late_s = {"question": 2.0}
+    replica.start(replica.manager.load(OWNER, "ours"), lambda _task: None)
+    quiet.after(0.1)
+    replica.link.late_s = {}
+    quiet.open(replica, "ours")
+    quiet.after(4.0)
+    (session,) = replica.manager._sessions
+    assert session.life.log is not None
+    assert session.life.log.hold.epoch == 1
+    assert quiet.do(replica, replica.manager.exits.delete(OWNER, "ours")).is_durable
+    assert quiet.do(replica, replica.manager.list(OWNER)).sessions == ()
+
+
 def test_a_replica_without_a_lease_lists_nothing_of_what_it_remembers(quiet: Quiet) -> None:
     first, second = quiet.start(), quiet.start()
     quiet.open(first, "ours")
