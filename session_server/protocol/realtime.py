@@ -493,8 +493,9 @@ def _event_id_in(frame: str) -> str | None:
 def _decode(frame: str) -> RealtimeClientEvent:
     """Return an event of the client. Raises RealtimeRefusal."""
     try:
-        return msgspec.json.decode(frame, type=RealtimeClientEvent)  # type: ignore[no-any-return]
+        event: RealtimeClientEvent = msgspec.json.decode(frame, type=RealtimeClientEvent)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         wrong = to_invalid_request(error, RealtimeClientEvent)
         code = "invalid_event" if wrong.param in (None, "type") else "invalid_value"
         raise RealtimeRefusal(code, wrong.message, param=wrong.param) from None
+    return event

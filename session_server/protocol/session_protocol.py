@@ -231,11 +231,12 @@ class SessionProtocol(FrameQueue):
             self.send_error(InvalidRequest("The message is too big."))
             return None
         try:
-            return msgspec.json.decode(frame, type=ClientMessage)  # type: ignore[no-any-return]
+            message: ClientMessage = msgspec.json.decode(frame, type=ClientMessage)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             wrong = to_invalid_request(error, kind_of(ClientMessage, frame))
             self.send_error(wrong, turn_id=_turn_id_in(frame))
             return None
+        return message
 
     def _first_message(self, message: ClientMessage | None) -> ClientRequest | None:
         if isinstance(message, SessionAuth):
