@@ -15,8 +15,8 @@ from tests.sim_replicas.process import Process
 from tests.sim_replicas.requests import Requests
 from tests.sim_replicas.schedule import Schedule
 
-PATIENCE_S: Final = 30.0
-"""How long a client waits for an answer."""
+_PATIENCE_S: Final = (1.0, 1.0, 5.0, 30.0)
+"""How long clients wait for an answer."""
 
 _TTLS_S: Final = (3600.0, 3600.0, 3600.0, 60.0)
 _VERBS: Final = ("turn", "again", "read", "list", "rewind", "fork", "delete", "create")
@@ -83,6 +83,9 @@ class Client:
     ) -> tuple[str, Process, list[Facts]]:
         """Return what may go wrong sooner than what was drawn, now and then."""
         draws, processes = self._town.draws, self._town.processes()
+        moving = [each for each in processes if each.migration]
+        if moving and draws.happens("one that migrates", 800):
+            return self._meanwhile(verb, draws.pick("which migrates", moving), open_facts)
         if draws.happens("a stray", 400):
             strays = [(p, f) for p in processes for f in open_facts if p.has_strayed(f.name)]
             if strays:
@@ -108,6 +111,23 @@ class Client:
             here = {each.session_id for each in process.manager._sessions}
             open_facts = [each for each in open_facts if each.name in here] or open_facts
         return verb, process, open_facts
+
+    def _meanwhile(
+        self, verb: str, moving: Process, open_facts: list[Facts]
+    ) -> tuple[str, Process, list[Facts]]:
+        """Return what may go wrong while a replica migrates: it has much to write, and what it has
+        not written goes on elsewhere, or is deleted there."""
+        draws, processes = self._town.draws, self._town.processes()
+        assert moving.migration is not None, "it stays where it is"
+        unwritten = moving.migration.unwritten
+        here = [each for each in open_facts if moving.has(each.name)]
+        if unwritten is None and here:
+            return "update", moving, here
+        free = [f for f in open_facts if f.name in (unwritten or ()) and not moving.is_held(f.name)]
+        if free:
+            verb = draws.pick("meanwhile", ("turn", "delete", "delete"))
+        right = [each for each in processes if each.is_right]
+        return verb, draws.pick("elsewhere", right or processes), free or open_facts
 
     def _work(
         self, verb: str, process: Process, facts: Facts | None
@@ -178,7 +198,8 @@ class Client:
                 process.deliver(lambda: _cancel(task))
                 self.begin()
 
-        self._town.schedule.after(PATIENCE_S, give_up)
+        patience_s = self._town.draws.pick("patience", _PATIENCE_S)
+        self._town.schedule.after(patience_s, give_up)
 
     def _on_done(self, task: asyncio.Task[object]) -> None:
         error = None if task.cancelled() else task.exception()

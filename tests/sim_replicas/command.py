@@ -40,6 +40,7 @@ INTERESTING: Final = (
     "delete: durable True",
     "delete: session_moved",
     "fault: late",
+    "fault: migrate",
     "fork: durable True",
     "given up at rest",
     "given up with a turn",

@@ -7,13 +7,16 @@ from functools import partial
 from typing import Protocol
 
 from tests.sim.draws import Draws
-from tests.sim_replicas.link import Mode, Part
-from tests.sim_replicas.process import Clock, Process
+from tests.sim_replicas.link import UNANSWERED_S, Mode, Part
+from tests.sim_replicas.process import Clock, Migration, Process
 from tests.sim_replicas.schedule import Schedule
 from tests.sim_replicas.server import DatabaseServer
 
-_KINDS = ("pause", "cut", "crash", "stop", "slow", "engine", "wall", "database", "lossy", "late")
-_WEIGHTS = (240, 440, 520, 580, 650, 720, 770, 790, 880, 1000)
+_KINDS = (
+    *("pause", "cut", "migrate", "crash", "stop", "slow"),
+    *("engine", "wall", "database", "lossy", "late"),
+)
+_WEIGHTS = (200, 360, 460, 530, 580, 640, 710, 750, 770, 880, 1000)
 """Running sums."""
 
 
@@ -90,6 +93,21 @@ class Weather:
             self._schedule.after(min(for_s, 1.0) / 2, partial(_silence, cut))
             self._reached["fault: refused, then silent"] += 1
 
+    def _migrate(self, machine: Machine, process: Process, for_s: float) -> None:
+        # As another host takes a virtual machine over: refused, silent, frozen, and all is well.
+        used = [each.process for each in self._machines if each.process and each.process.is_used]
+        process = self._draws.pick("who migrates", used or [process])
+        silent_s = self._draws.between("refused first", 100, 3000) / 1e3
+        frozen_s = silent_s + self._draws.between("then silent", 50, 1500) / 1e3
+        over_s = frozen_s + self._draws.between("then frozen", 4500, 8500) / 1e3
+        process.link.mode, process.migration = "refused", Migration()
+        self._schedule.after(silent_s, partial(_silence, [process]))
+        self._schedule.after(frozen_s, partial(_freeze, process))
+        self._schedule.after(over_s, partial(_mend, process))
+        self._schedule.after(over_s, process.resume)
+        # What was not answered before it froze fails only then.
+        self._schedule.after(frozen_s + UNANSWERED_S, partial(setattr, process, "migration", None))
+
     def _crash(self, machine: Machine, process: Process, for_s: float) -> None:
         machine.process = None
         process.kill()
@@ -138,6 +156,12 @@ class Weather:
             _mend(process)
             process.resume()
             process.deliver(lambda process=process: _revive(process))  # type: ignore[misc]
+
+
+def _freeze(process: Process) -> None:
+    if process.state != "dead":
+        process.migration = Migration(frozenset(process.unwritten()))
+        process.pause()
 
 
 def _silence(cut: Sequence[Process]) -> None:

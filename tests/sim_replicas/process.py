@@ -51,6 +51,14 @@ class Clock:
 
 
 @dataclass(slots=True)
+class Migration:
+    """Hold how far a replica has moved to another host. `unwritten`: the sessions that it had not
+    written when it froze; None before."""
+
+    unwritten: frozenset[str] | None = None
+
+
+@dataclass(slots=True)
 class Site:
     """What all processes have around them. `step_s`: of each engine."""
 
@@ -100,6 +108,7 @@ class Process:
         self.loop.advance(clock.local_s(site.schedule.now_s))
         self.link = Link(site.waiting, site.schedule, site.draws, self.deliver)
         self.engine = _paper_engine()
+        self.migration: Migration | None = None
         self._wake_s = math.inf
         self._is_engine_due = False
         self.lease = self._join()
@@ -184,10 +193,30 @@ class Process:
         """Return whether nothing is wrong with it and its way to the database."""
         return self.state == "up" and self.link.is_right and self.lease.is_held
 
+    @property
+    def is_used(self) -> bool:
+        """Return whether it runs, and has sessions in memory."""
+        return self.state == "up" and bool(list(self.manager._sessions))
+
     def is_busy(self, name: str) -> bool:
         """Return whether it runs a turn of a session."""
         session = self.manager._sessions.find(OWNER, name)
         return session is not None and session.live is not None
+
+    def has(self, name: str) -> bool:
+        """Return whether it has a session in memory."""
+        return self.manager._sessions.find(OWNER, name) is not None
+
+    def is_held(self, name: str) -> bool:
+        """Return whether any replica holds a session, and its lease goes on."""
+        server = self.site.server
+        held = server.tables.named(OWNER.owner_id, name)
+        return held is not None and server.is_live(held.holder)
+
+    def unwritten(self) -> list[str]:
+        """Return the names of sessions in memory of which the database has not all."""
+        logs = ((each.session_id, each.life.log) for each in self.manager._sessions)
+        return [name for name, log in logs if log is not None and not log.is_written]
 
     def being_deleted(self) -> list[str]:
         """Return the names of sessions that it deletes."""

@@ -211,17 +211,6 @@ MUTANTS: Final[Mapping[str, Mutant]] = MappingProxyType(
 )
 """Most are in the server; two are in what stands for the SQL of `sessions.postgres.leases`."""
 
-SURVIVORS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "waiting turn begins": "A change of settings must be on its way when a turn ends, others"
-        " wait behind that, and the change be refused: not met in 3,000,000 steps.",
-        "written under the next lease": "A write must fail, another hang, and one of the first"
-        " session wait behind that; the lease be lost, another one begin, and another replica"
-        " delete the session, all within 12 s: not met in 3,000,000 steps.",
-    }
-)
-"""Bugs that random schedules are not expected to meet, and why; a directed one finds each."""
-
 BUDGET_STEPS: Final = 3_000_000
 """Steps within which a bug has to be found."""
 
