@@ -98,6 +98,13 @@ class Client:
             if busy:
                 where, facts = draws.pick("which busy one", busy)
                 return draws.pick("of a busy one", ("turn", "turn", "update")), where, [facts]
+        if draws.happens("what is being read", 100):
+            read = [(p, f) for p in processes for f in open_facts if f.name in p.being_read()]
+            if read:
+                where, facts = draws.pick("which is being read", read)
+                others = [each for each in processes if each is not where] or [process]
+                verb = draws.pick("of what is being read", ("turn", "turn", "delete"))
+                return verb, draws.pick("who reads it too", others), [facts]
         if draws.happens("what is being deleted", 100):
             where = draws.pick("which deletes", processes)
             going = where.being_deleted()
@@ -122,7 +129,7 @@ class Client:
         unwritten = moving.migration.unwritten
         here = [each for each in open_facts if moving.has(each.name)]
         if unwritten is None and here:
-            return "update", moving, here
+            return "update", moving, [f for f in here if moving.was_opened_here(f.name)] or here
         free = [f for f in open_facts if f.name in (unwritten or ()) and not moving.is_held(f.name)]
         if free:
             verb = draws.pick("meanwhile", ("turn", "delete", "delete"))

@@ -26,7 +26,7 @@ _CHUNK: Final = 4
 
 REPORTED: Final = (10, 30, 100)
 
-COVERED_FROM: Final = 200_000
+COVERED_FROM: Final = 1_000_000
 """From how many steps on everything of `INTERESTING` has to have happened."""
 
 INTERESTING: Final = (

@@ -16,7 +16,7 @@ _KINDS = (
     *("pause", "cut", "migrate", "crash", "stop", "slow"),
     *("engine", "wall", "database", "lossy", "late"),
 )
-_WEIGHTS = (200, 360, 460, 530, 580, 640, 710, 750, 770, 880, 1000)
+_WEIGHTS = (170, 310, 490, 550, 600, 650, 710, 750, 770, 880, 1000)
 """Running sums."""
 
 
@@ -114,6 +114,8 @@ class Weather:
         self._schedule.after(for_s, lambda: machine.start(self.clock()))
 
     def _stop(self, machine: Machine, process: Process, for_s: float) -> None:
+        working = [each for each in self._machines if each.process and each.process.is_working]
+        machine = self._draws.pick("who stops", working or [machine])
         machine.stop()
         self._schedule.after(20.0 + for_s, lambda: machine.start(self.clock()))
 

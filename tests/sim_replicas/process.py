@@ -198,6 +198,11 @@ class Process:
         """Return whether it runs, and has sessions in memory."""
         return self.state == "up" and bool(list(self.manager._sessions))
 
+    @property
+    def is_working(self) -> bool:
+        """Return whether it runs, and runs turns."""
+        return self.state == "up" and any(each.live for each in self.manager._sessions)
+
     def is_busy(self, name: str) -> bool:
         """Return whether it runs a turn of a session."""
         session = self.manager._sessions.find(OWNER, name)
@@ -205,7 +210,28 @@ class Process:
 
     def has(self, name: str) -> bool:
         """Return whether it has a session in memory."""
-        return self.manager._sessions.find(OWNER, name) is not None
+        return self.number_of(name) is not None
+
+    def number_of(self, name: str) -> int | None:
+        """Return the number of a session that it has in memory."""
+        session = self.manager._sessions.find(OWNER, name)
+        return None if session is None else session.life.order
+
+    def others(self) -> list[str]:
+        """Return the names of sessions in memory that the database does not say are its own."""
+        held = self.site.server.tables.sessions
+        stored = [each for each in self.manager._sessions if each.life.log is not None]
+        return [
+            each.session_id
+            for each in stored
+            if (found := held.get(each.life.order)) is None or found.holder != self.me
+        ]
+
+    def was_opened_here(self, name: str) -> bool:
+        """Return whether it has a session that was never in another replica."""
+        session = self.manager._sessions.find(OWNER, name)
+        log = None if session is None else session.life.log
+        return log is not None and log.hold.epoch == 1
 
     def is_held(self, name: str) -> bool:
         """Return whether any replica holds a session, and its lease goes on."""
@@ -217,6 +243,10 @@ class Process:
         """Return the names of sessions in memory of which the database has not all."""
         logs = ((each.session_id, each.life.log) for each in self.manager._sessions)
         return [name for name, log in logs if log is not None and not log.is_written]
+
+    def being_read(self) -> set[str]:
+        """Return the names of sessions that it reads."""
+        return {session_id for _, session_id in self.shared._loading}
 
     def being_deleted(self) -> list[str]:
         """Return the names of sessions that it deletes."""

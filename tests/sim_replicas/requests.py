@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from session_server.core.errors import (
@@ -18,6 +18,7 @@ from session_server.core.errors import (
     wire_error,
 )
 from session_server.core.session_events import (
+    ConversationItem,
     TurnCancelled,
     TurnEnd,
     TurnFailedEntry,
@@ -25,11 +26,14 @@ from session_server.core.session_events import (
 )
 from session_server.sessions.turn import TurnHooks
 from session_server.sessions.views import OpenRequest
-from tests.sim_replicas.judge import Begun, Broken, Judge
+from tests.sim_replicas.judge import Begun, Broken, Facts, Judge
 from tests.sim_replicas.process import OWNER, Process
 
 _LOOK_S = 0.4
 """How long a client waits for the end of a turn before it looks whether somebody else has it."""
+
+_TOLD_WITHIN_S = 60.0
+"""Within what time a session is written, or its replica told that it cannot be, or lost."""
 
 _NEVER = (InternalInconsistency, UnknownModel, TurnConflict)
 """What no client is ever told: nobody damages the store, and equal turns have equal ids."""
@@ -120,7 +124,7 @@ class Requests:
             self._refused(error, "read", begun)
             return ()
         self.reached["read"] += 1
-        self.judge.read(begun, snapshot.items)
+        self._read(process, begun, snapshot.items)
         return tuple(item.id for item in snapshot.items if item.role == "assistant")
 
     async def rewind(self, process: Process, begun: Begun, pick: Callable[[int], int]) -> None:
@@ -129,7 +133,7 @@ class Requests:
         try:
             await manager.load(OWNER, facts.name)
             items = manager.snapshot(OWNER, facts.name).items
-            self.judge.read(begun, items)
+            self._read(process, begun, items)
             answers = [n for n, item in enumerate(items) if item.role == "assistant"]
             if len(answers) < 2:
                 return
@@ -167,7 +171,7 @@ class Requests:
             await manager.edits.fork_as(OWNER, source.name, name)
             said = {t: i for t, i in source.said.items() if t in begun.said}
             said = {t: i for t, i in said.items() if t not in source.cut}
-            said = {} if source.may_be_another else said
+            said = {} if self._may_be_another(process, source) else said
             await manager.stored()
             view = manager.get(OWNER, name)
         except SessionServerError as error:
@@ -212,10 +216,25 @@ class Requests:
             if view is None:
                 if each.is_there and not facts.may_go and not self.judge.may_expire(facts):
                     raise Broken("list", f"{facts.name} is not listed")
-            elif facts.may_be_another:
+            elif self._may_be_another(process, facts):
                 continue
             elif view.num_turns < len(each.said) - facts.num_inherited:
                 raise Broken("list", f"{facts.name} has {view.num_turns} of {len(each.said)} turns")
+
+    def _read(self, process: Process, begun: Begun, items: Sequence[ConversationItem]) -> None:
+        if self._may_be_another(process, begun.facts):
+            self.judge.found(begun)
+        else:
+            self.judge.read(begun, items)
+
+    def _may_be_another(self, process: Process, facts: Facts) -> bool:
+        """Return whether a replica may have the second one of a name: also because it has not
+        written its own yet, and was not told in that time that the name is taken."""
+        number = process.number_of(facts.name)
+        if facts.may_be_another or number is None or not facts.is_opened_twice:
+            return facts.may_be_another
+        is_written = (number, facts.name) in self.judge.logs
+        return not is_written and process.site.server.clock() < number / 1e9 + _TOLD_WITHIN_S
 
     def _refused(self, error: SessionServerError, what: str, begun: Begun) -> None:
         self.reached[f"{what}: {wire_error(error).code}"] += 1

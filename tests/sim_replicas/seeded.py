@@ -21,8 +21,8 @@ _DELETIONS: Final = f"{_SESSIONS}store.deletions:Deletions."
 _RESTORER: Final = f"{_SESSIONS}restoring:Restorer."
 
 
-def _bug(sentence: str, where: str, was: str, becomes: str) -> Mutant:
-    return Mutant(sentence, "systematic", Edit(where, was, becomes))
+def _bug(sentence: str, where: str, was: str, becomes: str, *others: Edit) -> Mutant:
+    return Mutant(sentence, "systematic", Edit(where, was, becomes), *others)
 
 
 MUTANTS: Final[Mapping[str, Mutant]] = MappingProxyType(
@@ -80,6 +80,11 @@ MUTANTS: Final[Mapping[str, Mutant]] = MappingProxyType(
             f"{_SHARED}_adopt",
             "if leaving is not None:",
             "if False:",
+            Edit(
+                f"{_SHARED}_take",
+                "found.number in self._leaving or self._releasing[found.number]",
+                "False",
+            ),
         ),
         "release is forgotten": _bug(
             "What was asked to leave is in nobody's memory, and not released when asked for again.",
@@ -211,7 +216,7 @@ MUTANTS: Final[Mapping[str, Mutant]] = MappingProxyType(
 )
 """Most are in the server; two are in what stands for the SQL of `sessions.postgres.leases`."""
 
-BUDGET_STEPS: Final = 3_000_000
+BUDGET_STEPS: Final = 5_000_000
 """Steps within which a bug has to be found."""
 
 _RECORD: Final = Path(__file__).parent / "found.json"

@@ -217,6 +217,8 @@ class Simulation:
             if kept:
                 raise Broken("left", f"{process.name} keeps {kept}")
             process.lease.check()
+            if others := process.others():
+                raise Broken("left", f"{process.name} has {others}, which are not its own")
         rows = {held.row.session_id: held.row for held in self.server.tables.sessions.values()}
         for name, facts in self.judge.facts.items():
             begun, row = self.judge.begin(name), rows.get(name)
