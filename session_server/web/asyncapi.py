@@ -23,6 +23,7 @@ from session_server.protocol.response_events import ResponseEvent
 from session_server.protocol.session_protocol import SUBPROTOCOL
 from session_server.web.realtime import KEY_PROTOCOL
 from session_server.web.requests import BEARER_PROTOCOL, TICKET_PROTOCOL
+from session_server.web.schemas import schemas_of
 from session_server.web.tickets import TICKET_TTL_S
 
 SCHEMA_DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
@@ -143,9 +144,7 @@ def asyncapi_of(title: str, version: str) -> dict[str, Any]:
 def schema_of(channel: Channel) -> dict[str, Any]:
     """Return the JSON Schema of everything that a kind of socket carries: what clients send is
     `ClientMessage`, what the server sends `ServerMessage`."""
-    _, schemas = msgspec.json.schema_components(
-        (*channel.client, *channel.server), ref_template=_TEMPLATE
-    )
+    schemas = schemas_of((*channel.client, *channel.server), _TEMPLATE)
     directions = {
         "ClientMessage": _any_of(kind.__name__ for kind in channel.client),
         "ServerMessage": _any_of(kind.__name__ for kind in channel.server),

@@ -28,6 +28,7 @@ from session_server.protocol import (
 )
 from session_server.protocol.errors import ErrorResponse
 from session_server.web.refusals import JSON
+from session_server.web.schemas import schemas_of
 
 COMPONENTS: Final[tuple[Any, ...]] = (
     messages.OpenBody,
@@ -140,8 +141,7 @@ def openapi_of(app: FastAPI) -> dict[str, Any]:
     document = get_openapi(
         title=app.title, version=app.version, description=app.description, routes=app.routes
     )
-    _, schemas = msgspec.json.schema_components(COMPONENTS, ref_template=_TEMPLATE)
-    document.setdefault("components", {})["schemas"] = schemas
+    document.setdefault("components", {})["schemas"] = schemas_of(COMPONENTS, _TEMPLATE)
     document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     document["security"] = [{"key": []}]
     return document
