@@ -106,14 +106,14 @@ class Watched:
         kinds: Collection[Kind],
         *,
         first: int = 0,
-        end: int = 1 << 62,
+        most: int = 1 << 62,
         is_short: bool = False,
     ) -> None:
-        """Have calls of these kinds fail whose numbers are in the range; with `is_short` the first
-        write among them writes half."""
+        """Have up to `most` calls of these kinds fail, from number `first` on; with `is_short` the
+        first write among them writes half."""
         bits = sum(1 << kind for kind in kinds)
         self._control[: _CONTROL.size] = _CONTROL.pack(
-            self.num_calls, first, end, error, bits, is_short, 0
+            self.num_calls, first, most, error, bits, is_short, 0
         )
 
     def heal(self) -> None:

@@ -33,10 +33,10 @@ struct record {
     int64_t data_len;
 };
 
-/* A call whose number is in [first, end) and whose kind is in `kinds` (bits) fails with `error`.
+/* Up to `most` calls from number `first` on whose kind is in `kinds` (bits) fail with `error`.
  * With `is_short` the first write among them writes half. The error -1 ends the process. */
 struct control {
-    int64_t num_calls, first, end, error, kinds, is_short, num_failed;
+    int64_t num_calls, first, most, error, kinds, is_short, num_failed;
 };
 
 #define MAX_FDS 65536
@@ -98,7 +98,8 @@ static int64_t inode_of(int fd) {
 static int begin(int kind) {
     pthread_mutex_lock(&mutex);
     int64_t site = control->num_calls++;
-    if (site < control->first || site >= control->end || !(control->kinds >> kind & 1)) return 0;
+    int is_over = control->num_failed >= control->most;
+    if (site < control->first || is_over || !(control->kinds >> kind & 1)) return 0;
     control->num_failed++;
     if (control->error < 0) syscall(SYS_kill, own_pid, SIGKILL);
     return control->error;

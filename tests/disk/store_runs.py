@@ -153,8 +153,8 @@ def failed(
         program = Program(watched, bug)
         for site in sites:
             watched.forget()
-            end = 1 << 62 if fault.until_healed else site + 1
-            watched.fail(fault.error, fault.kinds, first=site, end=end, is_short=fault.is_short)
+            most = 1 << 62 if fault.until_healed else 1
+            watched.fail(fault.error, fault.kinds, first=site, most=most, is_short=fault.is_short)
             how = program.use(seed=site)
             report.saw["a call failed"] += watched.num_failed > 0
             if how == "over":

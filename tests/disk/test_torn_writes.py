@@ -223,7 +223,7 @@ else:
             said = set()
             for site in range(12):
                 watched.forget()
-                watched.fail(errno.EMFILE, {Kind.OPEN, Kind.CREATE}, first=site, end=site + 1)
+                watched.fail(errno.EMFILE, {Kind.OPEN, Kind.CREATE}, first=site, most=1)
                 command = [sys.executable, "-c", program]
                 told = subprocess.check_output(command, text=True, cwd=watched.root)
                 said.add(told.split()[0])
