@@ -206,8 +206,8 @@ class RayTown(Way):
             await self._answers()
             self.hurt_until_s = time.monotonic() + BEFELL_S
             kinds = self._lately(begun_s)
-            for worst in [kind for kind in (PROXY, *_WORST) if kind in kinds][:1]:
-                # None where all that was to be killed was found dead.
+            worst = next((kind for kind in (PROXY, *_WORST) if kind in kinds), None)
+            if worst is not None:  # what was to be killed may have been dead already
                 self.back_s.setdefault(worst, []).append(time.monotonic() - begun_s)
             await asyncio.sleep(self.pace_s * 2 * self.chance.share())
 
