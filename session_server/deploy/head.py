@@ -85,7 +85,7 @@ def start_head(num_cpus: int) -> Head:
         f"--node-ip-address={LOOPBACK}",
         f"--port={port}",
         f"--num-cpus={num_cpus}",
-        f"--temp-dir={directory}",
+        f"--temp-dir={directory}/r",  # Ray opens its own to everybody, and ours stays closed
         "--include-dashboard=false",
         "--disable-usage-stats",
     )

@@ -176,9 +176,10 @@ def _row_of(handle: Any, replica: Mapping[str, Any]) -> dict[str, Any]:
 def take_down(*, on_progress: Progress) -> None:
     """Have all replicas drain and stop, and end the proxies unless others use them."""
     if APPLICATION in _applications():
+        num_replicas = len(_replicas())  # Ray Serve does not show them while they drain
         serve.delete(APPLICATION, _blocking=False)
         while APPLICATION in _applications():
-            on_progress(f"{len(_replicas())} replicas drain")
+            on_progress(f"{num_replicas} replicas drain")
             time.sleep(CLUSTER_LOOK_S)
     if not _applications():
         serve.shutdown()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -68,6 +69,12 @@ def test_two_replicas_are_up_and_say_what_they_do(cluster: Cluster) -> None:
     shown = cluster.run("status").stdout
     assert all(row["replica"] in shown for row in rows)
     assert httpx.get(f"{cluster.url}/ready").json() == {"status": "ready"}
+
+
+def test_nobody_else_reaches_the_files_of_its_ray(cluster: Cluster) -> None:
+    head = cluster.record().head
+    assert head is not None
+    assert stat.S_IMODE(Path(head.directory).stat().st_mode) == 0o700
 
 
 def test_twelve_sessions_stay_where_they_were_opened(cluster: Cluster) -> None:
@@ -182,6 +189,7 @@ def test_down_leaves_no_process_and_no_file(cluster: Cluster) -> None:
     assert head is not None
     done = cluster.run("down")
     assert (done.returncode, done.stdout) == (0, "stopped\n")
+    assert "2 replicas drain" in done.stderr
     assert_gone([*seen])
     assert not Path(head.directory).exists()
     assert cluster.status() == []

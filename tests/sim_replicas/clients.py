@@ -11,12 +11,12 @@ from session_server.core.sampling import SamplingParams
 from session_server.core.session_events import TokenInput, TurnRequest
 from tests.sim.draws import Draws
 from tests.sim_replicas.judge import Facts
-from tests.sim_replicas.process import Process
+from tests.sim_replicas.process import OWNER, Process
 from tests.sim_replicas.requests import Requests
 from tests.sim_replicas.schedule import Schedule
 
 _PATIENCE_S: Final = (1.0, 1.0, 5.0, 30.0)
-"""How long clients wait for an answer."""
+"""How long clients wait for an answer. Who waits does nothing else, so most do not wait long."""
 
 _TTLS_S: Final = (3600.0, 3600.0, 3600.0, 60.0)
 _VERBS: Final = ("turn", "again", "read", "list", "rewind", "fork", "delete", "create")
@@ -85,7 +85,9 @@ class Client:
         draws, processes = self._town.draws, self._town.processes()
         moving = [each for each in processes if each.migration]
         if moving and draws.happens("one that migrates", 800):
-            return self._meanwhile(verb, draws.pick("which migrates", moving), open_facts)
+            meanwhile = self._meanwhile(draws.pick("which migrates", moving), open_facts)
+            if meanwhile is not None:
+                return meanwhile
         if draws.happens("a stray", 400):
             strays = [(p, f) for p in processes for f in open_facts if p.has_strayed(f.name)]
             if strays:
@@ -120,21 +122,24 @@ class Client:
         return verb, process, open_facts
 
     def _meanwhile(
-        self, verb: str, moving: Process, open_facts: list[Facts]
-    ) -> tuple[str, Process, list[Facts]]:
+        self, moving: Process, open_facts: list[Facts]
+    ) -> tuple[str, Process, list[Facts]] | None:
         """Return what may go wrong while a replica migrates: it has much to write, and what it has
-        not written goes on elsewhere, or is deleted there."""
-        draws, processes = self._town.draws, self._town.processes()
+        not written goes on elsewhere, or is deleted there; None if nothing may."""
+        draws, server = self._town.draws, moving.site.server
         assert moving.migration is not None, "it stays where it is"
         unwritten = moving.migration.unwritten
-        here = [each for each in open_facts if moving.has(each.name)]
-        if unwritten is None and here:
-            return "update", moving, [f for f in here if moving.was_opened_here(f.name)] or here
-        free = [f for f in open_facts if f.name in (unwritten or ()) and not moving.is_held(f.name)]
-        if free:
-            verb = draws.pick("meanwhile", ("turn", "delete", "delete"))
-        right = [each for each in processes if each.is_right]
-        return verb, draws.pick("elsewhere", right or processes), free or open_facts
+        if unwritten is None:
+            here = [each for each in open_facts if moving.has(each.name)]
+            here = [each for each in here if moving.was_opened_here(each.name)] or here
+            return ("update", moving, here) if here else None
+        right = [each for each in self._town.processes() if each.is_right]
+        free = [each for each in open_facts if each.name in unwritten]
+        free = [each for each in free if not server.is_held(OWNER.owner_id, each.name)]
+        if not free or not right:
+            return None
+        verb = draws.pick("meanwhile", ("turn", "delete", "delete"))
+        return verb, draws.pick("elsewhere", right), free
 
     def _work(
         self, verb: str, process: Process, facts: Facts | None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -90,23 +90,29 @@ class Weather:
             self._schedule.after(for_s, partial(_mend, each))
         if mode == "refused" and self._draws.happens("goes silent", 500):
             # What was refused waits behind what is not answered.
-            self._schedule.after(min(for_s, 1.0) / 2, partial(_silence, cut))
+            for each in cut:
+                self._schedule.after(min(for_s, 1.0) / 2, partial(_silence, each))
             self._reached["fault: refused, then silent"] += 1
 
     def _migrate(self, machine: Machine, process: Process, for_s: float) -> None:
         # As another host takes a virtual machine over: refused, silent, frozen, and all is well.
-        used = [each.process for each in self._machines if each.process and each.process.is_used]
-        process = self._draws.pick("who migrates", used or [process])
+        here = [each.process for each in self._machines if each.process and each.process.is_used]
+        free = [each for each in here if each.migration is None]
+        if not free:
+            return
+        process = self._draws.pick("who migrates", free)
         silent_s = self._draws.between("refused first", 100, 3000) / 1e3
         frozen_s = silent_s + self._draws.between("then silent", 50, 1500) / 1e3
         over_s = frozen_s + self._draws.between("then frozen", 4500, 8500) / 1e3
         process.link.mode, process.migration = "refused", Migration()
-        self._schedule.after(silent_s, partial(_silence, [process]))
-        self._schedule.after(frozen_s, partial(_freeze, process))
-        self._schedule.after(over_s, partial(_mend, process))
-        self._schedule.after(over_s, process.resume)
-        # What was not answered before it froze fails only then.
-        self._schedule.after(frozen_s + UNANSWERED_S, partial(setattr, process, "migration", None))
+        self._server.asked.pop(process.me, None)
+        for at_s, step in (
+            (silent_s, _silence),
+            (frozen_s, _freeze),
+            (over_s, _thaw),
+            (frozen_s + UNANSWERED_S, _arrive),  # what was not answered before fails only then
+        ):
+            self._schedule.after(at_s, partial(_go_on, process, process.migration, step))
 
     def _crash(self, machine: Machine, process: Process, for_s: float) -> None:
         machine.process = None
@@ -155,21 +161,34 @@ class Weather:
             if process is None:
                 machine.start(self.clock())
                 continue
-            _mend(process)
-            process.resume()
+            process.migration = None
+            _thaw(process)
             process.deliver(lambda process=process: _revive(process))  # type: ignore[misc]
 
 
+def _go_on(process: Process, migration: Migration, step: Callable[[Process], None]) -> None:
+    if process.migration is migration and process.state != "dead":
+        step(process)
+
+
 def _freeze(process: Process) -> None:
-    if process.state != "dead":
-        process.migration = Migration(frozenset(process.unwritten()))
+    if process.state == "up" and process.link.mode == "silent" and process.migration:
+        process.migration.unwritten = frozenset(process.unwritten())
         process.pause()
 
 
-def _silence(cut: Sequence[Process]) -> None:
-    for each in cut:
-        if each.state != "dead" and each.link.mode == "refused":
-            each.link.mode = "silent"
+def _thaw(process: Process) -> None:
+    _mend(process)
+    process.resume()
+
+
+def _arrive(process: Process) -> None:
+    process.migration = None
+
+
+def _silence(process: Process) -> None:
+    if process.state != "dead" and process.link.mode == "refused":
+        process.link.mode = "silent"
 
 
 def _mend(process: Process) -> None:

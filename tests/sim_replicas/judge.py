@@ -190,10 +190,15 @@ class Judge:
         """Return whether a session may have expired: no clock goes that wrong."""
         return self._clock() - facts.used_s > 0.7 * facts.ttl_s - 3.0
 
-    def read(self, begun: Begun, items: Sequence[ConversationItem]) -> None:
-        """Take note of a conversation that was told. Raises Broken."""
+    def read(
+        self, begun: Begun, items: Sequence[ConversationItem], *, may_be_another: bool = False
+    ) -> None:
+        """Take note of a conversation that was told; `may_be_another`: the second one of its name.
+        Raises Broken."""
         self.found(begun)
-        self._check_items(begun.facts, items, begun.said, begun.dropped)
+        _check_once(begun.facts, items)
+        if not may_be_another:
+            self._check_items(begun.facts, items, begun.said, begun.dropped)
 
     def _check_items(
         self,
@@ -202,9 +207,7 @@ class Judge:
         said: Iterable[str],
         dropped: Iterable[str],
     ) -> None:
-        places = {item.id: place for place, item in enumerate(items)}
-        if len(places) != len(items):
-            raise Broken("history", f"{facts.name} has an item twice")
+        places = _check_once(facts, items)
         if facts.may_be_another:
             return
         for turn_id in said:
@@ -220,3 +223,11 @@ class Judge:
         for turn_id in dropped:
             if turn_id in here:
                 raise Broken("history", f"{facts.name} has turn {turn_id}, which was rewound")
+
+
+def _check_once(facts: Facts, items: Sequence[ConversationItem]) -> dict[str, int]:
+    """Return the places of items by their ids. Raises Broken for one that is there twice."""
+    places = {item.id: place for place, item in enumerate(items)}
+    if len(places) != len(items):
+        raise Broken("history", f"{facts.name} has an item twice")
+    return places

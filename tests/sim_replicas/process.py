@@ -217,7 +217,7 @@ class Process:
         session = self.manager._sessions.find(OWNER, name)
         return None if session is None else session.life.order
 
-    def others(self) -> list[str]:
+    def not_its_own(self) -> list[str]:
         """Return the names of sessions in memory that the database does not say are its own."""
         held = self.site.server.tables.sessions
         stored = [each for each in self.manager._sessions if each.life.log is not None]
@@ -232,12 +232,6 @@ class Process:
         session = self.manager._sessions.find(OWNER, name)
         log = None if session is None else session.life.log
         return log is not None and log.hold.epoch == 1
-
-    def is_held(self, name: str) -> bool:
-        """Return whether any replica holds a session, and its lease goes on."""
-        server = self.site.server
-        held = server.tables.named(OWNER.owner_id, name)
-        return held is not None and server.is_live(held.holder)
 
     def unwritten(self) -> list[str]:
         """Return the names of sessions in memory of which the database has not all."""

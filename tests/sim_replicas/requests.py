@@ -24,6 +24,7 @@ from session_server.core.session_events import (
     TurnFailedEntry,
     TurnRequest,
 )
+from session_server.sessions.place_counter import SLOTS
 from session_server.sessions.turn import TurnHooks
 from session_server.sessions.views import OpenRequest
 from tests.sim_replicas.judge import Begun, Broken, Facts, Judge
@@ -57,6 +58,7 @@ class Requests:
         except SessionServerError as error:
             self._refused(error, "create", begun)
             return
+        self.judge.not_found(begun)  # or it would have been told that the name is taken
         self.judge.found(begun)
         self.reached[f"create: durable {view.is_durable}"] += 1
         if view.is_durable:
@@ -222,10 +224,7 @@ class Requests:
                 raise Broken("list", f"{facts.name} has {view.num_turns} of {len(each.said)} turns")
 
     def _read(self, process: Process, begun: Begun, items: Sequence[ConversationItem]) -> None:
-        if self._may_be_another(process, begun.facts):
-            self.judge.found(begun)
-        else:
-            self.judge.read(begun, items)
+        self.judge.read(begun, items, may_be_another=self._may_be_another(process, begun.facts))
 
     def _may_be_another(self, process: Process, facts: Facts) -> bool:
         """Return whether a replica may have the second one of a name: also because it has not
@@ -234,7 +233,8 @@ class Requests:
         if facts.may_be_another or number is None or not facts.is_opened_twice:
             return facts.may_be_another
         is_written = (number, facts.name) in self.judge.logs
-        return not is_written and process.site.server.clock() < number / 1e9 + _TOLD_WITHIN_S
+        opened_s = number / SLOTS / 1e6
+        return not is_written and process.site.server.clock() < opened_s + _TOLD_WITHIN_S
 
     def _refused(self, error: SessionServerError, what: str, begun: Begun) -> None:
         self.reached[f"{what}: {wire_error(error).code}"] += 1

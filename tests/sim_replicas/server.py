@@ -119,6 +119,11 @@ class DatabaseServer:
         member = None if replica_id is None else self.members.get(replica_id)
         return member is not None and member.expires_s > self.clock()
 
+    def is_held(self, owner_id: str, session_id: str) -> bool:
+        """Return whether any replica may write a session."""
+        held = self.tables.named(owner_id, session_id)
+        return held is not None and self.is_live(held.holder)
+
     def is_anothers(self, held: HeldRow, replica_id: int) -> bool:
         """Return whether another live replica holds a session."""
         return held.holder != replica_id and self.is_live(held.holder)

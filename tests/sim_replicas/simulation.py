@@ -217,7 +217,7 @@ class Simulation:
             if kept:
                 raise Broken("left", f"{process.name} keeps {kept}")
             process.lease.check()
-            if others := process.others():
+            if others := process.not_its_own():
                 raise Broken("left", f"{process.name} has {others}, which are not its own")
         rows = {held.row.session_id: held.row for held in self.server.tables.sessions.values()}
         for name, facts in self.judge.facts.items():

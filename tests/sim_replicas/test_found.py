@@ -165,6 +165,25 @@ def test_a_session_is_there_once_that_is_opened_while_it_is_looked_for(quiet: Qu
     assert quiet.do(replica, replica.manager.list(OWNER)).sessions == ()
 
 
+def test_of_two_sessions_of_one_name_the_one_that_was_not_written_goes(quiet: Quiet) -> None:
+    first, second = quiet.start(), quiet.start()
+    first.start(
+        first.manager.create(OWNER, OpenRequest("ours", is_stored=True)), lambda _task: None
+    )
+    while not first.has("ours"):
+        quiet.schedule.step()
+    first.link.mode = "silent"  # the name was free when it was looked for
+    quiet.open(second, "ours")
+    assert first.has("ours")
+    first.link.mode = "up"
+    quiet.after(15.0)
+    assert not first.has("ours")
+    number = second.number_of("ours")
+    quiet.do(first, first.manager.load(OWNER, "ours"))
+    assert first.number_of("ours") == number
+    assert not second.has("ours")
+
+
 def test_a_replica_without_a_lease_lists_nothing_of_what_it_remembers(quiet: Quiet) -> None:
     first, second = quiet.start(), quiet.start()
     quiet.open(first, "ours")
