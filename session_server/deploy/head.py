@@ -77,7 +77,7 @@ def start_head(num_cpus: int) -> Head:
     Raises:
         HeadFailed: it ended, or did not answer in time.
     """
-    directory = tempfile.mkdtemp(prefix="session-server-")  # short: a socket's path has 107 bytes
+    directory = tempfile.mkdtemp(prefix="session-")  # short: a socket's path has 107 bytes
     with contextlib.closing(socket.create_server((LOOPBACK, 0))) as free:
         port = free.getsockname()[1]
     argv = (

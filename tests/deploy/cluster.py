@@ -55,6 +55,7 @@ class Cluster:
 
     def status(self) -> list[dict[str, Any]]:
         done = self.run("status", "--json")
+        assert done.stdout, done.stderr
         rows: list[dict[str, Any]] = json.loads(done.stdout)["replicas"]
         return rows
 
