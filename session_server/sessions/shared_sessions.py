@@ -328,6 +328,13 @@ class SharedSessions:
         with contextlib.suppress(*self._store.read_errors):
             await self._lease.read(release, on_over=partial(self._note_released, number))
 
+    async def _until_released(self, number: int | None) -> None:
+        """Wait until what could not be read is released: taken before, it would be free then."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + HANDOVER_WAIT_S
+        while number is not None and self._releasing[number] and loop.time() < until_s:
+            await asyncio.sleep(_FIRST_LOOK_S)
+
     def _note_released(self, number: int) -> None:
         self._releasing[number] -= 1
         if not self._releasing[number]:
@@ -417,6 +424,7 @@ class SharedSessions:
         try:
             await self.load(owner, session_id)
         except (InternalInconsistency, UnknownModel, UnsupportedOperation):
+            await self._until_released(self._looked_up.get((owner.owner_id, session_id)))
             row = await self._take(owner, session_id)
             if row is not None:
                 view = self._restorer.view(row, "closing")
