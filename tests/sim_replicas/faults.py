@@ -100,6 +100,7 @@ class Weather:
         free = [each for each in here if each.migration is None]
         if not free:
             return
+        self._reached["migration"] += 1
         process = self._draws.pick("who migrates", free)
         silent_s = self._draws.between("refused first", 100, 3000) / 1e3
         frozen_s = silent_s + self._draws.between("then silent", 50, 1500) / 1e3

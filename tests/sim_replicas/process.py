@@ -203,9 +203,12 @@ class Process:
         """Return whether it runs, and runs turns."""
         return self.state == "up" and any(each.live for each in self.manager._sessions)
 
+    def _find(self, name: str) -> Session | None:
+        return self.manager._sessions.find(OWNER, name)
+
     def is_busy(self, name: str) -> bool:
         """Return whether it runs a turn of a session."""
-        session = self.manager._sessions.find(OWNER, name)
+        session = self._find(name)
         return session is not None and session.live is not None
 
     def has(self, name: str) -> bool:
@@ -214,7 +217,7 @@ class Process:
 
     def number_of(self, name: str) -> int | None:
         """Return the number of a session that it has in memory."""
-        session = self.manager._sessions.find(OWNER, name)
+        session = self._find(name)
         return None if session is None else session.life.order
 
     def not_its_own(self) -> list[str]:
@@ -229,7 +232,7 @@ class Process:
 
     def was_opened_here(self, name: str) -> bool:
         """Return whether it has a session that was never in another replica."""
-        session = self.manager._sessions.find(OWNER, name)
+        session = self._find(name)
         log = None if session is None else session.life.log
         return log is not None and log.hold.epoch == 1
 
@@ -257,7 +260,7 @@ class Process:
 
     def has_strayed(self, name: str) -> bool:
         """Return whether it has a session in memory which the database says is not its own."""
-        server, session = self.site.server, self.manager._sessions.find(OWNER, name)
+        server, session = self.site.server, self._find(name)
         if session is None or session.life.log is None:
             return False
         held = server.tables.sessions.get(session.life.order)
