@@ -32,6 +32,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, Final
@@ -65,6 +66,7 @@ from session_server.deploy.options import (
     replica_settings,
 )
 from session_server.models.errors import ModelError
+from session_server.progress import LINE_INTERVAL_S
 from session_server.served_model import checked_directory
 from session_server.sessions.store.lock import StoreUnusable
 from session_server.shared_store import check_shared
@@ -170,7 +172,7 @@ def _up(args: argparse.Namespace, settings: Settings) -> int:
             cluster.deploy(settings, key, options, on_progress=tell, timeout_s=args.timeout)
         write_record(http.port, Record(_url_of(http), address, head))
         undone.pop_all()
-    _announce(settings, options, needs_key=not entrance.keys.is_open)
+    _announce(settings, options, head, needs_key=not entrance.keys.is_open)
     return wiring.EXIT_OK
 
 
@@ -187,7 +189,9 @@ def _check_can_start(settings: Settings) -> None:
         check_shared(str(settings.sessions.store))
 
 
-def _announce(settings: Settings, options: ReplicaOptions, *, needs_key: bool) -> None:
+def _announce(
+    settings: Settings, options: ReplicaOptions, head: Head | None, *, needs_key: bool
+) -> None:
     http = settings.http
     url, port = _url_of(http), "" if http.port == HttpOptions().port else f" --port {http.port}"
     print(f"listening on {url}")
@@ -197,6 +201,8 @@ def _announce(settings: Settings, options: ReplicaOptions, *, needs_key: bool) -
     print(f"  replicas       {options.count}: {called_as()} cluster status{port}")
     print(f"  chat           {variable}{called_as()} chat --url {url}")
     print(f"  sessions       {_kept_in(settings)}")
+    if head is not None:
+        print(f"  logs           {head.logs}")
     print(f"  to stop        {called_as()} cluster down{port}")
 
 
@@ -291,15 +297,19 @@ def _nothing_runs(settings: Settings) -> str:
 
 @contextlib.contextmanager
 def _told() -> Iterator[Callable[[str], None]]:
-    """Show what is waited for, inside the block: in one line of a terminal, elsewhere a line for
-    every change."""
+    """Show what is waited for and how long, inside the block: in one line of a terminal, elsewhere
+    in a line for every change, and now and then."""
     console, last = Console(stderr=True, highlight=False), ""
+    started_s = printed_s = time.monotonic()
 
     def tell(words: str) -> None:
-        nonlocal last
-        if not console.is_terminal and words != last:
-            console.print(words, soft_wrap=True)
-        spinner.update(words)
+        nonlocal last, printed_s
+        now_s = time.monotonic()
+        line = f"{words}, {now_s - started_s:.0f} s"
+        if not console.is_terminal and (words != last or now_s - printed_s >= LINE_INTERVAL_S):
+            console.print(line, soft_wrap=True)
+            printed_s = now_s
+        spinner.update(line)
         last = words
 
     with console.status("") as spinner:

@@ -31,6 +31,9 @@ START_TIMEOUT_S: Final = 60.0
 STOP_TIMEOUT_S: Final = 30.0
 LOG_FILE: Final = "ray.log"
 TOKEN_FILE: Final = "token"  # noqa: S105 - its name
+_RAY_FILES: Final = "r"
+"""Ray's own directory, in ours: it opens its own to everybody, and ours stays closed."""
+
 PROXY_LOOK_S: Final = 1.0
 """Seconds between two looks of Ray Serve whether a proxy is well. It is replaced after the third
 that fails; by Ray's own 10 s nobody would listen for half a minute."""
@@ -62,6 +65,11 @@ class Head(msgspec.Struct, frozen=True):
     pid: int
     directory: str
 
+    @property
+    def logs(self) -> Path:
+        """The directory in which Ray keeps what the replicas and its own processes print."""
+        return Path(self.directory, _RAY_FILES, "session_latest", "logs")
+
 
 class Record(msgspec.Struct, frozen=True):
     """Say what runs on a port: where its Ray is, and whether that was started with it."""
@@ -85,7 +93,7 @@ def start_head(num_cpus: int) -> Head:
         f"--node-ip-address={LOOPBACK}",
         f"--port={port}",
         f"--num-cpus={num_cpus}",
-        f"--temp-dir={directory}/r",  # Ray opens its own to everybody, and ours stays closed
+        f"--temp-dir={directory}/{_RAY_FILES}",
         "--include-dashboard=false",
         "--disable-usage-stats",
     )

@@ -12,6 +12,8 @@ from typing import Any, Final
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 
 from session_server.config import HttpOptions, Settings
 from session_server.deploy.application import make_application
@@ -46,7 +48,7 @@ def joined(address: str) -> Iterator[None]:
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+    except (ConnectionError, ValueError, RuntimeError, RayError) as error:
         raise ClusterFailed(f"cannot join the Ray cluster at {address}: {error}") from error
     try:
         yield
@@ -168,7 +170,7 @@ def _row_of(handle: Any, replica: Mapping[str, Any]) -> dict[str, Any]:
         "engine": "no answer",
     }
     if replica["state"] == _RUNNING:
-        with contextlib.suppress(TimeoutError, ray.exceptions.RayError):
+        with contextlib.suppress(TimeoutError, RayError, RayServeException):
             row |= handle.report.remote(key_for(tag)).result(timeout_s=REPORT_DEADLINE_S)
     return row
 

@@ -75,6 +75,7 @@ def test_nobody_else_reaches_the_files_of_its_ray(cluster: Cluster) -> None:
     head = cluster.record().head
     assert head is not None
     assert stat.S_IMODE(Path(head.directory).stat().st_mode) == 0o700
+    assert any((head.logs / "serve").glob("replica_*.log"))
 
 
 def test_twelve_sessions_stay_where_they_were_opened(cluster: Cluster) -> None:
