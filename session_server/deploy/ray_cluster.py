@@ -161,8 +161,8 @@ def _row_of(handle: Any, replica: Mapping[str, Any]) -> dict[str, Any]:
     row = {
         "replica": tag,
         "state": str(replica["state"].value).lower(),
-        "node": replica["node_ip"],
-        "pid": replica["pid"],
+        "node": replica.get("node_ip"),  # one that starts has no place yet, and no process
+        "pid": replica.get("pid"),
         "sessions": None,
         "turns": None,
         "waiting": None,

@@ -129,6 +129,16 @@ def test_calls_that_name_their_conversation_find_its_replica(cluster: Cluster) -
             assert cached[0] < cached[1] < cached[2], "each goes on where the last one ended"
 
 
+def test_a_replica_that_starts_is_shown_before_it_has_a_process() -> None:
+    from ray.serve.schema import ReplicaDetails
+
+    from session_server.deploy.ray_cluster import _row_of
+
+    starting = ReplicaDetails(replica_id="abcdefgh", state="STARTING", start_time_s=1.0)
+    row = _row_of(None, starting.model_dump(exclude_unset=True))
+    assert (row["state"], row["node"], row["pid"]) == ("starting", None, None)
+
+
 def test_replicas_are_no_less_urgent_than_a_server_of_its_own(cluster: Cluster) -> None:
     replicas = [psutil.Process(row["pid"]) for row in cluster.status()]
     assert {replica.nice() for replica in replicas} == {psutil.Process().nice()}
