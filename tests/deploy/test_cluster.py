@@ -129,6 +129,7 @@ def test_calls_that_name_their_conversation_find_its_replica(cluster: Cluster) -
             assert cached[0] < cached[1] < cached[2], "each goes on where the last one ended"
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray's own use of pydantic
 def test_a_replica_that_starts_is_shown_before_it_has_a_process() -> None:
     from ray.serve.schema import ReplicaDetails
 
