@@ -139,6 +139,9 @@ class Socket:
                 while (frame := await self.receive())["type"] not in ends:
                     pass
                 self.ends[-1] = frame["type"]
+        with contextlib.suppress(ConnectionClosed):  # what came before it was closed
+            while True:
+                await self.receive()
         self.close_code = self.connection.close_code
 
 

@@ -188,7 +188,7 @@ def test_a_rolling_update_is_announced_and_loses_nothing_that_was_not(cluster: C
     assert not before & cluster.tags()
     assert [socket.close_code for socket in sockets] == [1012] * 6
     for socket in sockets:
-        assert socket.kinds["session.draining"] == 1
+        assert socket.kinds["session.draining"] == 1, (socket.kinds, socket.ends)
         num_completed = socket.ends.count("turn.completed")
         assert num_completed >= 1
         assert {*socket.ends[:num_completed]} == {"turn.completed"}
