@@ -137,6 +137,7 @@ def test_no_statement_that_is_asked_again_and_again_looks_at_all_sessions(
         for query, values in asked:
             explained = psycopg.ClientCursor(other).execute(f"EXPLAIN {query}", values)  # type: ignore[arg-type]
             plan = "\n".join(line for (line,) in explained.fetchall())
+            assert "(SubPlan" not in plan, f"asked anew for each row that is passed over: {plan}"
             for table in ("sessions", "records", "holdings"):
                 assert f"Seq Scan on {table}" not in plan, plan
                 assert f"{table}_pkey" not in plan or "Filter" not in plan, plan

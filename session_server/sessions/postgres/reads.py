@@ -38,6 +38,12 @@ IS_ANOTHERS: Final = (
 )
 """What is true of a session that another live replica holds."""
 
+_IS_NO_OTHERS: Final = (
+    f"coalesce(holder, {NO_REPLICA}) NOT IN"  # noqa: S608 - our own words
+    " (SELECT id FROM replicas WHERE id <> %(me)s AND expires > clock_timestamp())"
+)
+"""The contrary, for a statement that passes over many: replicas are read once, not for each."""
+
 _LIVE: Final = "FROM replicas WHERE expires > clock_timestamp()"
 _IS_OURS_TO_END: Final = (
     "(holder IS NOT DISTINCT FROM %(me)s OR (hashint8(number) & 2147483647)"
@@ -110,7 +116,7 @@ class PostgresReads:
         whether they are used, and without its share of those that nobody holds."""
         condition = (
             "expires < %(until_s)s AND (expires, number) > (%(expires_s)s, %(number)s)"
-            f" AND NOT {IS_ANOTHERS} AND {_IS_OURS_TO_END}"
+            f" AND {_IS_NO_OTHERS} AND {_IS_OURS_TO_END}"
             " ORDER BY expires, number LIMIT %(limit)s"
         )
         expires_s, number = after
