@@ -19,7 +19,6 @@ from typing import Final, Generic, Protocol, TypeVar
 from session_server.core.errors import InternalInconsistency, QuotaExceeded, ServerBusy
 from session_server.core.owner import Owner
 from session_server.sessions.backlog import Backlog
-from session_server.sessions.budget import OwnerBudget
 from session_server.sessions.quotas import Quotas
 from session_server.sessions.record_log import RecordLog
 from session_server.sessions.restoring import reading
@@ -27,9 +26,6 @@ from session_server.sessions.store.records import Damaged, Parts, RecordRow
 from session_server.sessions.store.writer import Beside
 
 _logger: Final = logging.getLogger("session_server.store")
-
-KEPT_DIVISOR: Final = 4
-"""Records of one kind take one of so many parts of the bytes of conversations at most."""
 
 MAX_LOOKS: Final = 8
 """How often a record of a shared store is looked for that changes while it is."""
@@ -102,8 +98,7 @@ class KeptRecords(Generic[_RecordT]):
     def __init__(
         self, quotas: Quotas, form: RecordForm[_RecordT], log: RecordLog, backlog: Backlog
     ) -> None:
-        limit = quotas.history_bytes.limit // KEPT_DIVISOR
-        self.budget = OwnerBudget(f"bytes of {form.noun}", limit)
+        self.budget = quotas.budget_of(form.noun)
         self._quotas, self._form, self._log, self._backlog = quotas, form, log, backlog
         self._by_owner: dict[Owner, dict[str, _Slot[_RecordT]]] = {}
         self._in_order: dict[_Slot[_RecordT], None] = {}

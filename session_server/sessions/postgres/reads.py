@@ -99,16 +99,11 @@ class PostgresReads:
 
     def holdings(self) -> list[Holding]:
         """Return what each owner has; expired sessions are counted among the others."""
-        found = self._read(OF_ALL)
-        return [Holding(*sums) for *sums, _ in found]
+        return [Holding(*found) for found in self._read(OF_ALL)]
 
     def holdings_of(self, owner_ids: Sequence[str]) -> list[Holding]:
-        """Return what some owners have, with the bytes of their records."""
-        found = self._read(OF_OWNERS, {"owners": list(owner_ids)})
-        return [
-            Holding(owner_id, num, num_bytes + num_record_bytes, num_retired)
-            for owner_id, num, num_bytes, num_retired, num_record_bytes in found
-        ]
+        """Return what some owners have."""
+        return [Holding(*found) for found in self._read(OF_OWNERS, {"owners": list(owner_ids)})]
 
     def expired(self, after: tuple[float, int], until_s: float, *, limit: int) -> list[SessionRow]:
         """Return up to `limit` sessions that expire before a time, behind one that is given by when

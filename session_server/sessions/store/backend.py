@@ -154,6 +154,11 @@ class SharedDatabase(StoreDatabase, Protocol):
     def records_made_in(self, owner_id: str, session_id: str) -> list[RecordRow]:
         """Return the records that were made in a session."""
 
+    def evict_records(self, owner_id: str | None, most_bytes: int) -> list[tuple[str, int]]:
+        """Delete some of the records that were written longest ago, while those of one kind that an
+        owner has, None: all owners together, are more than so many bytes. Return owners and the
+        bytes of theirs that are gone. Of several replicas one does so for all owners."""
+
     def join(self, address: str, lease_s: float, *, role: str = "both") -> Joined:
         """Take part from now on, until the lease is over unless it is renewed."""
 
