@@ -201,24 +201,26 @@ class KeptRecords(Generic[_RecordT]):
         """As `look_up_made_in`, of the session in which a record was made."""
         slot = self._by_owner.get(owner, {}).get(key)
         if slot is not None:
-            await self.look_up_made_in(owner, slot.made_in)
+            await self.look_up_made_in(owner, slot.made_in, beside=key)
 
-    async def look_up_made_in(self, owner: Owner, session_id: str) -> None:
-        """Find out which records other replicas have made in a session, and deleted, before
-        `num_made_in` is asked for it. Raises ServerBusy."""
+    async def look_up_made_in(self, owner: Owner, session_id: str, *, beside: str = "") -> None:
+        """Find out whether other replicas have made records in a session, beside one, or deleted
+        all of them, before `num_made_in` is asked for it. Raises ServerBusy."""
         if not self._log.is_shared:
             return
         known = self._by_owner.get(owner, {}).values()
-        before = [(slot, slot.num_writes) for slot in known if slot.made_in == session_id]
+        others = [slot for slot in known if slot.made_in == session_id and slot.key != beside]
+        before = [(slot, slot.num_writes) for slot in others]
+        made_in = partial(self._log.store.record_made_in, owner.owner_id, session_id)
         with reading(self._log.store):
-            found = await self._log.made_in(owner.owner_id, session_id)
-        rows = {row.record_id: row for row in found if row.kind == self._form.noun}
+            row = await made_in(self._form.noun, beside=beside)
+        if row is not None:
+            if row.record_id not in self._by_owner.get(owner, {}):
+                self._find_on_disk([row])
+            return
         for slot, num_writes in before:
-            is_old = slot in self._in_order and not self._is_newer(slot, num_writes)
-            if slot.key not in rows and is_old:
+            if slot in self._in_order and not self._is_newer(slot, num_writes):
                 self._remove(slot, is_deleted=False)
-        here = self._by_owner.get(owner, {})
-        self._find_on_disk([row for key, row in rows.items() if key not in here])
 
     def _is_newer(self, slot: _Slot[_RecordT], num_writes: int) -> bool:
         """Return whether a record has been written here since, or is nowhere else."""

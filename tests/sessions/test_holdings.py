@@ -224,7 +224,7 @@ def test_no_statement_that_is_asked_again_and_again_looks_at_all_sessions(
         database.expired((0.0, 0), 1.0, limit=128)
         database.num_expiring(0.0, 1.0, limit=9)
         database.find_record("o1", "r1")
-        database.records_made_in("o1", "s1")
+        database.record_made_in("o1", "s1", RESPONSES, beside="r1")
         database.last_number()
         assert [held.num_sessions for held in database.holdings_of(["o1", "o2"])] == [20, 20]
         database.release([1])

@@ -397,3 +397,16 @@ def test_one_replica_sees_to_the_records_of_all_owners(town: Town) -> None:
     assert kept(first) == [4, 5]
     town.lapse(first)
     assert evict(second, None, 10) == {"bob": 10}
+
+
+def test_a_record_is_found_beside_another_one_of_its_session(town: Town) -> None:
+    first, second = town.join(), town.join()
+    assert first.record_made_in("alice", "s1", RESPONSES, beside="") is None
+    keep(second, 1)
+    keep(second, 2, kind=CONVERSATIONS)
+    keep(second, 3, owner="bob")
+    assert first.record_made_in("alice", "s1", RESPONSES, beside="r1") is None
+    assert first.record_made_in("alice", "s2", RESPONSES, beside="") is None
+    found = first.record_made_in("alice", "s1", RESPONSES, beside="r4")
+    assert found is not None
+    assert found.number == 1

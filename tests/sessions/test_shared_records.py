@@ -30,7 +30,7 @@ from session_server.sessions.kept_conversations import (
 )
 from session_server.sessions.quotas import QuotaLimits
 from session_server.sessions.shared_sessions import RECOUNT_S
-from session_server.sessions.store.records import Parts
+from session_server.sessions.store.records import RESPONSES, Parts, RecordRow
 from tests.sessions.test_replicas import Cluster, Replica
 from tests.sessions.test_stored_dialects import Desk
 from tests.sessions.world import OWNER
@@ -322,3 +322,22 @@ def test_an_owner_has_its_share_of_the_store_whatever_replicas_know(cluster: Clu
     recount(cluster, second)
     kept = [row.record_id for row in second.database.records()]
     assert kept == ["resp_other", *(f"resp_{number}" for number in range(3, 8))]
+
+
+def test_one_record_tells_that_a_session_has_others(cluster: Cluster) -> None:
+    replica, other = cluster.start(), cluster.start()
+    desk = Desk(replica.world)
+    response = desk.ask("one")
+    replica.world.do(replica.world.manager.stored())
+    records, names = desk.turns.store.records, [f"elsewhere_{number}" for number in range(20)]
+    with other.database.transaction():
+        for number, name in enumerate(names, 1):
+            place = OWNER.owner_id, name, response.made_in
+            other.database.put_record(RecordRow(number, RESPONSES, *place, 10, number), [])
+    replica.world.do(records.look_up_beside(OWNER, response.key))
+    assert len(records) == records.num_made_in(OWNER, response.made_in) == 2
+    with other.database.transaction():
+        for number in range(1, len(names) + 1):
+            other.database.delete_record(number)
+    replica.world.do(records.look_up_beside(OWNER, response.key))
+    assert records.num_made_in(OWNER, response.made_in) == 1

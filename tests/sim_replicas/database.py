@@ -335,9 +335,13 @@ class SimDatabase:
         found = [r for r in self.records() if (r.owner_id, r.record_id) == (owner_id, record_id)]
         return next(iter(found), None)
 
-    def records_made_in(self, owner_id: str, session_id: str) -> list[RecordRow]:
-        """Return the records that were made in a session."""
-        return [r for r in self.records() if (r.owner_id, r.session_id) == (owner_id, session_id)]
+    def record_made_in(
+        self, owner_id: str, session_id: str, kind: str, *, beside: str
+    ) -> RecordRow | None:
+        """Return a record of a kind that was made in a session, other than one of an id."""
+        asked = owner_id, session_id, kind
+        made = [r for r in self.records() if (r.owner_id, r.session_id, r.kind) == asked]
+        return next((row for row in made if row.record_id != beside), None)
 
     def evict_records(self, owner_id: str | None, most_bytes: int) -> list[tuple[str, int]]:
         """Delete some of the records that were written longest ago; see `SharedDatabase`. At once:

@@ -163,11 +163,16 @@ class PostgresReads:
         rows = self._record_rows("WHERE owner = %s AND id = %s", owner_id, record_id)
         return next(iter(rows), None)
 
-    def records_made_in(self, owner_id: str, session_id: str) -> list[RecordRow]:
-        """Return the records that were made in a session, as of the last commit."""
-        if not is_name(session_id):
-            return []
-        return self._record_rows("WHERE owner = %s AND session = %s", owner_id, session_id)
+    def record_made_in(
+        self, owner_id: str, session_id: str, kind: str, *, beside: str
+    ) -> RecordRow | None:
+        """Return a record of a kind that was made in a session, other than one of an id, as of the
+        last commit; None if there is none."""
+        if not is_name(session_id, beside):
+            return None
+        condition = "WHERE owner = %s AND session = %s AND kind = %s AND id <> %s LIMIT 1"
+        rows = self._record_rows(condition, owner_id, session_id, kind, beside)
+        return next(iter(rows), None)
 
     def parts(
         self, number: int, *, after: int = -1, limit: int = -1, max_bytes: int | None = None
