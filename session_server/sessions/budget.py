@@ -91,7 +91,11 @@ class OwnerBudget:
 
     def has_room_for(self, owner: Owner, amount: int) -> bool:
         """Return whether an owner could hold this amount if nobody held anything."""
-        return amount <= min(self._limit, self._allowed(owner, 0))
+        return amount <= self.most(owner)
+
+    def most(self, owner: Owner) -> int:
+        """Return what an owner could hold if nobody held anything."""
+        return min(self._limit, self._allowed(owner, 0))
 
     def take(self, owner: Owner, amount: int = 1) -> None:
         """Count what `check` allows. Raises like `check`, with nothing counted."""

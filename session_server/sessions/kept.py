@@ -19,7 +19,6 @@ from typing import Final, Generic, Protocol, TypeVar
 from session_server.core.errors import InternalInconsistency, QuotaExceeded, ServerBusy
 from session_server.core.owner import Owner
 from session_server.sessions.backlog import Backlog
-from session_server.sessions.budget import OwnerBudget
 from session_server.sessions.quotas import Quotas
 from session_server.sessions.record_log import RecordLog
 from session_server.sessions.restoring import reading
@@ -27,9 +26,6 @@ from session_server.sessions.store.records import Damaged, Parts, RecordRow
 from session_server.sessions.store.writer import Beside
 
 _logger: Final = logging.getLogger("session_server.store")
-
-KEPT_DIVISOR: Final = 4
-"""Records of one kind take one of so many parts of the bytes of conversations at most."""
 
 MAX_LOOKS: Final = 8
 """How often a record of a shared store is looked for that changes while it is."""
@@ -102,8 +98,7 @@ class KeptRecords(Generic[_RecordT]):
     def __init__(
         self, quotas: Quotas, form: RecordForm[_RecordT], log: RecordLog, backlog: Backlog
     ) -> None:
-        limit = quotas.history_bytes.limit // KEPT_DIVISOR
-        self.budget = OwnerBudget(f"bytes of {form.noun}", limit)
+        self.budget = quotas.budget_of(form.noun)
         self._quotas, self._form, self._log, self._backlog = quotas, form, log, backlog
         self._by_owner: dict[Owner, dict[str, _Slot[_RecordT]]] = {}
         self._in_order: dict[_Slot[_RecordT], None] = {}
@@ -206,24 +201,26 @@ class KeptRecords(Generic[_RecordT]):
         """As `look_up_made_in`, of the session in which a record was made."""
         slot = self._by_owner.get(owner, {}).get(key)
         if slot is not None:
-            await self.look_up_made_in(owner, slot.made_in)
+            await self.look_up_made_in(owner, slot.made_in, beside=key)
 
-    async def look_up_made_in(self, owner: Owner, session_id: str) -> None:
-        """Find out which records other replicas have made in a session, and deleted, before
-        `num_made_in` is asked for it. Raises ServerBusy."""
+    async def look_up_made_in(self, owner: Owner, session_id: str, *, beside: str = "") -> None:
+        """Find out whether other replicas have made records in a session, beside one, or deleted
+        all of them, before `num_made_in` is asked for it. Raises ServerBusy."""
         if not self._log.is_shared:
             return
         known = self._by_owner.get(owner, {}).values()
-        before = [(slot, slot.num_writes) for slot in known if slot.made_in == session_id]
+        others = [slot for slot in known if slot.made_in == session_id and slot.key != beside]
+        before = [(slot, slot.num_writes) for slot in others]
+        made_in = partial(self._log.store.record_made_in, owner.owner_id, session_id)
         with reading(self._log.store):
-            found = await self._log.made_in(owner.owner_id, session_id)
-        rows = {row.record_id: row for row in found if row.kind == self._form.noun}
+            row = await made_in(self._form.noun, beside=beside)
+        if row is not None:
+            if row.record_id not in self._by_owner.get(owner, {}):
+                self._find_on_disk([row])
+            return
         for slot, num_writes in before:
-            is_old = slot in self._in_order and not self._is_newer(slot, num_writes)
-            if slot.key not in rows and is_old:
+            if slot in self._in_order and not self._is_newer(slot, num_writes):
                 self._remove(slot, is_deleted=False)
-        here = self._by_owner.get(owner, {})
-        self._find_on_disk([row for key, row in rows.items() if key not in here])
 
     def _is_newer(self, slot: _Slot[_RecordT], num_writes: int) -> bool:
         """Return whether a record has been written here since, or is nowhere else."""

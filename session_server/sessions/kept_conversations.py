@@ -33,7 +33,7 @@ from session_server.sessions.quotas import Quotas
 from session_server.sessions.record_log import RecordLog
 from session_server.sessions.responses import SaidIn
 from session_server.sessions.store.database import Behind
-from session_server.sessions.store.records import Damaged, PartCodec, Parts
+from session_server.sessions.store.records import CONVERSATIONS, Damaged, PartCodec, Parts
 from session_server.sessions.store.writer import Beside
 
 MAX_KEPT_ITEMS: Final = 16_384
@@ -164,7 +164,7 @@ class ConversationForm:
     """Say how conversations are written: part 0 is the head, and each item is the part behind its
     number."""
 
-    noun = "kept conversations"
+    noun = CONVERSATIONS
     may_change = True
 
     def parts(self, record: KeptConversation) -> Parts:

@@ -32,6 +32,9 @@ MAX_SPARED: Final = 64
 MAX_UNLOADED: Final = 1024
 """Sessions that leave the memory, and stay on disk, to make room for one other, or for one turn."""
 
+KEPT_DIVISOR: Final = 4
+"""Records of one kind take one of so many parts of the bytes of conversations at most."""
+
 _ANY: Final = 1 << 62
 """More than all owners can hold together."""
 
@@ -155,6 +158,10 @@ class Quotas:
             "output tokens", None, rate_of=lambda owner: owner.limits.output_tokens_per_min
         )
         self.room_makers = RoomMakers()
+
+    def budget_of(self, records: str) -> OwnerBudget:
+        """Return a budget for the bytes of records of one kind."""
+        return OwnerBudget(f"bytes of {records}", self.history_bytes.limit // KEPT_DIVISOR)
 
     def check_session(self, owner: Owner, num_bytes: int) -> None:
         """Reject a session beyond the limit, or one that starts with more bytes than there is room

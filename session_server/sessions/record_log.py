@@ -103,11 +103,6 @@ class RecordLog:
         """Return a record of a shared store as it is there now. Raises `read_errors`."""
         return await self.store.find_record(owner_id, record_id)
 
-    async def made_in(self, owner_id: str, session_id: str) -> list[RecordRow]:
-        """Return the records of a shared store that were made in a session. Raises
-        `read_errors`."""
-        return await self.store.records_made_in(owner_id, session_id)
-
     async def read(self, number: int) -> Iterable[Parts]:
         """Return the parts of a record, as `slices` does; all of them where that takes the way to
         another machine. Raises `read_errors`."""

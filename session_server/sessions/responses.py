@@ -21,7 +21,7 @@ from session_server.sessions.kept import KeptRecords
 from session_server.sessions.quotas import Quotas
 from session_server.sessions.record_log import RecordLog
 from session_server.sessions.restoring import reading
-from session_server.sessions.store.records import Damaged, PartCodec, Parts
+from session_server.sessions.store.records import RESPONSES, Damaged, PartCodec, Parts
 
 RESPONSE_BYTES: Final = 1536
 """Host memory of one response without its texts, its places in the tables included."""
@@ -140,7 +140,7 @@ _written: Final = PartCodec(_Written, "a response")
 class ResponseForm:
     """Say how responses are written: each in one part."""
 
-    noun = "responses"
+    noun = RESPONSES
     may_change = False
 
     def parts(self, record: StoredResponse) -> Parts:

@@ -86,14 +86,31 @@ class StoredEnds:
 
     async def recount(self) -> None:
         """Count anew what owners have in a store that others share, those of whom this replica has
-        something in memory. Raises `read_errors`."""
+        something in memory, and have records go of which there are too many. Raises
+        `read_errors`."""
         assert self._store.lease is not None, "a store of this server alone"
-        owners = [owner.owner_id for owner in self._parts.quotas.sessions.owners]
+        quotas = self._parts.quotas
+        owners = {owner.owner_id: owner for owner in quotas.history_bytes.owners}
         database = self._store.lease.database
-        found = await self._store.lease.read(partial(database.holdings_of, owners))
+        found = await self._store.lease.read(partial(database.holdings_of, list(owners)))
         nothing = dict.fromkeys(owners, Holding("", 0, 0, 0))
         held = nothing | {holding.owner_id: holding for holding in found}
         self._recount(each._replace(owner_id=owner_id) for owner_id, each in held.items())
+        budget = quotas.budget_of("records")
+        for owner_id, holding in held.items():
+            most = budget.most(owners[owner_id])
+            if most < min(budget.limit, holding.num_bytes):
+                await self._evict_records(owner_id, most)
+        await self._evict_records(None, budget.limit)
+
+    async def _evict_records(self, owner_id: str | None, most_bytes: int) -> None:
+        """Delete records of an owner, or of all together, beyond so many bytes of each kind: each
+        replica makes room in memory for those that it knows, and others have written more."""
+        assert self._store.lease is not None, "a store of this server alone"
+        evict = partial(self._store.lease.database.evict_records, owner_id, most_bytes)
+        while gone := await self._store.lease.read(evict):
+            for each_id, num_bytes in gone:
+                self._uncount_bytes(each_id, num_bytes)
 
     def delete(self, row: SessionRow, told: Told = tell_nobody) -> None:
         """Delete a session whose time is not over; `told` as in `Deletions.delete`."""

@@ -794,11 +794,11 @@ SESSIONS = (
         "the oldest is closed",
     ),
     _constant(
-        "sessions.kept:KEPT_DIVISOR",
+        "sessions.quotas:KEPT_DIVISOR",
         "part of the bytes of conversations that responses take, and as much again for what "
-        "`/v1/conversations` keeps: one of",
+        "`/v1/conversations` keeps, in each server and in a shared store: one of",
         "parts",
-        "what was unused for longest is dropped",
+        "what was unused for longest is dropped; in a shared store, what was written longest ago",
     ),
     _constant(
         "web.websocket:MAX_SUBMISSIONS",

@@ -131,6 +131,12 @@ SLICES = (
     _constant("sessions.store.session_store:SHARED_BYTES", "bytes of them", "bytes", _NEXT),
     _constant("sessions.shared_sessions:ENTRIES_APPLIED", "of them applied", "entries", _NEXT),
     _constant(
+        "sessions.postgres.holdings:EVICTED_AT_ONCE",
+        "responses, and conversations, that one statement deletes from a shared store to make room",
+        "of each",
+        _NEXT,
+    ),
+    _constant(
         "sessions.postgres.leases:RELEASED_AT_ONCE",
         "sessions that one transaction gives up",
         "sessions",

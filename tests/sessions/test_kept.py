@@ -12,14 +12,13 @@ from session_server.core.errors import QuotaExceeded, ServerBusy
 from session_server.core.owner import Owner
 from session_server.core.session_events import Message
 from session_server.sessions.backlog import SLICE, Backlog
-from session_server.sessions.kept import KEPT_DIVISOR
 from session_server.sessions.kept_conversations import (
     CONVERSATION_BYTES,
     ConversationEntry,
     KeptConversation,
     KeptConversations,
 )
-from session_server.sessions.quotas import QuotaLimits, Quotas
+from session_server.sessions.quotas import KEPT_DIVISOR, QuotaLimits, Quotas
 from session_server.sessions.record_log import RecordLog
 from tests.sessions.world import OWNER
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -12,7 +13,13 @@ from msgspec import structs
 from session_server.sessions.postgres.database import PostgresDatabase
 from session_server.sessions.store.database import Behind
 from session_server.sessions.store.ownership import HeldBy, LeaseLost, Moved, NameTaken
-from session_server.sessions.store.records import SessionRow
+from session_server.sessions.store.records import (
+    CONVERSATIONS,
+    RESPONSES,
+    Holding,
+    RecordRow,
+    SessionRow,
+)
 from tests.rig.postgres import Postgres
 from tests.sim_replicas.database import SimDatabase
 from tests.sim_replicas.server import DatabaseServer, Waits
@@ -326,3 +333,80 @@ def test_what_is_being_deleted_is_not_written_any_more(town: Town) -> None:
     assert replica.take("alice", "s1") is None
     assert_refused(replica, Moved, lambda: replica.append(mine, b"x"))
     assert_refused(replica, Moved, lambda: replica.put(mine, b"x"))
+
+
+# -- records
+
+
+def keep(database: Shared, *numbers: int, owner: str = "alice", kind: str = RESPONSES) -> None:
+    """Write records of 10 bytes, in this order."""
+    for number in numbers:
+        row = RecordRow(number, kind, owner, f"r{number}", "s1", 10, number)
+        with database.transaction():
+            database.put_record(row, [(0, b"a")])
+
+
+def kept(database: Shared) -> list[int]:
+    return [row.number for row in database.records()]
+
+
+def evict(database: Shared, owner: str | None, most_bytes: int) -> dict[str, int]:
+    """Have records go until there is room; return the bytes that are gone, by owner."""
+    found: Counter[str] = Counter()
+    while gone := database.evict_records(owner, most_bytes):
+        found.update(dict(gone))
+    return dict(found)
+
+
+def test_records_of_an_owner_that_were_written_longest_ago_go_first(town: Town) -> None:
+    first, second = town.join(), town.join()
+    keep(first, 3, 1, 4)
+    keep(second, 2, 5)
+    keep(first, 6, owner="bob")
+    keep(second, 7, 8, kind=CONVERSATIONS)
+    assert evict(first, "alice", 50) == {}
+    assert evict(second, "alice", 30) == {"alice": 20}
+    assert kept(first) == [3, 4, 5, 6, 7, 8]
+    assert first.parts(1) == []
+    assert evict(first, "alice", 29) == {"alice": 10}
+    assert evict(first, "alice", 19) == {"alice": 20}, "a kind makes no room for another one"
+    assert kept(first) == [5, 6, 8]
+    keep(first, 9)
+    with first.transaction():
+        row = RecordRow(5, RESPONSES, "alice", "r5", "s1", 10, 10, num_writes=1)
+        first.change_record(row, [], [])
+    keep(first, 11)
+    assert evict(second, "alice", 25) == {"alice": 10}
+    assert kept(first) == [6, 8, 5, 11]
+    assert sorted(first.holdings()) == [Holding("alice", 0, 30, 0), Holding("bob", 0, 10, 0)]
+
+
+def test_many_go_one_after_another(town: Town) -> None:
+    database = town.join()
+    keep(database, *range(1, 101))
+    assert evict(database, "alice", 75) == {"alice": 930}
+    assert kept(database) == list(range(94, 101))
+
+
+def test_one_replica_sees_to_the_records_of_all_owners(town: Town) -> None:
+    first, second = town.join(), town.join()
+    for number, owner in enumerate(("bob", "alice", "alice", "bob", "carol"), 1):
+        keep(second, number, owner=owner)
+    assert evict(second, None, 20) == {}
+    assert evict(first, None, 20) == {"alice": 20, "bob": 10}
+    assert kept(first) == [4, 5]
+    town.lapse(first)
+    assert evict(second, None, 10) == {"bob": 10}
+
+
+def test_a_record_is_found_beside_another_one_of_its_session(town: Town) -> None:
+    first, second = town.join(), town.join()
+    assert first.record_made_in("alice", "s1", RESPONSES, beside="") is None
+    keep(second, 1)
+    keep(second, 2, kind=CONVERSATIONS)
+    keep(second, 3, owner="bob")
+    assert first.record_made_in("alice", "s1", RESPONSES, beside="r1") is None
+    assert first.record_made_in("alice", "s2", RESPONSES, beside="") is None
+    found = first.record_made_in("alice", "s1", RESPONSES, beside="r4")
+    assert found is not None
+    assert found.number == 1

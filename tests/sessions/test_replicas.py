@@ -19,6 +19,7 @@ from session_server.sessions.backlog import SLICE
 from session_server.sessions.place_counter import SLOTS
 from session_server.sessions.postgres import leases
 from session_server.sessions.postgres.database import PostgresDatabase
+from session_server.sessions.quotas import QuotaLimits
 from session_server.sessions.shared_sessions import HANDOVER_WAIT_S, RECOUNT_S
 from session_server.sessions.store import session_store
 from session_server.sessions.store.lease import ReplicaLease
@@ -70,13 +71,13 @@ class Cluster:
         self.loop = asyncio.new_event_loop()
         self.replicas: list[Replica] = []
 
-    def start(self, lease_s: float = LEASE_S) -> Replica:
+    def start(self, lease_s: float = LEASE_S, quotas: QuotaLimits | None = None) -> Replica:
         name = f"http://replica-{len(self.replicas)}"
         database = PostgresDatabase(self.url)
         lease = ReplicaLease(database, address=name, lease_s=lease_s)
         lease.join()
         store = SessionStore(database, model=b"tokenizer", wall=lease.wall_s, lease=lease)
-        world = World(store=store, loop=self.loop)
+        world = World(store=store, loop=self.loop, quotas=quotas)
         store.start(self.loop)
         replica = Replica(world, store, lease, database, name)
         self.replicas.append(replica)

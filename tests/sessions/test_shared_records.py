@@ -20,6 +20,7 @@ from session_server.core.errors import (
     SessionMoved,
     SessionNotFound,
 )
+from session_server.core.owner import Owner
 from session_server.core.session_events import Message
 from session_server.sessions.kept_conversations import (
     MAX_CHANGES,
@@ -27,7 +28,9 @@ from session_server.sessions.kept_conversations import (
     ConversationForm,
     KeptConversation,
 )
-from session_server.sessions.store.records import Parts
+from session_server.sessions.quotas import QuotaLimits
+from session_server.sessions.shared_sessions import RECOUNT_S
+from session_server.sessions.store.records import RESPONSES, Parts, RecordRow
 from tests.sessions.test_replicas import Cluster, Replica
 from tests.sessions.test_stored_dialects import Desk
 from tests.sessions.world import OWNER
@@ -271,3 +274,70 @@ def test_what_a_response_says_is_added_behind_what_came_meanwhile(
     expected = ["i_hello", "theirs", "resp_one_0", "resp_one_1"]
     cluster.until(lambda: not here.turns.conversations._tasks)
     assert ids_in(second, there) == ids_in(first, here) == expected
+
+
+# -- those of earlier replicas
+
+
+def stored_bytes(replica: Replica) -> int:
+    """The bytes of all records in the store."""
+    return sum(row.num_bytes for row in replica.database.records())
+
+
+def recount(cluster: Cluster, replica: Replica) -> None:
+    replica.world.now_s += RECOUNT_S
+    cluster.loop.call_soon(replica.world.manager.tick)
+    ends = replica.world.manager._sessions.on_disk._restorer.ends  # type: ignore[union-attr]
+    cluster.loop.run_until_complete(ends.recount())
+
+
+def test_records_of_replicas_that_are_over_make_room(cluster: Cluster) -> None:
+    # Room for five, and a little more.
+    limits = QuotaLimits(history_bytes=40_000)
+    for life in range(4):
+        replica = cluster.start(quotas=limits)
+        desk = Desk(replica.world)
+        counted = replica.world.manager._quotas.stored_bytes
+        assert counted.total >= stored_bytes(replica), "those of others count from the start"
+        for number in range(4):
+            desk.ask(f"{life}_{number}")
+        replica.world.do(replica.world.manager.stored())
+        recount(cluster, replica)
+        assert stored_bytes(replica) <= desk.turns.store.records.budget.limit
+        assert len(replica.database.records()) == min(4 * (life + 1), 5)
+        assert state_of(replica, desk, f"resp_{life}_3") == "said"
+        cluster.stop(replica)
+
+
+def test_an_owner_has_its_share_of_the_store_whatever_replicas_know(cluster: Cluster) -> None:
+    half, limits = Owner("half", share=0.5), QuotaLimits(history_bytes=80_000)
+    first, second = cluster.start(quotas=limits), cluster.start(quotas=limits)
+    desks = [(replica, Desk(replica.world)) for replica in (first, second)]
+    desks[1][1].ask("other")
+    for number in range(8):
+        replica, desk = desks[number % 2]
+        desk.ask(f"{number}", owner=half)
+        replica.world.do(replica.world.manager.stored())
+    assert len(second.database.records()) == 9
+    recount(cluster, second)
+    kept = [row.record_id for row in second.database.records()]
+    assert kept == ["resp_other", *(f"resp_{number}" for number in range(3, 8))]
+
+
+def test_one_record_tells_that_a_session_has_others(cluster: Cluster) -> None:
+    replica, other = cluster.start(), cluster.start()
+    desk = Desk(replica.world)
+    response = desk.ask("one")
+    replica.world.do(replica.world.manager.stored())
+    records, names = desk.turns.store.records, [f"elsewhere_{number}" for number in range(20)]
+    with other.database.transaction():
+        for number, name in enumerate(names, 1):
+            place = OWNER.owner_id, name, response.made_in
+            other.database.put_record(RecordRow(number, RESPONSES, *place, 10, number), [])
+    replica.world.do(records.look_up_beside(OWNER, response.key))
+    assert len(records) == records.num_made_in(OWNER, response.made_in) == 2
+    with other.database.transaction():
+        for number in range(1, len(names) + 1):
+            other.database.delete_record(number)
+    replica.world.do(records.look_up_beside(OWNER, response.key))
+    assert records.num_made_in(OWNER, response.made_in) == 1

@@ -271,17 +271,13 @@ class SimDatabase:
             counts[0] += row.expires_s > 0
             counts[1] += row.num_bytes + len(row.settings)
             counts[2] += row.num_bytes if row.expires_s == 0 else 0
+        for record in self.records():
+            found[record.owner_id][1] += record.num_bytes
         return [Holding(owner_id, *counts) for owner_id, counts in found.items()]
 
     def holdings_of(self, owner_ids: Sequence[str]) -> list[Holding]:
         """Return what some owners have."""
-        found = {held.owner_id: held for held in self.holdings() if held.owner_id in owner_ids}
-        for record in self.records():
-            if record.owner_id in owner_ids:
-                held = found.get(record.owner_id, Holding(record.owner_id, 0, 0, 0))
-                held = held._replace(num_bytes=held.num_bytes + record.num_bytes)
-                found[record.owner_id] = held
-        return list(found.values())
+        return [held for held in self.holdings() if held.owner_id in owner_ids]
 
     def expired(self, after: tuple[float, int], until_s: float, *, limit: int) -> list[SessionRow]:
         """Return up to `limit` sessions that expire before a time and that no other live replica
@@ -339,9 +335,18 @@ class SimDatabase:
         found = [r for r in self.records() if (r.owner_id, r.record_id) == (owner_id, record_id)]
         return next(iter(found), None)
 
-    def records_made_in(self, owner_id: str, session_id: str) -> list[RecordRow]:
-        """Return the records that were made in a session."""
-        return [r for r in self.records() if (r.owner_id, r.session_id) == (owner_id, session_id)]
+    def record_made_in(
+        self, owner_id: str, session_id: str, kind: str, *, beside: str
+    ) -> RecordRow | None:
+        """Return a record of a kind that was made in a session, other than one of an id."""
+        asked = owner_id, session_id, kind
+        made = [r for r in self.records() if (r.owner_id, r.session_id, r.kind) == asked]
+        return next((row for row in made if row.record_id != beside), None)
+
+    def evict_records(self, owner_id: str | None, most_bytes: int) -> list[tuple[str, int]]:
+        """Delete some of the records that were written longest ago; see `SharedDatabase`. At once:
+        nobody waits for it, and what is lost on the way is asked for again."""
+        return self.server.evict(self.replica_id, owner_id, most_bytes)
 
     def parts(
         self, number: int, *, after: int = -1, limit: int = -1, max_bytes: int | None = None

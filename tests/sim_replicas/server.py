@@ -174,6 +174,27 @@ class DatabaseServer:
         self.asked[replica_id] = []
         return list(dict.fromkeys(asked))
 
+    def evict(
+        self, replica_id: int, owner_id: str | None, most_bytes: int
+    ) -> list[tuple[str, int]]:
+        """Delete the records of each kind that are more than so many bytes, those first that were
+        written longest ago; those of all owners for the first replica alone."""
+        if owner_id is None and replica_id != min(filter(self.is_live, self.members), default=None):
+            return []
+        held: Counter[str] = Counter()
+        rows = [row for row in self.tables.records.values() if owner_id in (None, row.owner_id)]
+        for row in rows:
+            held[row.kind] += row.num_bytes
+        gone: Counter[str] = Counter()
+        for row in sorted(rows, key=lambda row: row.used):
+            if held[row.kind] > most_bytes:
+                held[row.kind] -= row.num_bytes
+                gone[row.owner_id] += row.num_bytes
+                del self.tables.records[row.number]
+                self.tables.parts.pop(row.number, None)
+                self.reached["record evicted"] += 1
+        return list(gone.items())
+
     def _free(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             self.reached["released"] += 1

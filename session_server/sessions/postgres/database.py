@@ -27,7 +27,13 @@ from session_server.sessions.postgres.failures import (
     is_unavailable,
     refusal,
 )
-from session_server.sessions.postgres.holdings import HoldingChanges, SessionSize
+from session_server.sessions.postgres.holdings import (
+    EVICT_OF_ALL,
+    EVICT_OF_OWNER,
+    EVICTED_AT_ONCE,
+    HoldingChanges,
+    SessionSize,
+)
 from session_server.sessions.postgres.leases import IS_OVER, LEASE, Leases
 from session_server.sessions.postgres.reads import IS_ANOTHERS
 from session_server.sessions.postgres.schema import migrate
@@ -381,7 +387,7 @@ class PostgresDatabase(Leases):
             self._execute(query, values)
         except errors.UniqueViolation as error:
             raise NameTaken(f"record {row.number}, {row.record_id}, is another one") from error
-        self._changes.add_record_bytes(row.owner_id, row.num_bytes)
+        self._changes.add_record_bytes(row.owner_id, row.kind, row.num_bytes)
         self._put_parts(row.number, parts)
 
     def change_record(self, row: RecordRow, parts: Parts, removed: Sequence[int]) -> None:
@@ -393,7 +399,7 @@ class PostgresDatabase(Leases):
             " num_writes = num_writes + 1"
             " WHERE number = %(number)s AND num_writes = %(num_writes)s"
             " AND %(used_last)s IN (0, used)"
-            " RETURNING owner, %(num_bytes)s - (SELECT num_bytes FROM before)",
+            " RETURNING owner, kind, %(num_bytes)s - (SELECT num_bytes FROM before)",
             structs.asdict(row),
         ).fetchone()
         if found is None:
@@ -408,9 +414,9 @@ class PostgresDatabase(Leases):
         self._delete_records("number = %s", number)
 
     def _delete_records(self, condition: str, *values: int | str) -> None:
-        query = f"DELETE FROM records WHERE {condition} RETURNING owner, num_bytes"  # noqa: S608
-        for owner_id, num_bytes in self._execute(query, values).fetchall():
-            self._changes.add_record_bytes(owner_id, -num_bytes)
+        query = f"DELETE FROM records WHERE {condition} RETURNING owner, kind, num_bytes"  # noqa: S608
+        for owner_id, kind, num_bytes in self._execute(query, values).fetchall():
+            self._changes.add_record_bytes(owner_id, kind, -num_bytes)
 
     def _put_parts(self, number: int, parts: Parts) -> None:
         # Of several at one position the last is meant, as where one is written after another.
@@ -421,6 +427,18 @@ class PostgresDatabase(Leases):
             " ON CONFLICT (record, position) DO UPDATE SET part = EXCLUDED.part"
         )
         self._execute(query, (number, list(last), list(last.values())))
+
+    def evict_records(self, owner_id: str | None, most_bytes: int) -> list[tuple[str, int]]:
+        """Delete records; see `SharedDatabase`. No commit waits for it: it has one of its own."""
+        values = {
+            "owner": owner_id,
+            "most": most_bytes,
+            "limit": EVICTED_AT_ONCE,
+            "slot": self.slot,
+            "me": self.replica_id,
+        }
+        query = EVICT_OF_ALL if owner_id is None else EVICT_OF_OWNER
+        return [(owner, num_bytes) for owner, num_bytes in self._read(query, values)]
 
     def _values(self, row: SessionRow) -> dict[str, Any]:
         return {

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 from psycopg import ClientCursor
 
 from session_server.sessions.postgres.connections import PostgresConnection
+from session_server.sessions.store.records import CONVERSATIONS, RESPONSES
 
 TABLE: Final = """
 CREATE TABLE holdings (
@@ -25,7 +26,23 @@ CREATE TABLE holdings (
     PRIMARY KEY (owner, slot)
 );
 """
-_NUMBERS: Final = ("num_sessions", "num_bytes", "num_retired", "num_record_bytes")
+KINDS: Final = """
+ALTER TABLE holdings ADD COLUMN IF NOT EXISTS num_conversation_bytes bigint NOT NULL DEFAULT 0;
+CREATE INDEX IF NOT EXISTS records_by_use ON records (kind, used);
+CREATE INDEX IF NOT EXISTS records_of_owner_by_use ON records (owner, kind, used);
+"""
+"""Records give way by kinds: of their bytes those of conversations count apart."""
+
+EVICTED_AT_ONCE: Final = 32
+"""Records of a kind that one statement deletes: a long one has many parts."""
+
+_NUMBERS: Final = (
+    "num_sessions",
+    "num_bytes",
+    "num_retired",
+    "num_record_bytes",
+    "num_conversation_bytes",
+)
 _NO_SLOT: Final = -1
 """The slot of what `set_right` writes: no replica has it."""
 
@@ -38,12 +55,18 @@ _ADD: Final = "ON CONFLICT (owner, slot) DO UPDATE SET " + ", ".join(
     f"{name} = holdings.{name} + EXCLUDED.{name}" for name in _NUMBERS
 )
 
+_OF_RECORDS: Final = (
+    "SELECT owner, 0 AS num_sessions, 0 AS num_bytes, 0 AS num_retired,"
+    " sum(num_bytes) AS num_record_bytes,"
+    f" coalesce(sum(num_bytes) FILTER (WHERE kind = '{CONVERSATIONS}'), 0)"
+    " AS num_conversation_bytes"
+)
 SCAN: Final = (
-    "SELECT owner, count(*) FILTER (WHERE expires > 0) AS num_sessions,"
+    "SELECT owner, count(*) FILTER (WHERE expires > 0) AS num_sessions,"  # noqa: S608
     " sum(num_bytes + octet_length(settings)) AS num_bytes,"
     " coalesce(sum(num_bytes) FILTER (WHERE expires = 0), 0) AS num_retired,"
-    " 0 AS num_record_bytes FROM sessions GROUP BY owner"
-    " UNION ALL SELECT owner, 0, 0, 0, sum(num_bytes) FROM records GROUP BY owner"
+    " 0 AS num_record_bytes, 0 AS num_conversation_bytes FROM sessions GROUP BY owner"
+    f" UNION ALL {_OF_RECORDS} FROM records GROUP BY owner"
 )
 """What owners have by all sessions and records: two rows for each."""
 
@@ -64,14 +87,41 @@ _CHANGE: Final = (
     f" AS changed (owner, {_LISTED}) {_ADD}; DELETE FROM holdings"
     f" WHERE owner = ANY(%(owner)s::text[]) AND slot = %(slot)s AND {_IS_NOTHING}"
 )
+_HELD: Final = "owner, num_sessions, num_bytes + num_record_bytes, num_retired"
 OF_OWNERS: Final = (
-    f"SELECT owner, {_SUMMED} FROM holdings WHERE owner = ANY(%(owners)s)"  # noqa: S608
-    " GROUP BY owner"
+    f"SELECT {_HELD} FROM (SELECT owner, {_SUMMED} FROM holdings"  # noqa: S608 - our own words
+    " WHERE owner = ANY(%(owners)s) GROUP BY owner) AS each"
 )
 OF_ALL: Final = (
-    f"SELECT * FROM (SELECT owner, {_SUMMED} FROM holdings GROUP BY owner)"  # noqa: S608
+    f"SELECT {_HELD} FROM (SELECT owner, {_SUMMED} FROM holdings GROUP BY owner)"  # noqa: S608
     f" AS each WHERE NOT ({_IS_NOTHING})"
 )
+
+_EVICT: Final = (
+    "WITH full_kinds AS (SELECT kind, num_bytes - %(most)s AS surplus FROM"  # noqa: S608
+    " (SELECT sum(num_record_bytes) AS num_all, sum(num_conversation_bytes) AS num_said"
+    " FROM holdings WHERE {whose}) AS held, LATERAL"
+    f" (VALUES ('{RESPONSES}', num_all - num_said), ('{CONVERSATIONS}', num_said))"
+    " AS each (kind, num_bytes) WHERE num_bytes > %(most)s),"
+    " oldest AS (SELECT number, used FROM full_kinds, LATERAL"
+    " (SELECT number, used, sum(num_bytes) OVER (ORDER BY used, number) - num_bytes AS before"
+    " FROM (SELECT * FROM records WHERE {whose} AND records.kind = full_kinds.kind"
+    " ORDER BY used, number LIMIT %(limit)s) AS each) AS first WHERE before < surplus),"
+    # One that was written again meanwhile is not the oldest any more.
+    " gone AS (DELETE FROM records USING oldest WHERE records.number = oldest.number"
+    " AND records.used = oldest.used RETURNING owner, kind, num_bytes),"
+    f" uncounted AS (INSERT INTO holdings SELECT owner, %(slot)s, {_NEGATED} FROM"
+    f" ({_OF_RECORDS} FROM gone GROUP BY owner) AS each {_ADD})"
+    " SELECT owner, sum(num_bytes)::bigint FROM gone GROUP BY owner"
+)
+EVICT_OF_OWNER: Final = _EVICT.format(whose="owner = %(owner)s")
+EVICT_OF_ALL: Final = _EVICT.format(
+    # One replica has to look at what all have.
+    whose="%(me)s = (SELECT min(id) FROM replicas WHERE role <> 'prefill'"
+    " AND expires > clock_timestamp())"
+)
+"""What deletes the records that were written longest ago, while those of a kind have too much. One
+statement, so that two replicas do not delete twice as many."""
 
 
 class SessionSize(NamedTuple):
@@ -98,9 +148,11 @@ class HoldingChanges:
                 self._changes["num_bytes"][owner_id] += sign * (size.num_bytes + size.num_row_bytes)
                 self._changes["num_retired"][owner_id] += sign * num_retired
 
-    def add_record_bytes(self, owner_id: str, num_bytes: int) -> None:
-        """Count bytes of records that an owner has more, or less."""
+    def add_record_bytes(self, owner_id: str, kind: str, num_bytes: int) -> None:
+        """Count bytes of records of a kind that an owner has more, or less."""
         self._changes["num_record_bytes"][owner_id] += num_bytes
+        if kind == CONVERSATIONS:
+            self._changes["num_conversation_bytes"][owner_id] += num_bytes
 
     def commit(self, connection: PostgresConnection, slot: int) -> None:
         """Write what has changed, and commit with it, in one message. Raises psycopg.Error."""

@@ -38,6 +38,12 @@ IS_ANOTHERS: Final = (
 )
 """What is true of a session that another live replica holds."""
 
+_IS_NO_OTHERS: Final = (
+    f"coalesce(holder, {NO_REPLICA}) NOT IN"  # noqa: S608 - our own words
+    " (SELECT id FROM replicas WHERE id <> %(me)s AND expires > clock_timestamp())"
+)
+"""The contrary, for a statement that passes over many: replicas are read once, not for each."""
+
 _LIVE: Final = "FROM replicas WHERE expires > clock_timestamp()"
 _IS_OURS_TO_END: Final = (
     "(holder IS NOT DISTINCT FROM %(me)s OR (hashint8(number) & 2147483647)"
@@ -93,16 +99,11 @@ class PostgresReads:
 
     def holdings(self) -> list[Holding]:
         """Return what each owner has; expired sessions are counted among the others."""
-        found = self._read(OF_ALL)
-        return [Holding(*sums) for *sums, _ in found]
+        return [Holding(*found) for found in self._read(OF_ALL)]
 
     def holdings_of(self, owner_ids: Sequence[str]) -> list[Holding]:
-        """Return what some owners have, with the bytes of their records."""
-        found = self._read(OF_OWNERS, {"owners": list(owner_ids)})
-        return [
-            Holding(owner_id, num, num_bytes + num_record_bytes, num_retired)
-            for owner_id, num, num_bytes, num_retired, num_record_bytes in found
-        ]
+        """Return what some owners have."""
+        return [Holding(*found) for found in self._read(OF_OWNERS, {"owners": list(owner_ids)})]
 
     def expired(self, after: tuple[float, int], until_s: float, *, limit: int) -> list[SessionRow]:
         """Return up to `limit` sessions that expire before a time, behind one that is given by when
@@ -110,7 +111,7 @@ class PostgresReads:
         whether they are used, and without its share of those that nobody holds."""
         condition = (
             "expires < %(until_s)s AND (expires, number) > (%(expires_s)s, %(number)s)"
-            f" AND NOT {IS_ANOTHERS} AND {_IS_OURS_TO_END}"
+            f" AND {_IS_NO_OTHERS} AND {_IS_OURS_TO_END}"
             " ORDER BY expires, number LIMIT %(limit)s"
         )
         expires_s, number = after
@@ -162,11 +163,16 @@ class PostgresReads:
         rows = self._record_rows("WHERE owner = %s AND id = %s", owner_id, record_id)
         return next(iter(rows), None)
 
-    def records_made_in(self, owner_id: str, session_id: str) -> list[RecordRow]:
-        """Return the records that were made in a session, as of the last commit."""
-        if not is_name(session_id):
-            return []
-        return self._record_rows("WHERE owner = %s AND session = %s", owner_id, session_id)
+    def record_made_in(
+        self, owner_id: str, session_id: str, kind: str, *, beside: str
+    ) -> RecordRow | None:
+        """Return a record of a kind that was made in a session, other than one of an id, as of the
+        last commit; None if there is none."""
+        if not is_name(session_id, beside):
+            return None
+        condition = "WHERE owner = %s AND session = %s AND kind = %s AND id <> %s LIMIT 1"
+        rows = self._record_rows(condition, owner_id, session_id, kind, beside)
+        return next(iter(rows), None)
 
     def parts(
         self, number: int, *, after: int = -1, limit: int = -1, max_bytes: int | None = None

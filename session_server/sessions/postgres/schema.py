@@ -74,7 +74,7 @@ CREATE INDEX sessions_of_holder ON sessions (holder, number) WHERE holder IS NOT
 """
 _ROLES: Final = "ALTER TABLE replicas ADD COLUMN IF NOT EXISTS role text NOT NULL DEFAULT 'both';"
 _MADE_IN: Final = "CREATE INDEX IF NOT EXISTS records_of_session ON records (owner, session);"
-VERSIONS: Final = (_TABLES, holdings.TABLE + _HOLDERS + _ROLES, _MADE_IN)
+VERSIONS: Final = (_TABLES, holdings.TABLE + _HOLDERS + _ROLES, _MADE_IN, holdings.KINDS)
 """What each version of the schema adds to the one before it. The name of whoever holds a session is
 no reference: a replica that is over is one row less, however many sessions it held."""
 

@@ -151,8 +151,15 @@ class SharedDatabase(StoreDatabase, Protocol):
     def find_record(self, owner_id: str, record_id: str) -> RecordRow | None:
         """Return a record by its id."""
 
-    def records_made_in(self, owner_id: str, session_id: str) -> list[RecordRow]:
-        """Return the records that were made in a session."""
+    def record_made_in(
+        self, owner_id: str, session_id: str, kind: str, *, beside: str
+    ) -> RecordRow | None:
+        """Return a record of a kind that was made in a session, other than one of an id."""
+
+    def evict_records(self, owner_id: str | None, most_bytes: int) -> list[tuple[str, int]]:
+        """Delete some of the records that were written longest ago, while those of one kind that an
+        owner has, None: all owners together, are more than so many bytes. Return owners and the
+        bytes of theirs that are gone. Of several replicas one does so for all owners."""
 
     def join(self, address: str, lease_s: float, *, role: str = "both") -> Joined:
         """Take part from now on, until the lease is over unless it is renewed."""

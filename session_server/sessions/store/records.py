@@ -86,13 +86,18 @@ class SessionRow(msgspec.Struct, frozen=True, gc=False):
 
 
 class Holding(NamedTuple):
-    """Say what an owner has: sessions that are not deleted, bytes of all, and those of retired
-    ones."""
+    """Say what an owner has: sessions that are not deleted, bytes of all, in a shared store those
+    of records among them, and those of retired sessions."""
 
     owner_id: str
     num_sessions: int
     num_bytes: int
     num_retired: int
+
+
+RESPONSES: Final = "responses"
+CONVERSATIONS: Final = "kept conversations"
+"""The kinds of records."""
 
 
 class RecordRow(msgspec.Struct, frozen=True, gc=False):

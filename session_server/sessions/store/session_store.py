@@ -358,12 +358,14 @@ class SessionStore:
         find = partial(self.lease.database.find_record, owner_id, record_id)
         return await self.lease.read(find)
 
-    async def records_made_in(self, owner_id: str, session_id: str) -> list[RecordRow]:
-        """Return the records of a shared store that were made in a session. Raises
-        `read_errors`."""
+    async def record_made_in(
+        self, owner_id: str, session_id: str, kind: str, *, beside: str
+    ) -> RecordRow | None:
+        """Return a record of a shared store of a kind that was made in a session, other than one of
+        an id. Raises `read_errors`."""
         assert self.lease is not None, "a store of this server alone"
-        made_in = partial(self.lease.database.records_made_in, owner_id, session_id)
-        return await self.lease.read(made_in)
+        find = partial(self.lease.database.record_made_in, owner_id, session_id, kind)
+        return await self.lease.read(partial(find, beside=beside))
 
     async def read_parts(self, number: int) -> list[Parts]:
         """Return the parts of a record of a shared store, in order. Raises `read_errors`."""
