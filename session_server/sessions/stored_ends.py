@@ -191,6 +191,9 @@ class StoredEnds:
                     self._end(row)
                 elif not (yield from self._drop_kv(row)):
                     return
+                else:
+                    num_found = AT_ONCE  # while it was read, those behind it may have been closed
+                    break
             yield None
 
     def _end(self, row: SessionRow) -> None:
