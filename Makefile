@@ -211,6 +211,11 @@ sanitizers: $(STAMPS)/prove ## run the kernels' tests under ASan, UBSan and TSan
 	$(SAY) 'sanitizers: address, undefined behavior, threads'
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(TEST_ENV) $(BIN)/python -m tests.sanitizers
 
+.PHONY: gpu-kernels
+gpu-kernels: $(STAMPS)/dev ## compile every kernel for GPUs that are not here: registers, shared memory, spills
+	$(SAY) 'gpu-kernels: all specializations for sm_80, sm_90 and sm_100'
+	@$(BIN)/python -m tests.gpu.ahead_of_time
+
 .PHONY: cluster
 cluster: export PROVE := 1
 cluster: $(STAMPS)/ray ## replicas under Ray Serve: sticky, replaced, grown, taken down (installs Ray)

@@ -156,10 +156,11 @@ class ModelOptions(_Section):
     quantize: Literal["none", "int8", "int4"] = _setting(
         "none", "store weights in 8 or 4 bits, with a scale for every 32; on a CPU"
     )
-    attention_backend: Literal["auto", "native", "cpu", "torch"] = _setting(
+    attention_backend: Literal["auto", "native", "cpu", "torch", "triton"] = _setting(
         "auto",
         "what computes forwards: kernels of our own (native), or torch with attention for CPUs "
-        "(cpu) or for any device (torch); auto: native on a CPU if it was built, else torch",
+        "(cpu), for any device (torch) or by kernels for GPUs (triton); auto: native on a CPU, if "
+        "it was built, else torch",
     )
     threads: Annotated[int | None, Bound("threads", "a forward uses no more")] = _setting(
         None, "CPU threads of a forward, of all ranks together; all cores by default", ge=1, le=1024

@@ -16,6 +16,7 @@ from cache.pool.recurrent import StatePool
 from cache.pool.storage import KvPool, PageFormat
 from cache.spec import CacheSpec, Capacity, LayerGroup, LayerKind
 from cache.types import PoolName
+from session_server.attention import triton
 from session_server.attention.base import AttentionBackend, AttentionRule, BackendFactory
 from session_server.attention.cpu import CpuBackend
 from session_server.attention.mla import MlaBackend, MlaShape
@@ -32,10 +33,11 @@ if TYPE_CHECKING:
 Accompany = Callable[[ForwardInputs], AbstractContextManager[None]]
 """Begin a forward on other ranks; what it returns is entered while this rank computes."""
 
-BackendName = Literal["auto", "native", "cpu", "torch"]
+BackendName = Literal["auto", "native", "cpu", "torch", "triton"]
 
-ComputeBackend = Literal["native", "cpu", "torch"]
-"""What computes forwards: kernels of our own, or torch, with attention for CPUs or any device."""
+ComputeBackend = Literal["native", "cpu", "torch", "triton"]
+"""What computes forwards: kernels of our own, or torch, with attention for CPUs or any device, or
+by kernels for GPUs."""
 
 TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {
     "float32": torch.float32,
@@ -44,15 +46,13 @@ TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {
 }
 """torch dtypes by their names in configurations and layer groups."""
 
-_BACKENDS: Final[Mapping[str, BackendFactory]] = {"cpu": CpuBackend, "torch": ReferenceBackend}
-
 
 def resolve_backend(backend: BackendName, device: torch.device) -> ComputeBackend:
     """Return what computes forwards: for "auto" the fastest that this machine has.
 
     Raises:
-        ValueError: "native" is asked for, and was not built or does not run on the device; or the
-            environment names kernels that this CPU does not have.
+        ValueError: "native" or "triton" is asked for, and was not built or installed, or does not
+            run on the device; or the environment names kernels that this CPU does not have.
     """
     if backend == "auto":
         if device.type != "cpu":
@@ -64,7 +64,18 @@ def resolve_backend(backend: BackendName, device: torch.device) -> ComputeBacken
         if not native.is_available():
             raise ValueError(f"--attention-backend native: {native.WHY_MISSING}")
         native.cpu_name()  # a name that the environment has wrong is refused
+    if backend == "triton" and (why := triton.why_not(device)) is not None:
+        raise ValueError(f"--attention-backend triton: {why}")
     return backend
+
+
+def _factory_of(backend: ComputeBackend) -> BackendFactory:
+    """Return what creates the attention over a pool."""
+    if backend == "triton":
+        from session_server.attention.triton.backend import TritonBackend
+
+        return TritonBackend
+    return ReferenceBackend if backend == "torch" else CpuBackend
 
 
 class PagedDecoder:
@@ -125,7 +136,7 @@ class PagedDecoder:
 
     def _add(self, group: LayerGroup, pages: PageFormat, table: PageTable) -> None:
         """Allocate a pool of positions and create its backend."""
-        name, factory = group.pool, _BACKENDS.get(self.backend_name, CpuBackend)
+        name, factory = group.pool, _factory_of(self.backend_name)
         mixer = self.decoder.config.mixer_of(name)
         if isinstance(mixer, MlaConfig):
             latents, rule = MlaPool(group, pages), AttentionRule(mixer.num_heads, mixer.scale)
