@@ -32,7 +32,7 @@ from session_server.attention.triton.tiles import (
 )
 from tests.attention.paging import cpu_pages
 
-triton = pytest.importorskip("triton", reason="triton has no wheel for this machine")
+pytest.importorskip("triton", reason="triton has no wheel for this machine")
 
 from session_server.attention.triton.backend import TritonBackend
 from session_server.runner.paged_decoder import resolve_backend
@@ -225,7 +225,7 @@ def test_a_history_is_split_while_multiprocessors_are_idle_and_each_has_enough_t
 def test_a_cpu_has_the_kernels_in_the_interpreter_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     assert resolve_backend("triton", cpu) == "triton"
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr("triton.knobs.runtime.interpret", False)
     with pytest.raises(ValueError, match="--attention-backend triton: it runs on GPUs"):
         resolve_backend("triton", cpu)
     assert resolve_backend("triton", torch.device("cuda")) == "triton"
