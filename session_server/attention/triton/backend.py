@@ -21,7 +21,7 @@ from cache.pool.storage import KvPool
 from cache.pool.upload import upload
 from session_server.attention.base import AttentionMeta, AttentionPlan, AttentionRule
 from session_server.attention.triton.kernels import attend_tiles, merge_splits
-from session_server.attention.triton.tiles import Launch, Tiling
+from session_server.attention.triton.tiles import TILE_COLUMNS, Launch, Tiling
 
 INTERPRETED_NUM_SMS: Final = 8
 """Multiprocessors that are planned for where there are none: enough that histories are split."""
@@ -50,6 +50,32 @@ class TritonBackend:
         table, launches = self.tiling.cut(meta.spans)
         tiles = upload(torch.from_numpy(table), pool.device)
         return TritonPlan(self.kernel, meta.slot_mapping[pool.name], tiles, launches)
+
+    def plan_decode(self, num_rows: int, longest: int) -> TritonDecodePlan:
+        """Prepare forwards of so many rows with one token each, of up to `longest` positions."""
+        table, launch = self.tiling.cut_decode(num_rows, longest)
+        tiles = upload(torch.from_numpy(table), self.kernel.pool.device)
+        return TritonDecodePlan(self.kernel, tiles, launch, num_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class TritonDecodePlan:
+    """Attend from rows that are told on the device; implements `DecodePlan`."""
+
+    kernel: PoolKernel
+    tiles: Tensor
+    launch: Launch
+    num_rows: int
+
+    def refresh(self, rows: Tensor, positions: Tensor) -> None:
+        """Write the rows and where they start into the table of tiles."""
+        of_rows = self.tiles.view(self.num_rows, -1, TILE_COLUMNS)
+        of_rows[:, :, 0] = rows[:, None]
+        of_rows[:, :, 1] = positions[:, None]
+
+    def plan(self, slot_mapping: Tensor) -> AttentionPlan:
+        """Return the plan over this table; implements `DecodePlan.plan`."""
+        return TritonPlan(self.kernel, slot_mapping, self.tiles, (self.launch,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +153,9 @@ class PoolKernel:
             parts = out.new_empty((num_splits, num_tokens, *out.shape[1:]), dtype=torch.float32)
             lse = parts.new_empty(parts.shape[:-1])
         has_sinks = {"HAS_SINKS": sinks is not None, "NUM_SPLITS": num_splits}
-        attend_tiles[(len(tiles), self.pool.num_kv_heads, num_splits)](
+        run(
+            attend_tiles,
+            (len(tiles), self.pool.num_kv_heads, num_splits),
             q,
             self._keys[layer],
             self._values[layer],
@@ -152,7 +180,9 @@ class PoolKernel:
             num_stages=launch.shape.num_stages,
         )
         if num_splits > 1:
-            merge_splits[(num_tokens, self.rule.num_heads)](
+            run(
+                merge_splits,
+                (num_tokens, self.rule.num_heads),
                 parts,
                 lse,
                 out[launch.first_token :],
@@ -163,6 +193,11 @@ class PoolKernel:
                 **has_sinks,
                 BLOCK_D=self._constants["BLOCK_D"],
             )
+
+
+def run(kernel: Any, grid: tuple[int, ...], *args: object, **constants: object) -> None:
+    """Launch a kernel. All launches come through here."""
+    kernel[grid](*args, **constants)
 
 
 def _num_sms(device: torch.device) -> int:

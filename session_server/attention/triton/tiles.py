@@ -109,6 +109,16 @@ class Tiling:
             first = end
         return np.concatenate(tables), tuple(launches)
 
+    def cut_decode(self, num_rows: int, longest: int) -> tuple[NDArray[np.int32], Launch]:
+        """Return the table and the launch of so many rows with one token each, of histories of up
+        to `longest` positions; the table's first two columns are to be filled."""
+        shape = tile_shape(self.group, self.value_dim)
+        table = self._table([Span(0, 0, 1, offset) for offset in range(num_rows)], shape)
+        if self.rule.window is not None:
+            longest = min(longest, self.rule.window)
+        num_splits = choose_num_splits(len(table) * self.num_kv_heads, longest, self.num_sms)
+        return table, Launch(shape, 0, len(table), 0, num_rows, num_splits)
+
     def _alike(self, spans: Sequence[Span]) -> Iterator[tuple[TileShape, list[Span]]]:
         """Return spans that follow each other and have tiles of one shape."""
         shapes = itertools.groupby(
