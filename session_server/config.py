@@ -162,6 +162,14 @@ class ModelOptions(_Section):
         "(cpu), for any device (torch) or by kernels for GPUs (triton); auto: native on a CPU, if "
         "it was built, else torch",
     )
+    cuda_graph_max_bs: Annotated[
+        int, Bound("rows", "a decode step of more rows is launched kernel by kernel")
+    ] = _setting(
+        64,
+        "capture decode steps of up to so many rows as CUDA graphs, where triton attends; 0: none",
+        ge=0,
+        le=1024,
+    )
     threads: Annotated[int | None, Bound("threads", "a forward uses no more")] = _setting(
         None, "CPU threads of a forward, of all ranks together; all cores by default", ge=1, le=1024
     )

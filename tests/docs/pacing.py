@@ -568,6 +568,7 @@ BOUND_NOTHING = frozenset(
         "session_server.attention.recurrent:CHUNK",
         "session_server.attention.triton.backend:INTERPRETED_NUM_SMS",
         "session_server.attention.triton.tiles:TILE_COLUMNS",
+        "session_server.runner.decode_graphs:NUM_WARM_UPS",
         "session_server.engine_host.child:READ_BYTES",
         "session_server.engine_host.process:READ_BYTES",
         "session_server.models.checkpoint_files:PIECE_BYTES",
