@@ -1,5 +1,5 @@
 """Forwards that decode, replayed from graphs, say what they say without: on a recording fake of the
-CUDA API, with the kernels in Triton's interpreter.
+CUDA API, with the kernels in Triton's interpreter; with TEST_DEVICE=cuda on a GPU.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from cache.types import TurnId
 from session_server.core.batch import Batch, DecodeRows
 from session_server.models.registry import load_config
 from session_server.runner import decode_graphs
-from session_server.runner.decode_graphs import DecodeGraphs, bucket_sizes
+from session_server.runner.decode_graphs import CudaGraphs, DecodeGraphs, GraphApi, bucket_sizes
 from session_server.runner.model_runner import ModelRunner
 from session_server.runner.paged_decoder import BackendName
 from session_server.runner.weights import load_decoder
 from tests.gpu.recorded_graphs import NotCapturableError, RecordedGraphs
 from tests.oracle.checkpoints import write_checkpoint
+from tests.oracle.device import DEVICE
 from tests.runner.rows import PAGES_PER_ROW, Rows
 from tests.runner.test_model_runner import prompt
 
@@ -53,14 +54,22 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def api() -> Iterator[RecordedGraphs]:
+def api() -> Iterator[GraphApi]:
+    if DEVICE.type == "cuda":
+        yield CudaGraphs(DEVICE)
+        return
     with pytest.MonkeyPatch.context() as patch:
         yield RecordedGraphs(patch)
 
 
+only_recorded = pytest.mark.skipif(
+    DEVICE.type != "cpu", reason="on a GPU a bug is a wild read: the fake is there to find it"
+)
+
+
 def runner_of(checkpoint: Path, backend: BackendName = "triton") -> ModelRunner:
     config = load_config(checkpoint)
-    decoder = load_decoder(checkpoint, config, device=torch.device("cpu"), dtype=torch.float32)
+    decoder = load_decoder(checkpoint, config, device=DEVICE, dtype=torch.float32)
     pages = dict.fromkeys(config.pools, NUM_ROWS * PAGES_PER_ROW + 1)
     capacity = Capacity(pages, NUM_ROWS, PAGES_PER_ROW * PAGE_SIZE, num_states=2)
     return ModelRunner(decoder, config.cache_spec(PAGE_SIZE, "float32"), capacity, backend=backend)
@@ -128,9 +137,7 @@ def assert_alike(graphed: Talk, eager: Talk) -> None:
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
-def test_a_replay_says_and_stores_what_a_forward_does(
-    checkpoint: Path, api: RecordedGraphs
-) -> None:
+def test_a_replay_says_and_stores_what_a_forward_does(checkpoint: Path, api: GraphApi) -> None:
     """Of batches in any order and of any size; what is padded is stored in page 0 alone."""
     graphed, eager = Talk(runner_of(checkpoint)), Talk(runner_of(checkpoint, "torch"))
     sizes: list[int] = []
@@ -143,9 +150,7 @@ def test_a_replay_says_and_stores_what_a_forward_does(
     assert graphs.fallbacks == {"not only decode": 1}
 
 
-def test_what_no_graph_computes_is_computed_without_and_counted(
-    qwen: Path, api: RecordedGraphs
-) -> None:
+def test_what_no_graph_computes_is_computed_without_and_counted(qwen: Path, api: GraphApi) -> None:
     runner = runner_of(qwen)
     assert runner.capture_graphs(2, api) is None
     talk = Talk(runner)  # its prompts are no decode
@@ -168,7 +173,7 @@ def test_what_no_graph_computes_is_computed_without_and_counted(
     ],
 )
 def test_what_cannot_be_captured_says_why(
-    family: str, why: str, tmp_path: Path, api: RecordedGraphs
+    family: str, why: str, tmp_path: Path, api: GraphApi
 ) -> None:
     checkpoint = write_checkpoint(family, tmp_path / family)
     runner = runner_of(checkpoint, "torch" if "torch" in why else "triton")
@@ -186,7 +191,8 @@ def test_buckets_hold_the_largest_batch_and_pad_little(largest: int) -> None:
         assert padded < 2 * num_rows or padded - num_rows < 16
 
 
-def test_the_fake_finds_what_a_graph_cannot_do(api: RecordedGraphs) -> None:
+@only_recorded
+def test_the_fake_finds_what_a_graph_cannot_do(api: GraphApi) -> None:
     x, out = torch.ones(4), torch.zeros(4)
     held = [torch.ones(4)]
     with pytest.raises(NotCapturableError, match="the host reads"):
@@ -296,8 +302,9 @@ BUGS: dict[str, Seed] = {
 }
 
 
+@only_recorded
 @pytest.mark.parametrize("name", BUGS)
-def test_a_bug_is_found(name: str, qwen: Path, api: RecordedGraphs) -> None:
+def test_a_bug_is_found(name: str, qwen: Path, api: GraphApi) -> None:
     graphed, eager = Talk(runner_of(qwen)), Talk(runner_of(qwen, "torch"))
 
     def try_it() -> None:
