@@ -211,6 +211,31 @@ sanitizers: $(STAMPS)/prove ## run the kernels' tests under ASan, UBSan and TSan
 	$(SAY) 'sanitizers: address, undefined behavior, threads'
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(TEST_ENV) $(BIN)/python -m tests.sanitizers
 
+.PHONY: gpu-kernels
+gpu-kernels: $(STAMPS)/dev ## compile every kernel for GPUs that are not here: registers, shared memory, spills
+	$(SAY) 'gpu-kernels: all specializations for sm_80, sm_90 and sm_100'
+	@$(BIN)/python -m tests.gpu.ahead_of_time
+
+BUNDLE ?= gpu-bundle
+GPU_PYTHON ?= 3.11
+GPU_WHEELS := msgspec pytest pytest-timeout iniconfig pluggy packaging pygments psutil hypothesis sortedcontainers
+MAX_BUNDLE_MIB := 60
+
+.PHONY: gpu-bundle
+gpu-bundle: ## a folder to take to a machine with a GPU, for `make gpu-check` there (BUNDLE=, GPU_PYTHON=)
+	$(SAY) 'gpu-bundle: sources, and wheels for Python $(GPU_PYTHON), in $(BUNDLE)'
+	@rm -rf '$(BUNDLE)' && mkdir -p '$(BUNDLE)/wheels'
+	@git archive HEAD | tar -x -C '$(BUNDLE)'
+	@$(PYTHON) -m pip --disable-pip-version-check download -q --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) \
+		--platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 -d '$(BUNDLE)/wheels' $(GPU_WHEELS)
+	@size=$$(du -sm '$(BUNDLE)' | cut -f1); echo "$(BUNDLE): $$size MiB"; test "$$size" -le $(MAX_BUNDLE_MIB)
+
+GPU_OUT ?= gpu-check
+
+.PHONY: gpu-check
+gpu-check: ## on a machine with a GPU: kernels, graphs, figures, each within its time (GPU_OUT=, ARGS=)
+	@$(PYTHON) -m tests.gpu.check --out '$(GPU_OUT)' $(ARGS)
+
 .PHONY: cluster
 cluster: export PROVE := 1
 cluster: $(STAMPS)/ray ## replicas under Ray Serve: sticky, replaced, grown, taken down (installs Ray)

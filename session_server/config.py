@@ -156,10 +156,19 @@ class ModelOptions(_Section):
     quantize: Literal["none", "int8", "int4"] = _setting(
         "none", "store weights in 8 or 4 bits, with a scale for every 32; on a CPU"
     )
-    attention_backend: Literal["auto", "native", "cpu", "torch"] = _setting(
+    attention_backend: Literal["auto", "native", "cpu", "torch", "triton"] = _setting(
         "auto",
         "what computes forwards: kernels of our own (native), or torch with attention for CPUs "
-        "(cpu) or for any device (torch); auto: native on a CPU if it was built, else torch",
+        "(cpu), for any device (torch) or by kernels for GPUs (triton); auto: native on a CPU, if "
+        "it was built, else torch",
+    )
+    cuda_graph_max_bs: Annotated[
+        int, Bound("rows", "a decode step of more rows is launched kernel by kernel")
+    ] = _setting(
+        64,
+        "capture decode steps of up to so many rows as CUDA graphs, where triton attends; 0: none",
+        ge=0,
+        le=1024,
     )
     threads: Annotated[int | None, Bound("threads", "a forward uses no more")] = _setting(
         None, "CPU threads of a forward, of all ranks together; all cores by default", ge=1, le=1024

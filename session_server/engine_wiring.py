@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -44,7 +45,12 @@ from session_server.parallel.loading import load_ranks
 from session_server.runner import native
 from session_server.runner.capacity import MemoryLimits
 from session_server.runner.grammar_cache import GrammarCache
-from session_server.runner.loader import LoadedRunner, RunnerOptions, load_runner
+from session_server.runner.loader import (
+    LoadedRunner,
+    RunnerOptions,
+    capture_graphs,
+    load_runner,
+)
 from session_server.runner.survey import Survey, survey
 from session_server.text.model_text import ModelTokens, load_model_tokens
 
@@ -106,6 +112,7 @@ def build_engine(settings: Settings) -> EngineAssembly:
             loaded.plan.capacity.max_context_len,
         )
     warm_up(loaded.runner, _speculation(settings))
+    _capture_graphs(loaded, settings)
     working_bytes = loaded.runner.reserve(chunk_tokens + settings.engine.max_running_turns)
     _LOG.info("a forward computes up to %d tokens of prompts", chunk_tokens)
     if working_bytes:  # torch allocates it forward by forward
@@ -211,6 +218,18 @@ def _log_model(loaded: LoadedRunner, elapsed_s: float) -> None:
     if loaded.device == "cpu" and loaded.runner.backend_name != "native":
         why = native.WHY_MISSING or "--attention-backend or --tensor-parallel-size asks for it"
         _LOG.warning("torch computes: %s", why)
+
+
+def _capture_graphs(loaded: LoadedRunner, settings: Settings) -> None:
+    """Capture what a GPU computes in every step of rows that decode, and say what came of it."""
+    largest = min(settings.model.cuda_graph_max_bs, settings.engine.max_running_turns)
+    if loaded.device == "cpu" or not largest:
+        return
+    started_s = time.monotonic()
+    told = capture_graphs(
+        loaded, largest, on_progress=partial(_LOG.info, "captured a CUDA graph of %d rows")
+    )
+    _LOG.info("%s, after %.1f s", told, time.monotonic() - started_s)
 
 
 def _fingerprint(checkpoints: Sequence[CheckpointFiles]) -> str:

@@ -39,7 +39,7 @@ class Flag:
     names: tuple[str, ...]
     part: str
     field: str
-    constant: str | bool | None = None
+    constant: str | int | None = None
 
 
 FLAGS: Final = (
@@ -52,6 +52,8 @@ FLAGS: Final = (
     Flag(("--quantize",), "model", "quantize"),
     Flag(("--tensor-parallel-size", "--tp-size", "--tp"), "model", "tensor_parallel_size"),
     Flag(("--attention-backend",), "model", "attention_backend"),
+    Flag(("--disable-cuda-graph",), "model", "cuda_graph_max_bs", 0),
+    Flag(("--cuda-graph-max-bs",), "model", "cuda_graph_max_bs"),
     Flag(("--threads",), "model", "threads"),
     Flag(("--speculative-draft-model-path",), "model", "draft_path"),
     Flag(("--random-seed",), "model", "random_seed"),
@@ -110,7 +112,6 @@ FLAGS: Final = (
 )
 
 IGNORED_SWITCHES: Final = (
-    "--disable-cuda-graph",
     "--enable-cache-report",
     "--enable-chunked-prefill",
     "--enable-metrics",
@@ -127,7 +128,6 @@ IGNORED_SWITCHES: Final = (
 """Switches that are always on here, such as metrics, or have no counterpart."""
 
 IGNORED_VALUES: Final = (
-    "--cuda-graph-max-bs",
     "--decode-log-interval",
     "--log-level-http",
     "--max-prefill-tokens",
@@ -210,7 +210,7 @@ def _add_flag(group: argparse._ArgumentGroup, flag: Flag, defaults: BaseModel) -
             *flag.names,
             action="store_const",
             const=flag.constant,
-            help=f"do not {description}" if flag.constant is False else description,
+            help=f"do not {description}" if flag.constant in (0, False) else description,
             **options,
         )
         return

@@ -46,6 +46,10 @@ def _needs_no_disk() -> bool:
     return room >= ROOM_BYTES and not found.f_flag & os.ST_NOEXEC and os.access(IN_MEMORY, os.W_OK)
 
 
+# Kernels in Triton run in its interpreter, which is asked for before anything imports it.
+if os.environ.get("TEST_DEVICE", "cpu") == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+
 # Tests sync thousands of files that nobody reads behind them: a disk would take minutes for that.
 # What a worker of xdist has is in the directory of the process that has begun it.
 if "PYTEST_XDIST_WORKER" not in os.environ and _needs_no_disk():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cache.pool.storage import KvPool, PageFormat
+from cache.pool.storage import KvPool, PageFormat, cast_to_stored, movable
 from cache.spec import LayerGroup, LayerKind
 
 
@@ -26,15 +26,15 @@ class MhaPool(KvPool):
         super().__init__(group, pages, (2, heads, num_pages, page_size, head_dim))
         slots = num_pages * page_size
         self._sides = self.storage.view(num_layers * 2, 1, heads, slots, head_dim)
-        self._by_layer = self.storage.view(num_layers, 2 * heads, slots, head_dim).unbind(0)
-        self._layer_pages = self.storage.view(
+        stored = movable(self.storage)
+        self._by_layer = stored.view(num_layers, 2 * heads, slots, head_dim).unbind(0)
+        self._layer_pages = stored.view(
             num_layers, 2 * heads, num_pages, page_size * head_dim
         ).unbind(0)
 
     def write(self, layer: int, slot_mapping: Tensor, kv: Tensor) -> None:
         """Write new K and V; implements `KvPool.write`."""
-        if kv.dtype != self.dtype:
-            kv = kv.to(self.dtype)
+        kv = movable(cast_to_stored(kv, self.dtype))
         self._by_layer[layer].index_copy_(1, slot_mapping, kv.transpose(0, 1))
 
     def run(self, first_slot: int, num_slots: int) -> tuple[Tensor, ...]:
@@ -47,7 +47,7 @@ class MhaPool(KvPool):
 
     def gather(self, layer: int, pages: Tensor, cleared: Tensor | None = None) -> Tensor:
         """Copy whole pages of one layer; implements `KvPool.gather`."""
-        copied = self._layer_pages[layer].index_select(1, pages)
+        copied = self._layer_pages[layer].index_select(1, pages).view(self.dtype)
         if self.read_dtype != self.dtype:
             copied = copied.to(self.read_dtype)
         heads = copied.view(2, self.num_kv_heads, -1, self.head_dim)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cache.pool.storage import KvPool, PageFormat
+from cache.pool.storage import KvPool, PageFormat, cast_to_stored, movable
 from cache.spec import LayerGroup, LayerKind
 
 
@@ -32,16 +32,15 @@ class MlaPool(KvPool):
         assert 0 < group.qk_rope_head_dim < group.head_dim, "a row is a latent and a rotary key"
         width = group.head_dim
         super().__init__(group, pages, (pages.num_pages, pages.page_size, width))
-        self._by_layer = self.storage.flatten(1, 2).unbind(0)
+        self._by_layer = movable(self.storage).flatten(1, 2).unbind(0)
+        self._layer_pages = movable(self.storage).unbind(0)
         self._rows = self.storage.view(len(group.layers), 1, 1, -1, width)
         self.kv_lora_rank = width - group.qk_rope_head_dim
         """Elements of a latent."""
 
     def write(self, layer: int, slot_mapping: Tensor, kv: Tensor) -> None:
         """Write new rows; the two of `kv` [tokens, 2, latent + rope] are the same."""
-        rows = kv[:, 0]
-        if rows.dtype != self.dtype:
-            rows = rows.to(self.dtype)
+        rows = movable(cast_to_stored(kv[:, 0], self.dtype))
         self._by_layer[layer].index_copy_(0, slot_mapping, rows)
 
     def run(self, first_slot: int, num_slots: int) -> tuple[Tensor, ...]:
@@ -56,7 +55,7 @@ class MlaPool(KvPool):
 
     def gather(self, layer: int, pages: Tensor, cleared: Tensor | None = None) -> Tensor:
         """Copy whole pages, [2, 1, n * page_size, latent + rope]: one copy, seen as K and as V."""
-        copied = self.storage[layer].index_select(0, pages).flatten(0, 1)
+        copied = self._layer_pages[layer].index_select(0, pages).view(self.dtype).flatten(0, 1)
         if self.read_dtype != self.dtype:
             copied = copied.to(self.read_dtype)
         if cleared is not None:

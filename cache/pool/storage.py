@@ -100,6 +100,23 @@ class KvPool(ABC):
         """
 
 
+def movable(stored: Tensor) -> Tensor:
+    """Return a view of the same elements in a dtype that torch copies by index: 8-bit floats, for
+    which it has few operations, as bytes."""
+    return stored.view(torch.uint8) if stored.dtype.itemsize == 1 else stored
+
+
+def cast_to_stored(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return values in the dtype of a pool. 8-bit floats saturate: what is beyond their range
+    would be NaN, or infinite."""
+    if values.dtype == dtype:
+        return values
+    if dtype.itemsize == 1:
+        largest = torch.finfo(dtype).max
+        values = values.clamp(-largest, largest)
+    return values.to(dtype)
+
+
 def zeros(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a contiguous tensor of zeros.
 

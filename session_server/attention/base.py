@@ -101,5 +101,29 @@ class AttentionBackend(Protocol):
         ...
 
 
+class DecodePlan(Protocol):
+    """Attention of a fixed number of rows with one token each, over tensors that keep their place:
+    it can be captured once and replayed."""
+
+    def refresh(self, rows: Tensor, positions: Tensor) -> None:
+        """Attend from other rows from now on. Reads nothing on the host, so it can be captured.
+
+        `rows`, `positions`: int64 [rows], on the device.
+        """
+        ...
+
+    def plan(self, slot_mapping: Tensor) -> AttentionPlan:
+        """Return the plan. `slot_mapping`: int64 [rows], read at every replay."""
+        ...
+
+
+class PlansDecode(Protocol):
+    """A backend whose forwards that decode can be captured."""
+
+    def plan_decode(self, num_rows: int, longest: int) -> DecodePlan:
+        """Prepare forwards of so many rows with one token each, of up to `longest` positions."""
+        ...
+
+
 BackendFactory = Callable[[KvPool, PageTable, AttentionRule], AttentionBackend]
 """Create a backend from a pool, the pool's page table and the rule of its layers."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ from session_server.attention.base import (
     AttentionPlan,
     AttentionRule,
     BackendFactory,
+    DecodePlan,
+    PlansDecode,
     Span,
 )
 
@@ -104,6 +106,17 @@ class MlaBackend:
             expanded=[_Chunk(span, self._blocks(span)) for span in expanded],
         )
 
+    def plan_decode(self, num_rows: int, longest: int) -> MlaDecodePlan:
+        """Prepare forwards of so many rows with one token each, of up to `longest` positions. They
+        are absorbed, by a backend that can prepare them."""
+        absorbed = cast(PlansDecode, self._absorbed).plan_decode(num_rows, longest)
+        return MlaDecodePlan(self, absorbed)
+
+    def absorb(self, plan: AttentionPlan, slot_mapping: Tensor) -> MlaPlan:
+        """Return the plan of a forward whose every token is absorbed, by a plan for latents."""
+        none = slot_mapping[:0]
+        return MlaPlan(self._pool, self._rule, self._shape, none, absorbed=plan, expanded=[])
+
     def _blocks(self, span: Span) -> list[_Block]:
         """Split all positions that the span attends to into blocks, in order."""
         page_size = self._pool.page_size
@@ -124,6 +137,22 @@ class MlaBackend:
         shape = (span.end - first_query, end - start)
         ones = torch.ones(shape, dtype=torch.bool, device=self._pool.device)
         return ones.triu_(first_query - start + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class MlaDecodePlan:
+    """Attend absorbed from rows that are told on the device; as `DecodePlan`, for latents."""
+
+    backend: MlaBackend
+    absorbed: DecodePlan
+
+    def refresh(self, rows: Tensor, positions: Tensor) -> None:
+        """Attend from other rows from now on; as `DecodePlan.refresh`."""
+        self.absorbed.refresh(rows, positions)
+
+    def plan(self, slot_mapping: Tensor) -> MlaPlan:
+        """Return the plan; as `DecodePlan.plan`."""
+        return self.backend.absorb(self.absorbed.plan(slot_mapping), slot_mapping)
 
 
 @dataclass(frozen=True, slots=True)

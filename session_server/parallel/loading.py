@@ -37,9 +37,10 @@ def torch_options(options: RunnerOptions, size: int) -> RunnerOptions:
     """
     flag = f"--tensor-parallel-size {size}"
     device = choose_device(options.device)
-    if options.quantize != "none" or options.backend == "native":
-        asked = "--attention-backend native"
-        asked = asked if options.backend == "native" else f"--quantize {options.quantize}"
+    is_ours = options.backend in ("native", "triton")
+    if options.quantize != "none" or is_ours:
+        asked = f"--attention-backend {options.backend}"
+        asked = asked if is_ours else f"--quantize {options.quantize}"
         raise ValueError(f"{flag} is computed by torch, so {asked} cannot be used with it")
     if device.type == "cuda":
         if options.device not in ("auto", "cuda"):

@@ -32,6 +32,8 @@ class ForwardInputs:
     which shows whether the row's KV is finite. `sampled`, `prompt_rows`, `unsampled`: indices into
     the rows of the batch, the second of those that ask for prompt logprobs. `sample_spans`: the
     positions each row of `sampled` samples. `is_probe`: KV is written to the padding page.
+    `decoding`: of a forward of rows with one position each, int64 [4 + pools, rows]: token ids,
+    positions, rows of the tables, the slots of every pool and `logits_indices`; else None.
     """
 
     token_ids: Tensor
@@ -43,6 +45,7 @@ class ForwardInputs:
     unsampled: tuple[int, ...]
     sample_spans: tuple[SampleSpan, ...]
     is_probe: bool = False
+    decoding: Tensor | None = None
 
     @property
     def num_choices(self) -> int:
@@ -128,18 +131,16 @@ class InputBuilder:
         rows = decoding.table_rows.astype(np.int64)
         starts = decoding.starts.astype(np.int64)
         order = np.argsort(starts, kind="stable")
-        # Rows of `host`: token ids, positions, the slot mapping of every pool, logits indices.
-        host = np.empty((3 + len(self._tables), num_rows), dtype=np.int64)
+        # Rows of `host`: those of `ForwardInputs.decoding`.
+        host = np.empty((4 + len(self._tables), num_rows), dtype=np.int64)
         host[0] = 0 if decoding.tokens is None else np.array(decoding.tokens)[order]
-        of_table, host[1] = rows[order], starts[order]
-        self._write_slots(of_table, host[1], host[2:-1])
+        host[1], host[2] = starts[order], rows[order]
+        self._write_slots(host[2], host[1], host[3:-1])
         host[-1, order] = np.arange(num_rows)
-        token_ids, positions, *slot_mappings, logits_indices = upload(
-            torch.from_numpy(host), self._device
-        ).unbind(0)
+        block = upload(torch.from_numpy(host), self._device)
+        token_ids, positions, table_rows, *slot_mappings, logits_indices = block.unbind(0)
         if decoding.tokens is None:
-            sampled_for = upload(torch.from_numpy(of_table), self._device)
-            torch.index_select(self._last_tokens, 0, sampled_for, out=token_ids)
+            torch.index_select(self._last_tokens, 0, table_rows, out=token_ids)
         row_list, start_list = rows.tolist(), starts.tolist()
         spans = [Span(row_list[i], start_list[i], 1, at) for at, i in enumerate(order.tolist())]
         return ForwardInputs(
@@ -158,6 +159,7 @@ class InputBuilder:
                     for row, start in zip(row_list, start_list, strict=True)
                 ]
             ),
+            decoding=block,
         )
 
     def _write_positions(self, span: Span, out: NDArray[np.int64]) -> None:

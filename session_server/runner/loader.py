@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -17,6 +18,7 @@ from session_server.models.registry import load_config
 from session_server.runner import native
 from session_server.runner.capacity import CapacityPlan, MemoryLimits, free_bytes, measure_capacity
 from session_server.runner.checkpoint import Progress
+from session_server.runner.decode_graphs import CudaGraphs
 from session_server.runner.model_runner import ModelRunner
 from session_server.runner.paged_decoder import (
     TORCH_DTYPES,
@@ -189,6 +191,20 @@ def load_runner(
         draft_config=checkpoints[1][1] if drafts else None,
         quantization=effect,
     )
+
+
+def capture_graphs(
+    loaded: LoadedRunner, largest: int, *, on_progress: Callable[[int], None]
+) -> str:
+    """Capture what a GPU computes in steps of up to `largest` rows that decode. Return what came
+    of it, in words. `on_progress` is told each number of rows that is done."""
+    device = torch.device(loaded.device)
+    before = free_bytes(device)
+    why_not = loaded.runner.capture_graphs(largest, CudaGraphs(device), on_progress=on_progress)
+    if why_not is not None:
+        return f"decode steps are launched kernel by kernel: {why_not}"
+    taken_mib = (before - free_bytes(device)) / 2**20
+    return f"decode steps of up to {largest} rows are CUDA graphs, in {taken_mib:.0f} MiB"
 
 
 def linear_factory(backend: ComputeBackend, weights: native.WeightFormat) -> LinearFactory:

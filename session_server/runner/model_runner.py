@@ -26,6 +26,7 @@ from session_server.core.batch import Batch, PendingStep, Probe
 from session_server.models.config import DTypeName
 from session_server.models.decoder import Decoder
 from session_server.runner.constraints import Constraints, Masks
+from session_server.runner.decode_graphs import DecodeGraphs, GraphApi
 from session_server.runner.draft_model import DraftModel, without_missing_drafts
 from session_server.runner.inputs import ForwardInputs, InputBuilder
 from session_server.runner.logprobs import DeviceLogprobs, token_logprobs
@@ -119,6 +120,19 @@ class ModelRunner:
         self._others = others
         for index, model in enumerate(self._models):
             model.accompany = partial(others.accompany, index)
+
+    def capture_graphs(
+        self, largest: int, api: GraphApi, *, on_progress: Callable[[int], None] = lambda _: None
+    ) -> str | None:
+        """Capture the model's forwards of up to `largest` rows that decode. Return why not, if so;
+        see `PagedDecoder.capture_graphs`."""
+        with torch.inference_mode():
+            return self._model.capture_graphs(largest, api, on_progress=on_progress)
+
+    @property
+    def graphs(self) -> DecodeGraphs | None:
+        """Return the graphs of forwards that decode; None without."""
+        return self._model.graphs
 
     @property
     def _models(self) -> list[PagedDecoder]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, cast
 
 import torch
 from torch import Tensor
@@ -16,14 +16,23 @@ from cache.pool.recurrent import StatePool
 from cache.pool.storage import KvPool, PageFormat
 from cache.spec import CacheSpec, Capacity, LayerGroup, LayerKind
 from cache.types import PoolName
-from session_server.attention.base import AttentionBackend, AttentionRule, BackendFactory
+from session_server.attention import triton
+from session_server.attention.base import (
+    AttentionBackend,
+    AttentionRule,
+    BackendFactory,
+    DecodePlan,
+    PlansDecode,
+)
 from session_server.attention.cpu import CpuBackend
-from session_server.attention.mla import MlaBackend, MlaShape
+from session_server.attention.mla import MlaBackend, MlaDecodePlan, MlaShape
 from session_server.attention.recurrent import RecurrentBackend
 from session_server.attention.reference import ReferenceBackend
 from session_server.models.config import AttentionConfig, MlaConfig
 from session_server.models.decoder import Decoder
+from session_server.models.layers.moe import MixtureOfExperts
 from session_server.runner import native
+from session_server.runner.decode_graphs import DecodeGraphs, GraphApi, bucket_sizes
 from session_server.runner.inputs import ForwardInputs
 
 if TYPE_CHECKING:
@@ -32,10 +41,11 @@ if TYPE_CHECKING:
 Accompany = Callable[[ForwardInputs], AbstractContextManager[None]]
 """Begin a forward on other ranks; what it returns is entered while this rank computes."""
 
-BackendName = Literal["auto", "native", "cpu", "torch"]
+BackendName = Literal["auto", "native", "cpu", "torch", "triton"]
 
-ComputeBackend = Literal["native", "cpu", "torch"]
-"""What computes forwards: kernels of our own, or torch, with attention for CPUs or any device."""
+ComputeBackend = Literal["native", "cpu", "torch", "triton"]
+"""What computes forwards: kernels of our own, or torch, with attention for CPUs or any device, or
+by kernels for GPUs."""
 
 TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {
     "float32": torch.float32,
@@ -44,15 +54,13 @@ TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {
 }
 """torch dtypes by their names in configurations and layer groups."""
 
-_BACKENDS: Final[Mapping[str, BackendFactory]] = {"cpu": CpuBackend, "torch": ReferenceBackend}
-
 
 def resolve_backend(backend: BackendName, device: torch.device) -> ComputeBackend:
     """Return what computes forwards: for "auto" the fastest that this machine has.
 
     Raises:
-        ValueError: "native" is asked for, and was not built or does not run on the device; or the
-            environment names kernels that this CPU does not have.
+        ValueError: "native" or "triton" is asked for, and was not built or installed, or does not
+            run on the device; or the environment names kernels that this CPU does not have.
     """
     if backend == "auto":
         if device.type != "cpu":
@@ -64,7 +72,18 @@ def resolve_backend(backend: BackendName, device: torch.device) -> ComputeBacken
         if not native.is_available():
             raise ValueError(f"--attention-backend native: {native.WHY_MISSING}")
         native.cpu_name()  # a name that the environment has wrong is refused
+    if backend == "triton" and (why := triton.why_not(device)) is not None:
+        raise ValueError(f"--attention-backend triton: {why}")
     return backend
+
+
+def _factory_of(backend: ComputeBackend) -> BackendFactory:
+    """Return what creates the attention over a pool."""
+    if backend == "triton":
+        from session_server.attention.triton.backend import TritonBackend
+
+        return TritonBackend
+    return ReferenceBackend if backend == "torch" else CpuBackend
 
 
 class PagedDecoder:
@@ -115,6 +134,8 @@ class PagedDecoder:
                 device=device,
             )
             self._add(group, pages, tables[group.pool])
+        self.graphs: DecodeGraphs | None = None
+        self._max_context_len = capacity.max_context_len
         self.accompany: Accompany = lambda _: nullcontext()
         self._native: NativeDecoder | None = None
         if self.backend_name == "native":
@@ -125,7 +146,7 @@ class PagedDecoder:
 
     def _add(self, group: LayerGroup, pages: PageFormat, table: PageTable) -> None:
         """Allocate a pool of positions and create its backend."""
-        name, factory = group.pool, _BACKENDS.get(self.backend_name, CpuBackend)
+        name, factory = group.pool, _factory_of(self.backend_name)
         mixer = self.decoder.config.mixer_of(name)
         if isinstance(mixer, MlaConfig):
             latents, rule = MlaPool(group, pages), AttentionRule(mixer.num_heads, mixer.scale)
@@ -149,6 +170,31 @@ class PagedDecoder:
         """
         return 0 if self._native is None else self._native.reserve(num_tokens)
 
+    def capture_graphs(
+        self, largest: int, api: GraphApi, *, on_progress: Callable[[int], None]
+    ) -> str | None:
+        """Capture graphs for forwards of up to `largest` rows that decode. Return why not, if so;
+        see `DecodeGraphs.capture`."""
+        backends = self._backends
+        if any(isinstance(layer.ffn, MixtureOfExperts) for layer, _, _ in self.decoder.layers):
+            return "the host counts which experts are chosen"
+        if any(isinstance(backend, RecurrentBackend) for backend in backends.values()):
+            return "recurrent states are planned on the host"
+        if self.backend_name != "triton":
+            return f"the backend {self.backend_name} plans each batch on the host"
+
+        def plans(num_rows: int) -> dict[PoolName, DecodePlan | MlaDecodePlan]:
+            return {
+                name: cast(PlansDecode | MlaBackend, backend).plan_decode(
+                    num_rows, self._max_context_len
+                )
+                for name, backend in backends.items()
+            }
+
+        self.graphs = DecodeGraphs(self.decoder, plans, pools=tuple(backends), api=api)
+        self.graphs.capture(bucket_sizes(largest), on_progress=on_progress)
+        return None
+
     def forward(self, inputs: ForwardInputs, logits_indices: Tensor) -> Tensor:
         """Compute every token of a forward and write its KV; the page tables hold their pages.
 
@@ -158,6 +204,10 @@ class PagedDecoder:
         if self._native is not None:
             return self._native.forward(inputs, logits_indices)
         with self.accompany(inputs):
+            if self.graphs is not None:
+                hidden = self.graphs.forward(inputs.decoding)
+                if hidden is not None:
+                    return hidden
             attention, backends = inputs.attention, self._backends.items()
             plans = {name: backend.plan(attention) for name, backend in backends}
             return self.decoder.forward(

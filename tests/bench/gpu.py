@@ -30,11 +30,20 @@ from torch import Tensor
 
 from cache.spec import Capacity
 from cache.types import RowId, TableWrite, TurnId, pages_for
-from session_server.core.batch import Batch, BatchRow, PendingStep, SamplingStart, StepResult
+from session_server.core.batch import (
+    Batch,
+    BatchRow,
+    DecodeRows,
+    PendingStep,
+    SamplingStart,
+    StepResult,
+)
 from session_server.core.sampling import SamplingParams
 from session_server.models.registry import load_config
 from session_server.runner.checkpoint import WeightSource
+from session_server.runner.decode_graphs import CudaGraphs
 from session_server.runner.model_runner import ModelRunner
+from session_server.runner.paged_decoder import BackendName
 from session_server.runner.weights import build_decoder, weight_bytes
 
 SHAPES: Final[dict[str, dict[str, Any]]] = {
@@ -96,7 +105,13 @@ class Bench:
     """A runner whose rows have histories of noise, and the steps it is timed with."""
 
     def __init__(
-        self, config: dict[str, Any], device: torch.device, *, num_rows: int, max_len: int
+        self,
+        config: dict[str, Any],
+        device: torch.device,
+        *,
+        num_rows: int,
+        max_len: int,
+        backend: BackendName,
     ) -> None:
         """Make the model and pools for `num_rows` rows of `max_len` tokens in all."""
         self.device = device
@@ -109,7 +124,8 @@ class Bench:
         spec = parsed.cache_spec(PAGE_SIZE, decoder.dtype_name)
         self.num_pages = pages_for(max_len, PAGE_SIZE) + num_rows
         num_pages = dict.fromkeys(parsed.pools, self.num_pages + 1)
-        self.runner = ModelRunner(decoder, spec, Capacity(num_pages, num_rows, max_len))
+        capacity = Capacity(num_pages, num_rows, max_len)
+        self.runner = ModelRunner(decoder, spec, capacity, backend=backend)
         for pool in self.runner.pools.values():
             for part in pool.run(0, pool.num_pages * PAGE_SIZE):
                 part.normal_()
@@ -145,9 +161,12 @@ class Bench:
 
     def decode(self, num_rows: int, position: int) -> PendingStep:
         """Launch one decode step of all rows."""
-        return self._launch(
-            [self._row(row, position, None, begins=False) for row in range(1, num_rows + 1)]
-        )
+        ids = np.arange(1, num_rows + 1, dtype=np.int32)
+        names = tuple(TurnId(f"t{row}") for row in range(1, num_rows + 1))
+        starts = np.full(num_rows, position, dtype=np.int32)
+        self._step += 1
+        decoding = DecodeRows(names, (0,) * num_rows, ids, starts, None)
+        return self.runner.launch(Batch(self._step, (), (), decoding=decoding))
 
     def _row(self, row: int, start: int, tokens: Any, *, begins: bool) -> BatchRow:
         params = SamplingParams(temperature=0.0)
@@ -342,6 +361,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--parts", default="decode,prefill,profile,transformers")
+    parser.add_argument("--attention-backend", choices=("torch", "triton"), default="torch")
+    parser.add_argument("--cuda-graph-max-bs", type=int, default=64)
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     is_tiny = args.shape == "tiny"
@@ -372,9 +393,15 @@ def main() -> None:
         of_transformers(config, device, 8 if is_tiny else 48, cases)
         gc.collect()
     began = time.perf_counter()
-    bench = Bench(config, device, num_rows=64, max_len=4_096 if is_tiny else 147_456)
+    max_len = 4_096 if is_tiny else 147_456
+    bench = Bench(config, device, num_rows=64, max_len=max_len, backend=args.attention_backend)
     _synchronize(device)
     print(f"model and pools made in {time.perf_counter() - began:.1f} s", flush=True)
+    if device.type == "cuda" and args.cuda_graph_max_bs:
+        began = time.perf_counter()
+        why_not = bench.runner.capture_graphs(args.cuda_graph_max_bs, CudaGraphs(device))
+        seconds = time.perf_counter() - began
+        print(f"graphs: {why_not or f'captured in {seconds:.1f} s'}", flush=True)
     if "decode" in parts:
         many = [
             (1, 512),

@@ -1755,6 +1755,12 @@ FORWARD = (
         "tokens",
         "longer ones are computed unfolded",
     ),
+    _constant(
+        "attention.triton.tiles:MAX_SPLITS",
+        "programs that share a history on a GPU",
+        "programs",
+        "each reads more of it",
+    ),
 )
 
 GROUPS: dict[str, tuple[Constant, ...]] = {

@@ -84,6 +84,7 @@ def test_fused_tensors_are_cut_part_by_part(family: str, name: str, parts: tuple
     [
         ("int8", "auto", "--quantize int8 cannot be used with it"),
         ("none", "native", "--attention-backend native cannot be used with it"),
+        ("none", "triton", "--attention-backend triton cannot be used with it"),
     ],
 )
 def test_kernels_of_our_own_are_refused(

@@ -1,0 +1,206 @@
+"""Compute attention with kernels of our own in Triton: the `triton` backend.
+
+A forward is a few launches a layer, whatever is in it: rows with few tokens and chunks have tiles
+of different shapes, and each shape is a launch. All that a launch needs besides Q and KV is the
+table of its tiles, made once per step and copied to the device in one piece.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cache.pool.mla import MlaPool
+from cache.pool.page_table import PageTable
+from cache.pool.storage import KvPool
+from cache.pool.upload import upload
+from session_server.attention.base import AttentionMeta, AttentionPlan, AttentionRule
+from session_server.attention.triton.kernels import attend_tiles, merge_splits
+from session_server.attention.triton.tiles import TILE_COLUMNS, Launch, Tiling
+
+INTERPRETED_NUM_SMS: Final = 8
+"""Multiprocessors that are planned for where there are none: enough that histories are split."""
+
+IS_INTERPRETED: Final = not isinstance(attend_tiles, triton.runtime.JITFunction)
+"""Whether TRITON_INTERPRET was set, by which kernels run on the CPU, in numpy."""
+
+_TL_DTYPES: Final = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
+
+
+class TritonBackend:
+    """Compute attention over one pool; implements `AttentionBackend`."""
+
+    def __init__(self, pool: KvPool, table: PageTable, rule: AttentionRule) -> None:
+        assert rule.num_heads % pool.num_kv_heads == 0, "query heads divide over kv heads"
+        self.kernel = PoolKernel(pool, table.device_pages, rule)
+        self.tiling = Tiling(rule, pool.num_kv_heads, self.kernel.value_dim, _num_sms(pool.device))
+
+    def plan(self, meta: AttentionMeta) -> AttentionPlan:
+        """Cut the spans into tiles, and take them to the device."""
+        pool = self.kernel.pool
+        table, launches = self.tiling.cut(meta.spans)
+        tiles = upload(torch.from_numpy(table), pool.device)
+        return TritonPlan(self.kernel, meta.slot_mapping[pool.name], tiles, launches)
+
+    def plan_decode(self, num_rows: int, longest: int) -> TritonDecodePlan:
+        """Prepare forwards of so many rows with one token each, of up to `longest` positions."""
+        table, launch = self.tiling.cut_decode(num_rows, longest)
+        tiles = upload(torch.from_numpy(table), self.kernel.pool.device)
+        return TritonDecodePlan(self.kernel, tiles, launch, num_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class TritonDecodePlan:
+    """Attend from rows that are told on the device; implements `DecodePlan`."""
+
+    kernel: PoolKernel
+    tiles: Tensor
+    launch: Launch
+    num_rows: int
+
+    def refresh(self, rows: Tensor, positions: Tensor) -> None:
+        """Write the rows and where they start into the table of tiles."""
+        of_rows = self.tiles.view(self.num_rows, -1, TILE_COLUMNS)
+        of_rows[:, :, 0] = rows[:, None]
+        of_rows[:, :, 1] = positions[:, None]
+
+    def plan(self, slot_mapping: Tensor) -> AttentionPlan:
+        """Return the plan over this table; implements `DecodePlan.plan`."""
+        return TritonPlan(self.kernel, slot_mapping, self.tiles, (self.launch,))
+
+
+@dataclass(frozen=True, slots=True)
+class TritonPlan:
+    """Compute one forward's attention; implements `AttentionPlan`.
+
+    `tiles`: int32 [tiles, 5] on the device, in the order of `launches`.
+    """
+
+    kernel: PoolKernel
+    slot_mapping: Tensor
+    tiles: Tensor
+    launches: tuple[Launch, ...]
+
+    def attend(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None) -> Tensor:
+        """Store the new K and V of one layer, then attend; implements `AttentionPlan.attend`.
+
+        Over latents the result has the latent part only: [tokens, q_heads * kv_lora_rank].
+        """
+        kernel = self.kernel
+        kernel.pool.write(layer, self.slot_mapping, kv)
+        out = q.new_empty((len(q), kernel.rule.num_heads, kernel.value_dim))
+        sinks = None if sinks is None else sinks.contiguous()
+        for launch in self.launches:
+            tiles = self.tiles[launch.first : launch.end]
+            kernel.launch(layer, launch, tiles, Attended(q, out, sinks))
+        return out.flatten(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Attended:
+    """Hold what a layer attends with and to where.
+
+    `q`: [tokens, heads, head_dim]. `out`: [tokens, heads, value_dim], written. `sinks`: [heads].
+    """
+
+    q: Tensor
+    out: Tensor
+    sinks: Tensor | None
+
+
+class PoolKernel:
+    """Launch the kernels over one pool's pages, with what is the same for all of its layers."""
+
+    def __init__(self, pool: KvPool, table: Tensor, rule: AttentionRule) -> None:
+        """Create the launcher. `table`: int32 [rows, pages], on the pool's device."""
+        self.pool = pool
+        self.rule = rule
+        self.value_dim = pool.kv_lora_rank if isinstance(pool, MlaPool) else pool.head_dim
+        self._table = table
+        keys_values = pool.run(0, pool.num_pages * pool.page_size)
+        self._keys, self._values = keys_values[::2], keys_values[1::2]
+        keys = self._keys[0]
+        self._strides = (keys.stride(1), keys.stride(2), table.stride(0))
+        rope_dim = pool.head_dim - self.value_dim
+        self._constants: dict[str, Any] = {
+            "NUM_HEADS": rule.num_heads,
+            "GROUP": rule.num_heads // pool.num_kv_heads,
+            "HEAD_DIM": self.value_dim,
+            "ROPE_DIM": rope_dim,
+            "PAGE_SIZE": pool.page_size,
+            "WINDOW": rule.window or 0,
+            "HAS_SOFTCAP": rule.softcap is not None,
+            "VALUES_ARE_KEYS": isinstance(pool, MlaPool),
+            "BLOCK_D": max(16, triton.next_power_of_2(self.value_dim)),
+            "BLOCK_R": max(16, triton.next_power_of_2(rope_dim)),
+        }
+
+    def launch(self, layer: int, launch: Launch, tiles: Tensor, of: Attended) -> None:
+        """Attend from some tiles. K and V of all tokens are in the pool."""
+        q, out, sinks = of.q, of.out, of.sinks
+        num_splits, num_tokens = launch.num_splits, launch.end_token - launch.first_token
+        parts = lse = out
+        if num_splits > 1:
+            parts = out.new_empty((num_splits, num_tokens, *out.shape[1:]), dtype=torch.float32)
+            lse = parts.new_empty(parts.shape[:-1])
+        has_sinks = {"HAS_SINKS": sinks is not None, "NUM_SPLITS": num_splits}
+        run(
+            attend_tiles,
+            (len(tiles), self.pool.num_kv_heads, num_splits),
+            q,
+            self._keys[layer],
+            self._values[layer],
+            parts,
+            lse,
+            out if sinks is None else sinks,
+            self._table,
+            tiles,
+            launch.first_token if num_splits > 1 else 0,
+            num_tokens,
+            q.stride(0),
+            q.stride(1),
+            *self._strides,
+            self.rule.scale,
+            self.rule.softcap or 0.0,
+            **self._constants,
+            **has_sinks,
+            DOT_DTYPE=tl.float32 if IS_INTERPRETED else _TL_DTYPES[q.dtype],
+            BLOCK_M=launch.shape.num_rows,
+            BLOCK_N=launch.shape.num_keys,
+            num_warps=launch.shape.num_warps,
+            num_stages=launch.shape.num_stages,
+        )
+        if num_splits > 1:
+            run(
+                merge_splits,
+                (num_tokens, self.rule.num_heads),
+                parts,
+                lse,
+                out[launch.first_token :],
+                out if sinks is None else sinks,
+                num_tokens,
+                NUM_HEADS=self.rule.num_heads,
+                HEAD_DIM=self.value_dim,
+                **has_sinks,
+                BLOCK_D=self._constants["BLOCK_D"],
+            )
+
+
+def run(kernel: Any, grid: tuple[int, ...], *args: object, **constants: object) -> None:
+    """Launch a kernel. All launches come through here."""
+    kernel[grid](*args, **constants)
+
+
+def _num_sms(device: torch.device) -> int:
+    if device.type != "cuda":
+        return INTERPRETED_NUM_SMS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
