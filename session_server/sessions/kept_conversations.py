@@ -278,17 +278,29 @@ class KeptConversations:
         """Append what was said in a session, which says all of it now; return what is to be written
         then. Where there is no room for it, others go, and at last all of it. Where another replica
         has changed it meanwhile that fails, and is done again behind what that one has written."""
-        write = self._say(conversation, entries, place)
+
+        def say_again() -> None:
+            again = self._say_again(conversation, entries, place)
+            task = asyncio.create_task(again, name="add to a conversation again")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+        try:
+            # What another replica has written may have been read in its place since.
+            newest = self.find(conversation.owner, conversation.key)
+        except ConversationNotFound:
+            return None
+        except ServerBusy:
+            say_again()
+            return None
+        write = self._say(newest, entries, place)
         if write is None:
             return None
 
         def told(error: Exception | None) -> None:
             write.told(error)
             if isinstance(error, Behind) and self._log.is_shared:
-                again = self._say_again(conversation, entries, place)
-                task = asyncio.create_task(again, name="add to a conversation again")
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                say_again()
 
         return write._replace(told=told)
 

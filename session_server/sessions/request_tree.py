@@ -74,7 +74,6 @@ class Branch:
 
     session_id: str
     view: TurnView
-    journal: Journal
 
 
 class NodeState(enum.Enum):
@@ -188,7 +187,7 @@ class RequestTrees:
             raise
         finally:
             self._count(tree)
-        return Branch(node.session_id, view, journal)
+        return Branch(node.session_id, view)
 
     def _on_end(self, weak_tree: ref[_Tree], rid: str, end: TurnEnd) -> None:
         tree = weak_tree()

@@ -252,17 +252,23 @@ class ResponseTurns:
         """Return whether what is told to be in the store, if there is one, is on disk."""
         return self._logs.store is not None and self._logs.store.is_synced
 
-    async def forget_conversation(self, owner: Owner, conversation_id: str) -> None:
-        """Delete a conversation, readable or not; its session closes unless responses or somebody
-        else use it. Raises ConversationNotFound, ServerBusy."""
+    async def forget_conversation(self, owner: Owner, conversation_id: str) -> int:
+        """Delete a conversation, readable or not, and return the number that it had on disk; its
+        session closes unless responses or somebody else use it. Raises ConversationNotFound,
+        ServerBusy."""
+        records = self.conversations.records
         try:
             conversation = await self.conversations.load(owner, conversation_id)
         except InternalInconsistency:
-            self.conversations.records.remove_unread(owner, conversation_id)
-            return
+            number = records.number_of(owner, conversation_id)
+            records.remove_unread(owner, conversation_id)
+            return number
+        # Before anything is awaited: what was read goes where a write of it fails.
+        number = records.number_of(owner, conversation_id)
+        records.remove(conversation)
         await self.store.records.look_up_made_in(owner, conversation.place.session_id)
-        self.conversations.records.remove(conversation)
         self._close_unasked(owner, conversation.place.session_id)
+        return number
 
     async def submit(self, place: Place, request: TurnRequest, work: ResponseWork) -> TurnView:
         """Run a response at its place.

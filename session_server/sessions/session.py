@@ -275,6 +275,7 @@ class Session:
         return TurnView(
             turn_id=turn.request.turn_id,
             session_id=self.session_id,
+            journal=self.journal,
             status="running" if is_running else "queued",
             position=self.turns().index(turn),
             created_seq=turn.created_seq,
@@ -336,6 +337,7 @@ class Session:
         return TurnView(
             turn_id=turn_id,
             session_id=self.session_id,
+            journal=self.journal,
             status=ended.status,
             position=0,
             created_seq=ended.created_seq,

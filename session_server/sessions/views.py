@@ -1,5 +1,5 @@
-"""Define what `SessionManager` accepts and returns: frozen values, safe to keep and to
-serialize."""
+"""Define what `SessionManager` accepts and returns: frozen values, safe to keep and, but for the
+journal of a turn, to serialize."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from session_server.core.session_events import (
     StateReason,
     TurnEnd,
 )
+from session_server.sessions.journal import Journal
 
 TurnStatus = Literal["queued", "running", "completed", "cancelled", "failed"]
 HistoryMode = Literal["append", "template"]
@@ -131,13 +132,15 @@ class DraftView:
 class TurnView:
     """Describe the present state of a turn.
 
-    `created_seq` is the sequence number of its `TurnCreated`: a reader that starts after
-    `created_seq - 1` sees all of the turn. `said` is the answer so far. `end` is set once the turn
-    has ended and repeats the terminal entry, so that a reader who lost the journal misses nothing.
+    `created_seq` is the sequence number of its `TurnCreated` in `journal`, which its session has
+    until it leaves the memory: a reader that starts after `created_seq - 1` sees all of the turn.
+    `said` is the answer so far. `end` is set once the turn has ended and repeats the terminal
+    entry, so that a reader who lost the journal misses nothing.
     """
 
     turn_id: str
     session_id: str
+    journal: Journal
     status: TurnStatus
     position: int
     created_seq: int

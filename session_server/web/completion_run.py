@@ -283,8 +283,7 @@ async def submit_to(
     """Submit a turn, which is canceled with the call; `keep_partial` as in `ChoiceTurn`. Raises
     SessionServerError."""
     await call.sessions.load(call.owner, session_id)
-    journal = call.sessions.journal(call.owner, session_id)
-    reader = TurnReader(call, session_id, journal, keep_partial=None)
+    reader = TurnReader(call, session_id, keep_partial=None)
     try:
         reader.follow(await submitted(call, request, session_id, on_end=on_end))
     except ContextTooLong as error:

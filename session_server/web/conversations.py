@@ -114,8 +114,7 @@ async def update_conversation(conversation_id: str, request: Request, caller: Ca
 async def delete_conversation(conversation_id: str, request: Request, caller: Caller) -> Response:
     """Forget a conversation. Responses that were made in it stay."""
     turns = turns_of(request)
-    number = turns.conversations.records.number_of(caller.owner, conversation_id)
-    await turns.forget_conversation(caller.owner, conversation_id)
+    number = await turns.forget_conversation(caller.owner, conversation_id)
     await caller.sessions.stored()
     is_gone = turns.conversations.records.is_gone(number)
     return JsonResponse(ConversationDeleted(id=conversation_id, durable=is_gone))

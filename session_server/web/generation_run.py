@@ -16,6 +16,7 @@ from session_server.core.errors import (
     InvalidRequest,
     SessionBusy,
     SessionClosing,
+    SessionMoved,
     SessionNotFound,
     SessionServerError,
     TurnConflict,
@@ -110,7 +111,7 @@ class GenerationRun:
                 await self.add_entry(item[1])
                 if content := self._content(item[1]):
                     yield data_event(content)
-        except SessionClosing as error:
+        except (SessionClosing, SessionMoved, TurnNotFound) as error:
             yield error_event(error_body(error))
         yield DONE
 
@@ -119,7 +120,7 @@ class GenerationRun:
 
         Raises:
             HttpRefusal: the client disconnected before.
-            SessionClosing: the session closed before the turn's end was read.
+            And what `TurnReader.entries` raises.
         """
         end = await self.reader.end(receive, on_entry=self.add_entry)
         if isinstance(end, TurnFailedEntry):
@@ -184,8 +185,7 @@ def _add(call: Call, state: SGLangState, job: Generation, session_id: str) -> No
 
 async def _submit(call: Call, state: SGLangState, job: Generation, session_id: str) -> TurnReader:
     """Submit the turn; its rid can be aborted even before it is accepted."""
-    journal = call.sessions.journal(call.owner, session_id)
-    reader = TurnReader(call, session_id, journal, keep_partial=False)
+    reader = TurnReader(call, session_id, keep_partial=False)
     _add(call, state, job, session_id)
     return reader.follow(await submitted(call, job.request, session_id))
 
@@ -212,9 +212,7 @@ async def _submit_branch(
     branch = await state.trees.submit(
         call.owner, params.id or "", rid=job.rid, point=point, request=job.request
     )
-    reader = TurnReader(
-        call, branch.session_id, branch.journal, keep_partial=False, is_bounded=False
-    )
+    reader = TurnReader(call, branch.session_id, keep_partial=False, is_bounded=False)
     _add(call, state, job, branch.session_id)
     return reader.follow(branch.view)
 

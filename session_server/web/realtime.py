@@ -22,7 +22,6 @@ from session_server.core.errors import (
     ServerDraining,
     SessionNotFound,
     SessionServerError,
-    TurnNotFound,
     UnsupportedOperation,
 )
 from session_server.core.session_events import ChatInput, SessionClosed, TurnRequest
@@ -51,6 +50,7 @@ from session_server.web.slices import run_in_slices
 from session_server.web.slim_exit_stack import SlimExitStack
 from session_server.web.socket_peer import SocketPeer
 from session_server.web.sockets import Sockets
+from session_server.web.turns import check_still_here
 
 KEY_PROTOCOL: Final = "openai-insecure-api-key."
 
@@ -353,12 +353,12 @@ class RealtimeSocket:
         try:
             view = call.sessions.turn(call.owner, session_id, response_id)
             responses.catch_up(response_id, view.text, view.end)
-        except (SessionNotFound, TurnNotFound) as error:
+        except SessionServerError as error:
             responses.on_lost(response_id, error)
 
     def _recount(self) -> None:
-        """Count what the conversation holds as bytes of its session."""
-        with contextlib.suppress(SessionNotFound):
+        """Count what the conversation holds as bytes of its session, if that is here."""
+        with contextlib.suppress(SessionServerError):
             self._call.sessions.set_attached_bytes(
                 self._call.owner, self._session_id, self._run.protocol.num_bytes
             )
@@ -387,6 +387,8 @@ class RealtimeSocket:
         try:
             if start.is_alone:
                 session_id = self._open_aside(start.response_id)
+            else:
+                await check_still_here(call, session_id, self._journal)
             await call.sessions.submit(call.owner, session_id, start.request)
         except SessionServerError as error:
             run.protocol.responses.on_refused(start.response_id, error)

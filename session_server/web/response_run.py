@@ -23,6 +23,7 @@ from session_server.core.errors import (
     ServerDraining,
     SessionBusy,
     SessionClosing,
+    SessionMoved,
     SessionNotFound,
     SessionServerError,
     TurnNotFound,
@@ -133,7 +134,7 @@ class ResponseRun:
                     yield event
                 elif self.reader.has_gap and isinstance(event.response, ResponseBody):
                     yield self.events.last(event.response, after=after)
-        except (SessionClosing, TurnNotFound):
+        except (SessionClosing, SessionMoved, TurnNotFound):
             body = msgspec.json.decode(self.stored.content.body, type=ResponseBody)
             yield self.events.last(body, after=after)
 
@@ -399,9 +400,9 @@ async def start_response(
 def _reader_at(call: Call, turns: ResponseTurns, place: Place) -> TurnReader:
     """Return the reader of a response that is to run at a place. Raises ServerBusy, with the place
     given back."""
-    session_id, journal = place.session.session_id, place.session.journal
+    session_id = place.session.session_id
     try:
-        return TurnReader(call, session_id, journal, keep_partial=None, merge=each_entry)
+        return TurnReader(call, session_id, keep_partial=None, merge=each_entry)
     except ServerBusy:
         turns.give_back(place)
         raise
@@ -417,13 +418,12 @@ def resume_response(
     if session is None or session.journal.epoch != stored.place.epoch:
         return None  # one that has left the memory has another journal
     try:
-        journal = call.sessions.journal(owner, session_id)
         view = call.sessions.turn(owner, session_id, stored.response_id)
     except (SessionNotFound, TurnNotFound):
         return None
     body = msgspec.json.decode(stored.content.body, type=ResponseBody).begun()
     reader = TurnReader(
-        call, session_id, journal, keep_partial=None, merge=each_entry, is_bounded=is_bounded
+        call, session_id, keep_partial=None, merge=each_entry, is_bounded=is_bounded
     )
     return ResponseRun(
         call=call,

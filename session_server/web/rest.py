@@ -231,9 +231,8 @@ async def create_turn(session_id: str, request: Request, caller: Caller) -> Resp
     caller.connect()
     body = await read_body(request, TurnBody)
     turn = turn_request(body, defaults=caller.services.model.defaults, on_disconnect="cancel")
-    journal = caller.sessions.journal(caller.owner, session_id)
     keep_partial = True if turn.on_disconnect == "cancel" else None
-    reader = TurnReader(caller, session_id, journal, keep_partial=keep_partial)
+    reader = TurnReader(caller, session_id, keep_partial=keep_partial)
     work = caller.sessions.submit(caller.owner, session_id, turn)
     try:
         reader.follow(await until_disconnect(work, request.receive))

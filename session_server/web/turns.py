@@ -11,6 +11,7 @@ from starlette.types import Receive
 
 from session_server.core.errors import (
     SessionClosing,
+    SessionMoved,
     SessionNotFound,
     SessionServerError,
     TurnNotFound,
@@ -58,14 +59,12 @@ class TurnReader:
         self,
         call: Call,
         session_id: str,
-        journal: Journal,
         *,
         keep_partial: bool | None,
         merge: Merge = coalesce,
         is_bounded: bool = True,
     ) -> None:
         self._call = call
-        self._journal = journal
         self.view: TurnView
         self._keep_partial = keep_partial
         self._merge = merge
@@ -100,16 +99,12 @@ class TurnReader:
 
         Raises:
             HttpRefusal: the client disconnected before.
-            SessionClosing: the session closed before the turn's end was read.
+            And what `entries` raises.
         """
         return await until_disconnect(self.wait(on_entry=on_entry), receive)
 
     async def wait(self, *, on_entry: OnEntry | None = None) -> TurnEnd:
-        """Wait for the end of the turn.
-
-        Raises:
-            SessionClosing: the session closed before the turn's end was read.
-        """
+        """Wait for the end of the turn. Raises what `entries` raises."""
         async for item in self.entries():
             if item is not None and isinstance(item[1], TurnEnd):
                 return item[1]
@@ -124,15 +119,17 @@ class TurnReader:
         deltas but not the end, which holds the whole text.
 
         Raises:
-            SessionClosing: the end was among the lost entries, and the session is gone.
+            SessionClosing, SessionMoved: the end was among the lost entries, and the session is
+                gone, or goes on in another replica.
+            TurnNotFound: so it was, and what the turn said was replaced since.
         """
-        position = self.view.created_seq - 1
+        journal, position = self.view.journal, self.view.created_seq - 1
         turn_id = self.view.turn_id
         heartbeat_s = self._call.services.settings.heartbeat_s
         while True:
             try:
                 batches = read_batches(
-                    self._journal, position, heartbeat_s=heartbeat_s, merge=self._merge
+                    journal, position, heartbeat_s=heartbeat_s, merge=self._merge
                 )
                 async for batch in batches:
                     if not batch:
@@ -145,6 +142,8 @@ class TurnReader:
                             yield seq, entry
                             return
                         yield seq, entry
+                if journal.is_suspended:
+                    raise SessionMoved("The session has moved: send the turn again.")
                 raise SessionClosing("The session closed before the turn's end was read.")
             except OffsetLost as lost:
                 self.has_gap = True
@@ -162,7 +161,7 @@ class TurnReader:
                 if self.has_ended:
                     self._call.resources.close()  # the client may send its next turn now
                 yield HEARTBEAT if item is None else await _event(*item)
-        except (SessionClosing, TurnNotFound) as error:
+        except (SessionClosing, SessionMoved, TurnNotFound) as error:
             body = error_body(error, turn_id=self.view.turn_id)
             yield event_chunk(ErrorFrame(error=body), seq=None)
 
@@ -172,11 +171,12 @@ class TurnReader:
 
     def _current_end(self) -> TurnEnd | None:
         """Return the turn's end if it has ended. Raises TurnNotFound if what it said is gone."""
-        call, view = self._call, self.view
-        try:
-            found = call.sessions.turn(call.owner, view.session_id, view.turn_id)
-        except (SessionNotFound, TurnNotFound):
-            return None
+        call, found = self._call, self.view
+        if found.end is None:
+            try:
+                found = call.sessions.turn(call.owner, found.session_id, found.turn_id)
+            except SessionServerError:
+                return None  # its session is not here any more
         if found.is_answer_lost:
             raise TurnNotFound("The turn has ended, and what it said was replaced since.")
         return found.end
@@ -199,6 +199,15 @@ async def submitted(
             turn_id = request.turn_id
             sessions.cancel(owner, session_id, turn_id, keep_partial=False, reason="disconnected")
         raise
+
+
+async def check_still_here(call: Call, session_id: str, journal: Journal) -> None:
+    """Raise SessionMoved if a session has left since somebody began to read this journal of it: it
+    may be back, and whoever submits a turn then reads nothing of it. Between this and a submission
+    nothing may be awaited. Raises what `SessionManager.load` raises."""
+    await call.sessions.load(call.owner, session_id)
+    if journal.is_suspended:
+        raise SessionMoved("The session has moved: connect again.")
 
 
 async def session_events(call: Call, session_id: str, *, after: int) -> AsyncGenerator[bytes, None]:

@@ -63,6 +63,7 @@ from session_server.web.slices import encode_scores
 from session_server.web.slim_exit_stack import SlimExitStack
 from session_server.web.socket_peer import SocketPeer
 from session_server.web.sockets import Sockets
+from session_server.web.turns import check_still_here
 from session_server.web.views import hello_frame, snapshot_frame
 
 MAX_SUBMISSIONS: Final = 8
@@ -338,6 +339,7 @@ class SessionSocket:
         """Return the turn when it is accepted; None if it was refused."""
         view, is_bound = None, request.on_disconnect == "cancel"
         try:
+            await check_still_here(call, session_id, self._journal)
             view = await call.sessions.submit(call.owner, session_id, request)
         except SessionServerError as error:
             self._protocol.send_error(error, turn_id=request.turn_id)

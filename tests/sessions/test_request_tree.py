@@ -75,7 +75,7 @@ class Tree:
         self.world.engine.run()
         end = next(
             found.entry
-            for found in branch.journal.read(0)
+            for found in branch.view.journal.read(0)
             if isinstance(found.entry, TurnCompleted)
         )
         return end.outcome.usage.input_tokens, end.outcome.token_ids
@@ -163,10 +163,10 @@ def test_replacing_ends_a_request_that_runs_and_goes_on_from_what_it_has(
 
     branch = world.do(play())
     world.engine.run()
-    ends = [f.entry for f in running.journal.read(0) if isinstance(f.entry, TurnCancelled)]
+    ends = [f.entry for f in running.view.journal.read(0) if isinstance(f.entry, TurnCancelled)]
     kept = ends[0].outcome.token_ids
     assert len(kept) == 1
-    end = branch.journal.read(branch.journal.last_seq - 2)[0].entry
+    end = branch.view.journal.read(branch.view.journal.last_seq - 2)[0].entry
     assert isinstance(end, TurnCompleted)
     assert end.outcome.token_ids == tree.continuation((60, 61, *kept, 62))
 
@@ -208,7 +208,7 @@ def test_a_request_that_ended_leaves_its_tokens_and_nothing_of_its_turn(
 ) -> None:
     branch = tree.start("a", (60, 61))
     world.engine.run()
-    journal = ref(branch.journal)
+    journal = ref(branch.view.journal)
     del branch
     assert journal() is None
     assert (
@@ -391,7 +391,7 @@ def test_a_tree_goes_with_its_session_while_a_request_of_it_runs(world: World, t
     gc.collect()
     assert kept() is None, "nothing holds what nothing counts"
     world.engine.run()
-    assert branch.journal.is_closed
+    assert branch.view.journal.is_closed
     recount(world.manager)
 
 

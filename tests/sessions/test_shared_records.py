@@ -153,6 +153,17 @@ def meanwhile(pair: Pair, act: Callable[[KeptConversation], object]) -> None:
     second.world.do(there.turns.conversations.change(OWNER, "conv_1", act))
 
 
+def append_at_once(replica: Replica, name: str) -> None:
+    """Have a replica append something before anybody else does anything."""
+    database = replica.database
+    found = database.find_record(OWNER.owner_id, "conv_1")
+    assert found is not None
+    record = KeptConversation("conv_1", OWNER, 7, {})
+    record.entries.append(entry(name), number=100 + found.num_writes)
+    with database.transaction():
+        database.change_record(found, ConversationForm().items(record, 0), [])
+
+
 def late(pair: Pair, act: Callable[[KeptConversation], object], *others: str) -> list[int]:
     """Change the conversation here, while the other replica appends something each time this one
     has read it; return how often it was read."""
@@ -162,14 +173,7 @@ def late(pair: Pair, act: Callable[[KeptConversation], object], *others: str) ->
     def change(conversation: KeptConversation) -> None:
         num_read.append(len(conversation.entries))
         if len(num_read) <= len(others):
-            found = second.database.find_record(OWNER.owner_id, "conv_1")
-            assert found is not None
-            name = others[len(num_read) - 1]
-            record = KeptConversation("conv_1", OWNER, 7, {})
-            record.entries.append(entry(name), number=100 + found.num_writes)
-            with second.database.transaction():
-                parts = ConversationForm().items(record, 0)
-                second.database.change_record(found, parts, [])
+            append_at_once(second, others[len(num_read) - 1])
         act(conversation)
 
     first.world.do(here.turns.conversations.change(OWNER, "conv_1", change))
@@ -262,6 +266,32 @@ def test_who_finds_it_changed_again_and_again_is_told_to_ask_again(pair: Pair) -
     assert ids_in(first, here) == ["i_hello", *others]
 
 
+def test_one_is_deleted_of_which_a_change_is_refused_meanwhile(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, here, there = pair
+    responses, conversations = here.turns.store.records, here.turns.conversations
+    look_up = responses.look_up_made_in
+
+    async def look_up_once_all_is_written(owner: Owner, session_id: str) -> None:
+        await first.world.manager.stored()
+        await look_up(owner, session_id)
+
+    monkeypatch.setattr(responses, "look_up_made_in", look_up_once_all_is_written)
+
+    async def delete() -> None:
+        conversation = await conversations.load(OWNER, "conv_1")
+        append_at_once(second, "theirs")
+        conversations.append(conversation, [entry("ours")])
+        await here.turns.forget_conversation(OWNER, "conv_1")
+        await first.world.manager.stored()
+
+    first.world.do(delete())
+    for replica, desk in ((first, here), (second, there)):
+        with pytest.raises(ConversationNotFound):
+            ids_in(replica, desk)
+
+
 def test_what_a_response_says_is_added_behind_what_came_meanwhile(
     pair: Pair, cluster: Cluster
 ) -> None:
@@ -269,6 +299,21 @@ def test_what_a_response_says_is_added_behind_what_came_meanwhile(
     conversation = first.world.do(here.turns.conversations.load(OWNER, "conv_1"))
     here.begin("one", conversation=conversation)
     meanwhile(pair, partial(there.turns.conversations.append, entries=[entry("theirs")]))
+    first.world.engine.run()
+    first.world.do(first.world.manager.stored())
+    expected = ["i_hello", "theirs", "resp_one_0", "resp_one_1"]
+    cluster.until(lambda: not here.turns.conversations._tasks)
+    assert ids_in(second, there) == ids_in(first, here) == expected
+
+
+def test_what_a_response_says_is_added_where_that_is_read_again_meanwhile(
+    pair: Pair, cluster: Cluster
+) -> None:
+    first, second, here, there = pair
+    conversation = first.world.do(here.turns.conversations.load(OWNER, "conv_1"))
+    here.begin("one", conversation=conversation)
+    meanwhile(pair, partial(there.turns.conversations.append, entries=[entry("theirs")]))
+    assert ids_in(first, here) == ["i_hello", "theirs"]
     first.world.engine.run()
     first.world.do(first.world.manager.stored())
     expected = ["i_hello", "theirs", "resp_one_0", "resp_one_1"]

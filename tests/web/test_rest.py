@@ -331,7 +331,7 @@ def test_a_turn_whose_end_was_lost_with_its_session_ends_in_an_error(dialect: st
             view = this.sessions.turn(ANONYMOUS, session_id, "t1")
             journal = this.sessions.journal(ANONYMOUS, session_id)
             with call.resources:
-                reader = TurnReader(call, session_id, journal, keep_partial=None).follow(view)
+                reader = TurnReader(call, session_id, keep_partial=None).follow(view)
                 chunks = reader.events() if dialect == "ours" else of_sglang(call, reader)
                 for number in range(9):
                     this.sessions.update(ANONYMOUS, session_id, metadata={"n": str(number)})

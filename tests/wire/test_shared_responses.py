@@ -57,3 +57,10 @@ def test_a_session_goes_with_the_last_of_its_responses_wherever_they_are_deleted
         if len(found) == num_before - 1:
             break
     assert len(found) == num_before - 1
+
+
+def test_a_conversation_is_deleted_where_it_is_not_known(servers: list[httpx.Client]) -> None:
+    first, second = servers
+    path = f"/v1/conversations/{first.post('/v1/conversations', json={}).json()['id']}"
+    assert second.delete(path).json()["durable"] is True
+    assert {server.get(path).status_code for server in servers} == {404}
