@@ -7,7 +7,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from session_server.core.session_events import (
     ChatInput,
@@ -283,6 +283,8 @@ OPERATIONS = st.lists(
     min_size=6,
     max_size=16,
 )
+EACH = [("ask", 3), ("again", 3), ("edit answer", 1), ("edit user", 2), ("read", 5), ("drop", 1)]
+"""A history that has every operation: chance may leave one out."""
 
 
 @pytest.mark.parametrize("kind", APPENDING)
@@ -293,6 +295,7 @@ def test_any_history_of_edits_has_the_tokens_of_a_session_without_them(kind: str
 
         @settings(max_examples=at_depth(25, proof=300), deadline=None, database=None)
         @given(OPERATIONS)
+        @example(EACH)
         def edits(operations: list[tuple[str, int]]) -> None:
             session = world.open()
             talk: list[Message] = []
