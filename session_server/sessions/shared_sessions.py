@@ -97,6 +97,7 @@ class SharedSessions:
         self._restorer, self._lease, self._logs = restorer, lease, logs
         self._loading: dict[_Key, _Loading] = {}
         self._at_once = asyncio.Semaphore(ADOPTED_AT_ONCE)
+        self._unread = asyncio.Lock()
         self._looked_up: dict[_Key, int | None] = {}
         self._asked: set[int] = set()
         """Sessions that are not in memory, or were not when others asked for them."""
@@ -424,12 +425,13 @@ class SharedSessions:
         try:
             await self.load(owner, session_id)
         except (InternalInconsistency, UnknownModel, UnsupportedOperation):
-            await self._until_released(self._looked_up.get((owner.owner_id, session_id)))
-            row = await self._take(owner, session_id)
-            if row is not None:
-                view = self._restorer.view(row, "closing")
-                view = replace(view, is_durable=await self._delete(row))
-                self._closed[owner.owner_id, session_id] = view
+            async with self._unread:  # who takes it a second time has the first deletion refused
+                await self._until_released(self._looked_up.get((owner.owner_id, session_id)))
+                row = await self._take(owner, session_id)
+                if row is not None:
+                    view = self._restorer.view(row, "closing")
+                    view = replace(view, is_durable=await self._delete(row))
+                    self._closed[owner.owner_id, session_id] = view
 
     async def _delete(self, row: SessionRow) -> bool:
         """Delete a session that is not in memory, and wait until that is on disk, or cannot be;

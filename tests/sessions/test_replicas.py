@@ -11,7 +11,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from session_server.core.errors import ServerDraining, SessionExists, SessionMoved, SessionNotFound
+from session_server.core.errors import (
+    ServerBusy,
+    ServerDraining,
+    SessionExists,
+    SessionMoved,
+    SessionNotFound,
+)
 from session_server.core.owner import Owner
 from session_server.core.session_events import TurnEnd
 from session_server.sessions import session_logs
@@ -26,7 +32,7 @@ from session_server.sessions.store.lease import ReplicaLease
 from session_server.sessions.store.ownership import HeldBy, Joined, LeaseLost
 from session_server.sessions.store.records import SessionRow
 from session_server.sessions.store.session_store import SessionStore
-from session_server.sessions.views import OpenRequest
+from session_server.sessions.views import OpenRequest, SessionView
 from tests.sessions.world import OWNER, World, completed, turn
 
 LEASE_S = 3.0
@@ -428,6 +434,22 @@ def test_a_session_that_is_deleted_unread_and_was_taken_meanwhile_is_told_to_hav
         second.world.do(second.world.manager.exits.delete(OWNER, name))
     second.database.take = take  # type: ignore[method-assign]
     assert second.world.do(second.world.manager.exits.delete(OWNER, name)).is_durable
+    with pytest.raises(SessionNotFound):
+        first.history(name)
+
+
+def test_of_two_deletions_of_what_cannot_be_read_one_deletes_it(cluster: Cluster) -> None:
+    first, second = cluster.start(), cluster.start()
+    name = first.world.create(session_id="ours", is_stored=True)
+    completed(first.say(name, "a"))
+    second.store.model = b"another tokenizer"
+    exits = second.world.manager.exits
+    both = [cluster.loop.create_task(exits.delete(OWNER, name)) for _ in range(2)]
+    done = asyncio.gather(*both, return_exceptions=True)
+    deleted, other = cluster.loop.run_until_complete(done)
+    assert isinstance(deleted, SessionView), deleted
+    assert deleted.is_durable
+    assert isinstance(other, SessionNotFound | ServerBusy), "it is gone, or to be asked for again"
     with pytest.raises(SessionNotFound):
         first.history(name)
 
