@@ -112,7 +112,7 @@ def build_engine(settings: Settings) -> EngineAssembly:
             loaded.plan.capacity.max_context_len,
         )
     warm_up(loaded.runner, _speculation(settings))
-    _capture_graphs(loaded, settings)
+    _prepare_device(loaded, settings)
     working_bytes = loaded.runner.reserve(chunk_tokens + settings.engine.max_running_turns)
     _LOG.info("a forward computes up to %d tokens of prompts", chunk_tokens)
     if working_bytes:  # torch allocates it forward by forward
@@ -220,11 +220,17 @@ def _log_model(loaded: LoadedRunner, elapsed_s: float) -> None:
         _LOG.warning("torch computes: %s", why)
 
 
-def _capture_graphs(loaded: LoadedRunner, settings: Settings) -> None:
-    """Capture what a GPU computes in every step of rows that decode, and say what came of it."""
-    largest = min(settings.model.cuda_graph_max_bs, settings.engine.max_running_turns)
-    if loaded.device == "cpu" or not largest:
+def _prepare_device(loaded: LoadedRunner, settings: Settings) -> None:
+    """Compile what a GPU computes, capture what it computes in every step of rows that decode, and
+    say what came of it."""
+    if loaded.device == "cpu":
         return
+    started_s = time.monotonic()
+    loaded.runner.compile_kernels()
+    _LOG.info("kernels are compiled, after %.1f s", time.monotonic() - started_s)
+    largest = min(settings.model.cuda_graph_max_bs, settings.engine.max_running_turns)
+    if not largest or _speculation(settings).num_drafts:
+        return  # with drafts no step is of one token each
     started_s = time.monotonic()
     told = capture_graphs(
         loaded, largest, on_progress=partial(_LOG.info, "captured a CUDA graph of %d rows")

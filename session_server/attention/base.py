@@ -117,8 +117,12 @@ class DecodePlan(Protocol):
         ...
 
 
-class PlansDecode(Protocol):
-    """A backend whose forwards that decode can be captured."""
+class CapturableBackend(Protocol):
+    """A backend whose forwards that decode can be captured in graphs."""
+
+    def compile_all(self, *, has_sinks: bool) -> None:
+        """Compile every kernel that forwards may launch, so that none waits for it."""
+        ...
 
     def plan_decode(self, num_rows: int, longest: int) -> DecodePlan:
         """Prepare forwards of so many rows with one token each, of up to `longest` positions."""

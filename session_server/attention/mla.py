@@ -30,8 +30,8 @@ from session_server.attention.base import (
     AttentionPlan,
     AttentionRule,
     BackendFactory,
+    CapturableBackend,
     DecodePlan,
-    PlansDecode,
     Span,
 )
 
@@ -106,10 +106,14 @@ class MlaBackend:
             expanded=[_Chunk(span, self._blocks(span)) for span in expanded],
         )
 
+    def compile_all(self, *, has_sinks: bool) -> None:
+        """Compile what attends to latents; as `CapturableBackend.compile_all`."""
+        cast(CapturableBackend, self._absorbed).compile_all(has_sinks=has_sinks)
+
     def plan_decode(self, num_rows: int, longest: int) -> MlaDecodePlan:
         """Prepare forwards of so many rows with one token each, of up to `longest` positions. They
         are absorbed, by a backend that can prepare them."""
-        absorbed = cast(PlansDecode, self._absorbed).plan_decode(num_rows, longest)
+        absorbed = cast(CapturableBackend, self._absorbed).plan_decode(num_rows, longest)
         return MlaDecodePlan(self, absorbed)
 
     def absorb(self, plan: AttentionPlan, slot_mapping: Tensor) -> MlaPlan:

@@ -114,13 +114,13 @@ class DecodeGraphs:
                 token_ids, positions, attention=attention, logits_indices=logits_indices
             )
 
-        return _Bucket(inputs, self._api.capture(run))
+        return _Bucket(inputs, plans, self._api.capture(run))
 
     def forward(self, decoding: Tensor | None) -> Tensor | None:
         """Return the hidden states of a forward, [rows, hidden], in the order of the batch.
 
         They are overwritten by the next replay. `decoding`: see `ForwardInputs`. None if no graph
-        computes that; why is counted.
+        computes that; why is counted, of batches.
         """
         if decoding is None:
             self.fallbacks["not only decode"] += 1
@@ -139,9 +139,14 @@ class DecodeGraphs:
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """Hold one graph, and the tensor that its inputs are copied to: int64 [4 + pools, rows]."""
+    """Hold one graph, and what it reads and writes beside weights and pools.
+
+    `inputs`: int64 [4 + pools, rows], which a batch is copied to. `plans`: they have the tables of
+    tiles, which nobody else holds.
+    """
 
     inputs: Tensor
+    plans: Mapping[PoolName, DecodePlan | MlaDecodePlan]
     graph: Graph
 
 

@@ -199,8 +199,12 @@ def capture_graphs(
     """Capture what a GPU computes in steps of up to `largest` rows that decode. Return what came
     of it, in words. `on_progress` is told each number of rows that is done."""
     device = torch.device(loaded.device)
+    torch.cuda.empty_cache()  # as a capture does: what it takes is measured
     before = free_bytes(device)
-    why_not = loaded.runner.capture_graphs(largest, CudaGraphs(device), on_progress=on_progress)
+    try:
+        why_not = loaded.runner.capture_graphs(largest, CudaGraphs(device), on_progress=on_progress)
+    except torch.OutOfMemoryError:
+        why_not = "their memory is missing, which a lower --mem-fraction-static leaves"
     if why_not is not None:
         return f"decode steps are launched kernel by kernel: {why_not}"
     taken_mib = (before - free_bytes(device)) / 2**20

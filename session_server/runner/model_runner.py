@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Final, Protocol, cast
 
@@ -126,8 +126,19 @@ class ModelRunner:
     ) -> str | None:
         """Capture the model's forwards of up to `largest` rows that decode. Return why not, if so;
         see `PagedDecoder.capture_graphs`."""
-        with torch.inference_mode():
+        with torch.inference_mode(), self._on_device():
             return self._model.capture_graphs(largest, api, on_progress=on_progress)
+
+    def compile_kernels(self) -> None:
+        """Compile the kernels that forwards may launch; see `PagedDecoder.compile_kernels`."""
+        with torch.inference_mode(), self._on_device():
+            for model in self._models:
+                model.compile_kernels()
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Make the runner's GPU the current one, on which kernels and events are launched."""
+        device = self._last_tokens.device
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
     @property
     def graphs(self) -> DecodeGraphs | None:
@@ -183,7 +194,7 @@ class ModelRunner:
         """
         started = time.perf_counter()
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), self._on_device():
                 if self._last_tokens.device.type == "cuda":
                     return EventStep.record(lambda: self._execute(batch))
                 outputs = self._execute(batch)
@@ -203,10 +214,11 @@ class ModelRunner:
             float32 [n, vocab]: sampled positions in the order of the batch, then those of prompt
                 logprobs.
         """
-        self._apply_table_writes(batch.table_writes)
-        inputs, _ = self._build(batch)
-        hidden = self._model.forward(inputs, inputs.logits_indices)
-        return self._model.logits(hidden[: len(hidden) - len(inputs.unsampled)])
+        with self._on_device():
+            self._apply_table_writes(batch.table_writes)
+            inputs, _ = self._build(batch)
+            hidden = self._model.forward(inputs, inputs.logits_indices)
+            return self._model.logits(hidden[: len(hidden) - len(inputs.unsampled)])
 
     def _apply_table_writes(self, writes: Sequence[TableWrite]) -> None:
         if self._others is not None:

@@ -21,8 +21,8 @@ from session_server.attention.base import (
     AttentionBackend,
     AttentionRule,
     BackendFactory,
+    CapturableBackend,
     DecodePlan,
-    PlansDecode,
 )
 from session_server.attention.cpu import CpuBackend
 from session_server.attention.mla import MlaBackend, MlaDecodePlan, MlaShape
@@ -170,6 +170,16 @@ class PagedDecoder:
         """
         return 0 if self._native is None else self._native.reserve(num_tokens)
 
+    def compile_kernels(self) -> None:
+        """Compile the kernels that forwards may launch, where they are compiled on this machine."""
+        if self.backend_name != "triton":
+            return
+        for name in self.pools:
+            has_sinks = getattr(self.decoder.config.mixer_of(name), "has_sinks", False)
+            cast(CapturableBackend | MlaBackend, self._backends[name]).compile_all(
+                has_sinks=has_sinks
+            )
+
     def capture_graphs(
         self, largest: int, api: GraphApi, *, on_progress: Callable[[int], None]
     ) -> str | None:
@@ -185,14 +195,15 @@ class PagedDecoder:
 
         def plans(num_rows: int) -> dict[PoolName, DecodePlan | MlaDecodePlan]:
             return {
-                name: cast(PlansDecode | MlaBackend, backend).plan_decode(
+                name: cast(CapturableBackend | MlaBackend, backend).plan_decode(
                     num_rows, self._max_context_len
                 )
                 for name, backend in backends.items()
             }
 
-        self.graphs = DecodeGraphs(self.decoder, plans, pools=tuple(backends), api=api)
-        self.graphs.capture(bucket_sizes(largest), on_progress=on_progress)
+        graphs = DecodeGraphs(self.decoder, plans, pools=tuple(backends), api=api)
+        graphs.capture(bucket_sizes(largest), on_progress=on_progress)
+        self.graphs = graphs
         return None
 
     def forward(self, inputs: ForwardInputs, logits_indices: Tensor) -> Tensor:
@@ -204,7 +215,7 @@ class PagedDecoder:
         if self._native is not None:
             return self._native.forward(inputs, logits_indices)
         with self.accompany(inputs):
-            if self.graphs is not None:
+            if self.graphs is not None and not inputs.is_probe:
                 hidden = self.graphs.forward(inputs.decoding)
                 if hidden is not None:
                     return hidden

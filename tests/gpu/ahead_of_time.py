@@ -25,7 +25,7 @@ from triton.compiler import ASTSource
 
 from session_server.attention.triton.backend import IS_INTERPRETED
 from session_server.attention.triton.kernels import attend_tiles, merge_splits
-from session_server.attention.triton.tiles import MAX_SPLITS, tile_shape
+from session_server.attention.triton.tiles import MAX_SPLITS, TileShape, tile_shape
 
 ARCHITECTURES: Final = (80, 90, 100)
 MAX_SHARED_BYTES: Final = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
@@ -109,13 +109,19 @@ class Taken:
 
 def specializations(architectures: tuple[int, ...] = ARCHITECTURES) -> Iterator[Specialization]:
     """Every family in every dtype, for each shape of tile it has."""
-    dtypes = (("bf16", "bf16"), ("fp16", "fp16"), ("bf16", "fp8e4nv"), ("bf16", "fp8e5"))
+    dtypes = (
+        ("bf16", "bf16"),
+        ("fp16", "fp16"),
+        ("fp32", "fp32"),
+        ("bf16", "fp8e4nv"),
+        ("bf16", "fp8e5"),
+    )
     for architecture in architectures:
         for family, layers in FAMILIES.items():
-            shapes = {tile_shape(n * layers.group, layers.value_dim): n for n in (512, 32, 5, 1)}
             for queries, pages in dtypes:
                 if pages == "fp8e4nv" and architecture < 89:
                     continue  # the architecture has no such dtype
+                shapes = {shape_of(layers, n, queries): n for n in (512, 32, 5, 1)}
                 for num_tokens in shapes.values():
                     for num_splits in (1, 8) if num_tokens <= 5 else (1,):
                         yield Specialization(
@@ -123,10 +129,16 @@ def specializations(architectures: tuple[int, ...] = ARCHITECTURES) -> Iterator[
                         )
 
 
+def shape_of(layers: Layers, num_tokens: int, queries: str) -> TileShape:
+    """Return the tiles of spans of so many tokens."""
+    itemsize = 4 if queries == "fp32" else 2
+    return tile_shape(num_tokens * layers.group, layers.value_dim, itemsize)
+
+
 def compile_attention(of: Specialization) -> Taken:
     """Compile `attend_tiles`, as `PoolKernel.launch` has it compiled."""
     layers = FAMILIES[of.family]
-    shape = tile_shape(of.num_tokens * layers.group, layers.value_dim)
+    shape = shape_of(layers, of.num_tokens, of.queries)
     out = "fp32" if of.num_splits > 1 else of.queries
     pointers = {
         "q": of.queries,
@@ -148,7 +160,7 @@ def compile_attention(of: Specialization) -> Taken:
         "HAS_SOFTCAP": layers.has_softcap,
         "HAS_SINKS": layers.has_sinks,
         "VALUES_ARE_KEYS": layers.rope_dim > 0,
-        "NUM_SPLITS": of.num_splits,
+        "IS_SPLIT": of.num_splits > 1,
         "DOT_DTYPE": _TL[of.queries],
         "BLOCK_M": shape.num_rows,
         "BLOCK_N": shape.num_keys,
@@ -185,7 +197,8 @@ def _compile(
             signature[name] = "constexpr"
         elif name in pointers:
             signature[name] = f"*{pointers[name]}"
-            attributes[index,] = [["tt.divisibility", 16]]
+            if name != "tiles":
+                attributes[index,] = [["tt.divisibility", 16]]
         elif name in ("scale", "softcap"):
             signature[name] = "fp32"
         else:

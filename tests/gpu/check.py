@@ -1,9 +1,10 @@
 """`make gpu-check`: prove and measure on a GPU what was proven without one, part by part.
 
 Each part is a process of its own with a time limit, and works alone: `--parts kernels,decode`. The
-most important ones come first: the first four take eight minutes at most. What a part prints is in
-`OUT/PART.txt` as it is printed; `OUT/summary.json` and `OUT/page.md` are written anew behind every
-part, so a run that is cut short has told what it knew. The page is made for docs/benchmarks.md.
+most important ones come first: graphs and figures, in eight minutes at most. What a part prints is
+in `OUT/PART.txt` as it is printed; `OUT/summary.json` and `OUT/page.md` are written anew behind
+every part, so a run that is cut short has told what it knew. The page is made for
+docs/benchmarks.md.
 
 Needs torch with its triton, transformers and what `make gpu-bundle` has put beside the sources; no
 network, and nothing of the web. Without a GPU the same parts run with a tiny model, the kernels in
@@ -50,16 +51,10 @@ class Part:
 
 PARTS: Final = (
     Part(
-        "kernels",
-        "attention by Triton against the reference, in fp32, bf16 and fp16",
-        (*_PYTEST, "tests/attention/test_triton.py"),
-        120,
-    ),
-    Part(
         "graphs",
         "decode steps replayed from CUDA graphs against the same without",
         (*_PYTEST, "tests/gpu/test_decode_graphs.py"),
-        90,
+        120,
     ),
     Part(
         "decode",
@@ -88,6 +83,12 @@ PARTS: Final = (
         (*_BENCH, "torch", "--parts", "decode,prefill"),
         180,
         is_bench=True,
+    ),
+    Part(
+        "kernels",
+        "attention by Triton against the reference, in bf16 and fp16",
+        (*_PYTEST, "tests/attention/test_triton.py"),
+        300,
     ),
     Part(
         "transformers",

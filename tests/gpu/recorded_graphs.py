@@ -85,8 +85,8 @@ class Recorder(TorchDispatchMode):
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
     ) -> None:
         args, kwargs = tree_map(self._kept, args), tree_map(self._kept, dict(kwargs))
-        self.calls.append((func, args, kwargs, out))
         tree_map(self._note_made, out)
+        self.calls.append((func, args, kwargs, tree_map(self._kept, out)))
 
     def _kept(self, value: Any) -> Any:
         """What a call is replayed with: what was made meanwhile, and where the rest is."""

@@ -33,6 +33,9 @@ pytest.importorskip("triton", reason="triton has no wheel for this machine")
 PAGE_SIZE = 16
 NUM_ROWS = 6
 LARGEST = 4
+ATOL = 1e-5 if DEVICE.type == "cpu" else 1e-3
+"""cuBLAS may take another kernel for another number of rows."""
+
 DENSE = {"first_k_dense_replace": 2, "num_hidden_layers": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"num_hidden_layers": 2},
@@ -131,10 +134,10 @@ def assert_alike(graphed: Talk, eager: Talk) -> None:
             graphed.read(ANEW)
             eager.read(ANEW)
         logits = [talk.runner.logits(talk.batch(*rows)) for talk in (graphed, eager)]
-        torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=1e-5)
+        torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=ATOL)
         assert graphed.step(*rows) == eager.step(*rows), rows
         for ours, theirs in zip(graphed.stored(), eager.stored(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=ATOL)
 
 
 def test_a_replay_says_and_stores_what_a_forward_does(checkpoint: Path, api: GraphApi) -> None:
@@ -294,9 +297,12 @@ BUGS: dict[str, Seed] = {
         "            positions.copy_(torch.from_numpy(positions.numpy() + 0))\n"
         "            for plan in plans.values():\n",
     ),
+    "the tables of tiles are not kept": _replaced(
+        "_Bucket(inputs, plans, ", "_Bucket(inputs, {}, "
+    ),
     "inputs are replaced, not written": _replaced(
         "        bucket.inputs[:, :num_rows] = decoding\n",
-        "        bucket = _Bucket(bucket.inputs.clone(), bucket.graph)\n"
+        "        bucket = _Bucket(bucket.inputs.clone(), {}, bucket.graph)\n"
         "        bucket.inputs[:, :num_rows] = decoding\n",
     ),
 }

@@ -21,7 +21,13 @@ from cache.pool.storage import KvPool
 from cache.pool.upload import upload
 from session_server.attention.base import AttentionMeta, AttentionPlan, AttentionRule
 from session_server.attention.triton.kernels import attend_tiles, merge_splits
-from session_server.attention.triton.tiles import TILE_COLUMNS, Launch, Tiling
+from session_server.attention.triton.tiles import (
+    MAX_SPLITS,
+    TILE_COLUMNS,
+    Launch,
+    Tiling,
+    every_shape,
+)
 
 INTERPRETED_NUM_SMS: Final = 8
 """Multiprocessors that are planned for where there are none: enough that histories are split."""
@@ -42,7 +48,14 @@ class TritonBackend:
     def __init__(self, pool: KvPool, table: PageTable, rule: AttentionRule) -> None:
         assert rule.num_heads % pool.num_kv_heads == 0, "query heads divide over kv heads"
         self.kernel = PoolKernel(pool, table.device_pages, rule)
-        self.tiling = Tiling(rule, pool.num_kv_heads, self.kernel.value_dim, _num_sms(pool.device))
+        self.tiling = Tiling(
+            rule,
+            pool.num_kv_heads,
+            self.kernel.value_dim,
+            # The interpreter takes the tiles of halves, which are larger, and what is served.
+            itemsize=2 if IS_INTERPRETED else pool.read_dtype.itemsize,
+            num_sms=_num_sms(pool.device),
+        )
 
     def plan(self, meta: AttentionMeta) -> AttentionPlan:
         """Cut the spans into tiles, and take them to the device."""
@@ -50,6 +63,24 @@ class TritonBackend:
         table, launches = self.tiling.cut(meta.spans)
         tiles = upload(torch.from_numpy(table), pool.device)
         return TritonPlan(self.kernel, meta.slot_mapping[pool.name], tiles, launches)
+
+    def compile_all(self, *, has_sinks: bool) -> None:
+        """Compile what forwards may launch, by launching it on a tile without a token."""
+        pool, kernel = self.kernel.pool, self.kernel
+        heads = (1, kernel.rule.num_heads)
+        q = torch.zeros((*heads, pool.head_dim), dtype=pool.read_dtype, device=pool.device)
+        out, sinks = q.new_zeros((*heads, kernel.value_dim)), q[0, :, 0].contiguous()
+        nothing = torch.zeros((1, TILE_COLUMNS), dtype=torch.int32, device=pool.device)
+        of = Attended(q, out, sinks if has_sinks else None)
+        tiling = self.tiling
+        shapes = every_shape(tiling.group, tiling.value_dim, tiling.itemsize)
+        for shape in shapes:
+            kernel.launch(0, Launch(shape, 0, 1, 0, 1, 1), nothing, of)
+        num_splits = 2
+        while num_splits <= MAX_SPLITS:
+            for shape in shapes if num_splits == 2 else shapes[:1]:
+                kernel.launch(0, Launch(shape, 0, 1, 0, 1, num_splits), nothing, of)
+            num_splits *= 2
 
     def plan_decode(self, num_rows: int, longest: int) -> TritonDecodePlan:
         """Prepare forwards of so many rows with one token each, of up to `longest` positions."""
@@ -152,7 +183,6 @@ class PoolKernel:
         if num_splits > 1:
             parts = out.new_empty((num_splits, num_tokens, *out.shape[1:]), dtype=torch.float32)
             lse = parts.new_empty(parts.shape[:-1])
-        has_sinks = {"HAS_SINKS": sinks is not None, "NUM_SPLITS": num_splits}
         run(
             attend_tiles,
             (len(tiles), self.pool.num_kv_heads, num_splits),
@@ -166,13 +196,15 @@ class PoolKernel:
             tiles,
             launch.first_token if num_splits > 1 else 0,
             num_tokens,
+            num_splits,
             q.stride(0),
             q.stride(1),
             *self._strides,
             self.rule.scale,
             self.rule.softcap or 0.0,
             **self._constants,
-            **has_sinks,
+            HAS_SINKS=sinks is not None,
+            IS_SPLIT=num_splits > 1,
             DOT_DTYPE=tl.float32 if IS_INTERPRETED else _TL_DTYPES[q.dtype],
             BLOCK_M=launch.shape.num_rows,
             BLOCK_N=launch.shape.num_keys,
@@ -190,7 +222,8 @@ class PoolKernel:
                 num_tokens,
                 NUM_HEADS=self.rule.num_heads,
                 HEAD_DIM=self.value_dim,
-                **has_sinks,
+                HAS_SINKS=sinks is not None,
+                NUM_SPLITS=num_splits,
                 BLOCK_D=self._constants["BLOCK_D"],
             )
 

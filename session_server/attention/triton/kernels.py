@@ -18,7 +18,11 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+# What differs from launch to launch is not compiled in: to compile takes a second, for everybody.
+@triton.jit(
+    do_not_specialize=["first_token", "num_tokens", "num_splits"],
+    do_not_specialize_on_alignment=["tiles"],
+)
 def attend_tiles(
     q,
     kv_keys,
@@ -29,7 +33,8 @@ def attend_tiles(
     table,
     tiles,
     first_token,
-    num_tokens_all,
+    num_tokens,
+    num_splits,
     stride_q_token,
     stride_q_head,
     stride_kv_head,
@@ -46,7 +51,7 @@ def attend_tiles(
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     VALUES_ARE_KEYS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -66,22 +71,23 @@ def attend_tiles(
         table: int32 [rows, pages].
         tiles: int32 [tiles, 5]: table row, position of the row's first new token, number of new
             tokens, their offset in the batch, and the first of this tile's query rows.
-        first_token, num_tokens_all: tokens of the launch, if `out` has those alone; 0 and whatever
-            without splits.
+        first_token, num_tokens: with splits the tokens of this launch, because `out` has those
+            alone; without 0 and whatever.
+        num_splits: splits of each history.
         WINDOW: positions that a token sees, its own included; 0 for all.
         DOT_DTYPE: in which products are computed; they are summed up in float32.
     """
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(tiles + tile * 5).to(tl.int64)
     start = tl.load(tiles + tile * 5 + 1)
-    num_tokens = tl.load(tiles + tile * 5 + 2)
+    num_new = tl.load(tiles + tile * 5 + 2)
     offset = tl.load(tiles + tile * 5 + 3).to(tl.int64)
     first_row = tl.load(tiles + tile * 5 + 4)
 
     rows = first_row + tl.arange(0, BLOCK_M)
     tokens = rows // GROUP
     heads = kv_head * GROUP + rows % GROUP
-    is_row = tokens < num_tokens
+    is_row = tokens < num_new
     positions = start + tokens
 
     d = tl.arange(0, BLOCK_D)
@@ -97,15 +103,15 @@ def attend_tiles(
         ).to(DOT_DTYPE)
 
     # The tile's keys: from the first that its first token sees, to its last token's own.
-    last = tl.minimum((first_row + BLOCK_M - 1) // GROUP, num_tokens - 1)
+    last = tl.minimum((first_row + BLOCK_M - 1) // GROUP, num_new - 1)
     end = start + last + 1
     first = 0
     if WINDOW > 0:
         first = tl.maximum(start + first_row // GROUP - WINDOW + 1, 0)
     begin = first // BLOCK_N * BLOCK_N
-    if NUM_SPLITS > 1:
+    if IS_SPLIT:
         num_blocks = tl.cdiv(end - begin, BLOCK_N)
-        of_split = tl.cdiv(num_blocks, NUM_SPLITS) * BLOCK_N
+        of_split = tl.cdiv(num_blocks, num_splits) * BLOCK_N
         begin += split * of_split
         end = tl.minimum(end, begin + of_split)
 
@@ -158,13 +164,13 @@ def attend_tiles(
         top = higher
 
     shift = tl.where(top == float("-inf"), 0.0, top)
-    if HAS_SINKS and NUM_SPLITS == 1:
+    if HAS_SINKS and not IS_SPLIT:
         of_heads = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
         total += tl.exp2(of_heads - shift)
     divisor = tl.where(total == 0.0, 1.0, total)
     mixed = mixed / divisor[:, None]
-    at = (split.to(tl.int64) * num_tokens_all + offset - first_token + tokens) * NUM_HEADS + heads
-    if NUM_SPLITS > 1:
+    at = (split.to(tl.int64) * num_tokens + offset - first_token + tokens) * NUM_HEADS + heads
+    if IS_SPLIT:
         seen_of_split = tl.where(total == 0.0, float("-inf"), tl.log2(divisor) + shift)
         tl.store(lse + at, seen_of_split, mask=is_row)
     tl.store(
@@ -174,13 +180,13 @@ def attend_tiles(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def merge_splits(
     parts,
     lse,
     out,
     sinks,
-    num_tokens_all,
+    num_tokens,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -197,7 +203,7 @@ def merge_splits(
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     s, d = tl.arange(0, NUM_SPLITS), tl.arange(0, BLOCK_D)
     is_d = d < HEAD_DIM
-    at = (s.to(tl.int64) * num_tokens_all + token) * NUM_HEADS + head
+    at = (s.to(tl.int64) * num_tokens + token) * NUM_HEADS + head
     totals = tl.load(lse + at)
     top = tl.max(totals, 0)
     weights = tl.exp2(totals - top)

@@ -50,16 +50,32 @@ class Launch:
     num_splits: int
 
 
-def tile_shape(num_rows: int, value_dim: int) -> TileShape:
+def tile_shape(num_rows: int, value_dim: int, itemsize: int) -> TileShape:
     """Return the shape of tiles for spans of so many query rows.
 
-    What limits it are registers: a program keeps [rows, value_dim] in float32.
+    What limits it are registers and shared memory: a program keeps [rows, value_dim] in float32,
+    and some blocks of keys and values in the dtype that they are multiplied in.
+
+    Args:
+        num_rows: query rows of a span.
+        value_dim: elements of a value.
+        itemsize: bytes of an element that is multiplied.
     """
     most = 128 if value_dim <= 128 else 64 if value_dim <= 256 else 32
-    rows = min(max(MIN_ROWS, 1 << (num_rows - 1).bit_length()), most)
     num_keys = 64 if value_dim <= 128 else 32
+    if itemsize == 4:
+        most, num_keys = 16, 32 if value_dim <= 128 else 16
+    rows = min(max(MIN_ROWS, 1 << (num_rows - 1).bit_length()), most)
     num_warps = 8 if rows * value_dim > 64 * 128 or value_dim > 256 else 4
     return TileShape(rows, num_keys, num_warps, num_stages=2 if value_dim > 128 else 3)
+
+
+def every_shape(group: int, value_dim: int, itemsize: int) -> tuple[TileShape, ...]:
+    """Return all shapes that tiles of a pool can have."""
+    rows = (1 << power for power in range(12))
+    shapes = (tile_shape(num_rows, value_dim, itemsize) for num_rows in rows if num_rows >= group)
+    smallest = tile_shape(group, value_dim, itemsize)
+    return tuple(dict.fromkeys((smallest, *shapes)))
 
 
 def choose_num_splits(num_programs: int, longest: int, num_sms: int) -> int:
@@ -78,11 +94,12 @@ def choose_num_splits(num_programs: int, longest: int, num_sms: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Cut spans of one model's layers: `group` query heads share a KV head of `num_kv_heads`."""
+    """Cut spans of one model's layers. `itemsize`: bytes of an element that is multiplied."""
 
     rule: AttentionRule
     num_kv_heads: int
     value_dim: int
+    itemsize: int
     num_sms: int
 
     @property
@@ -112,7 +129,7 @@ class Tiling:
     def cut_decode(self, num_rows: int, longest: int) -> tuple[NDArray[np.int32], Launch]:
         """Return the table and the launch of so many rows with one token each, of histories of up
         to `longest` positions; the table's first two columns are to be filled."""
-        shape = tile_shape(self.group, self.value_dim)
+        shape = tile_shape(self.group, self.value_dim, self.itemsize)
         table = self._table([Span(0, 0, 1, offset) for offset in range(num_rows)], shape)
         if self.rule.window is not None:
             longest = min(longest, self.rule.window)
@@ -122,7 +139,8 @@ class Tiling:
     def _alike(self, spans: Sequence[Span]) -> Iterator[tuple[TileShape, list[Span]]]:
         """Return spans that follow each other and have tiles of one shape."""
         shapes = itertools.groupby(
-            spans, lambda span: tile_shape(span.num_tokens * self.group, self.value_dim)
+            spans,
+            lambda span: tile_shape(span.num_tokens * self.group, self.value_dim, self.itemsize),
         )
         return ((shape, list(alike)) for shape, alike in shapes)
 
