@@ -63,6 +63,9 @@ others ask again."""
 MAX_LOOKED_UP: Final = 4096
 """Ids that were looked up last; what is asked of them next is answered without the database."""
 
+_UNREADABLE: Final = (InternalInconsistency, UnknownModel, UnsupportedOperation)
+"""What a session raises that can be deleted, but not read."""
+
 _Key = tuple[str, str]
 
 Written = Callable[[Session], Awaitable[None]]
@@ -172,8 +175,7 @@ class SharedSessions:
         """Wait until a session that is asked for has left. Raises SessionMoved."""
         try:
             async with asyncio.timeout(HANDOVER_WAIT_S):
-                while self._sessions.find(session.owner, session.session_id) is session:
-                    await asyncio.sleep(_FIRST_LOOK_S)
+                await self._sessions.until_gone(session)
         except TimeoutError:
             session.check_not_closing()
 
@@ -197,13 +199,12 @@ class SharedSessions:
         try:
             async with self._at_once:
                 await self._restore(owner, row, held_as)
-        except InternalInconsistency:
-            if await self._is_still_ours(row):
-                self._spawn(self._release(row.number))
-                raise
-            raise SessionMoved("the session has moved while it was read: ask again") from None
-        except SessionServerError:
-            self._spawn(self._release(row.number))
+        except SessionServerError as error:
+            if isinstance(error, InternalInconsistency) and not await self._is_still_ours(row):
+                raise SessionMoved("the session has moved while it was read: ask again") from None
+            releasing = self._spawn(self._release(row.number))
+            if isinstance(error, _UNREADABLE):  # taken before, to be deleted, it would be free then
+                await asyncio.wait([releasing])
             raise
         finally:
             was_asked = row.number in self._asked
@@ -328,13 +329,6 @@ class SharedSessions:
         with contextlib.suppress(*self._store.read_errors):
             await self._lease.read(release, on_over=partial(self._note_released, number))
 
-    async def _until_released(self, number: int | None) -> None:
-        """Wait until what could not be read is released: taken before, it would be free then."""
-        loop = asyncio.get_running_loop()
-        until_s = loop.time() + HANDOVER_WAIT_S
-        while number is not None and self._releasing[number] and loop.time() < until_s:
-            await asyncio.sleep(_FIRST_LOOK_S)
-
     def _note_released(self, number: int) -> None:
         self._releasing[number] -= 1
         if not self._releasing[number]:
@@ -423,8 +417,7 @@ class SharedSessions:
         as `load` does."""
         try:
             await self.load(owner, session_id)
-        except (InternalInconsistency, UnknownModel, UnsupportedOperation):
-            await self._until_released(self._looked_up.get((owner.owner_id, session_id)))
+        except _UNREADABLE:
             row = await self._take(owner, session_id)
             if row is not None:
                 view = self._restorer.view(row, "closing")

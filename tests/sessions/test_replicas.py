@@ -20,6 +20,7 @@ from session_server.sessions.place_counter import SLOTS
 from session_server.sessions.postgres import leases
 from session_server.sessions.postgres.database import PostgresDatabase
 from session_server.sessions.quotas import QuotaLimits
+from session_server.sessions.session import Session
 from session_server.sessions.shared_sessions import HANDOVER_WAIT_S, RECOUNT_S
 from session_server.sessions.store import session_store
 from session_server.sessions.store.lease import ReplicaLease
@@ -170,6 +171,34 @@ def test_a_running_turn_ends_before_its_session_is_handed_over(cluster: Cluster)
     end = completed(second.world.end_of(name, "runs"))
     assert end.outcome.is_durable
     assert completed(second.world.end_of(name, "waits")).outcome.is_durable, "none is cut"
+
+
+def test_whoever_waits_for_a_session_to_leave_does_nothing_meanwhile(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = cluster.start()
+    name = first.world.create(session_id="ours", is_stored=True)
+    first.world.submit(name, turn("runs"))
+    manager = first.world.manager
+    session = manager._sessions.find(OWNER, name)
+    assert session is not None
+    manager.exits.give_up(session, is_lost=False)
+    waiting = [cluster.loop.create_task(manager.load(OWNER, name)) for _ in range(50)]
+    first.world.do(asyncio.sleep(0.1))
+    num_looks, find = 0, manager._sessions.find
+
+    def counted(owner: Owner, session_id: str) -> Session | None:
+        nonlocal num_looks
+        num_looks += 1
+        return find(owner, session_id)
+
+    monkeypatch.setattr(manager._sessions, "find", counted)
+    first.world.do(asyncio.sleep(0.5))
+    assert num_looks == 0
+    first.world.engine.run()
+    cluster.loop.run_until_complete(asyncio.gather(*waiting))
+    assert manager._sessions.find(OWNER, name) not in (None, session), "it has left, and is back"
+    assert not manager._sessions._awaited
 
 
 def test_a_replica_that_says_nothing_loses_its_sessions(cluster: Cluster) -> None:
