@@ -11,7 +11,7 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
@@ -74,10 +74,18 @@ Written = Callable[[Session], Awaitable[None]]
 
 @dataclass(slots=True, eq=False)
 class _Loading:
-    """Hold a session that is being brought here. `number`: as it was found; None before."""
+    """Hold a session that is being brought here. `number`: as it was found; None before, or where
+    there is none; `is_known` is set then. `is_asked`: others ask for it."""
 
     task: asyncio.Task[None] | None = None
     number: int | None = None
+    is_known: asyncio.Event = field(default_factory=asyncio.Event)
+    is_asked: bool = False
+
+    def found(self, number: int) -> None:
+        """Note which session it is."""
+        self.number = number
+        self.is_known.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +110,8 @@ class SharedSessions:
         self._at_once = asyncio.Semaphore(ADOPTED_AT_ONCE)
         self._looked_up: dict[_Key, int | None] = {}
         self._asked: set[int] = set()
-        """Sessions that are not in memory, or were not when others asked for them."""
+        """Sessions that were not in memory when others asked for them; while there are any
+        `_release_asked` goes on."""
 
         self._closed: dict[_Key, SessionView] = {}
         self._releasing: Counter[int] = Counter()
@@ -166,10 +175,16 @@ class SharedSessions:
         if loading is None:
             loading = self._loading[key] = _Loading()
             loading.task = self._spawn(self._adopt(owner, session_id, loading))
-            loading.task.add_done_callback(lambda _task: self._loading.pop(key))
+            loading.task.add_done_callback(partial(self._on_loaded, key))
         assert loading.task is not None, "a session that nothing brings here"
         # Others may wait for it too, and it is registered whole or not at all.
         await asyncio.shield(loading.task)
+
+    def _on_loaded(self, key: _Key, _task: asyncio.Task[None]) -> None:
+        loading = self._loading.pop(key)
+        loading.is_known.set()
+        if loading.is_asked and loading.number is not None:
+            self._on_asked(loading.number)
 
     async def _moving(self, session: Session) -> None:
         """Wait until a session that is asked for has left. Raises SessionMoved."""
@@ -195,7 +210,7 @@ class SharedSessions:
         self._note_looked_up(owner, session_id, row)
         if row is None:
             return
-        loading.number = row.number
+        loading.found(row.number)
         try:
             async with self._at_once:
                 await self._restore(owner, row, held_as)
@@ -206,12 +221,6 @@ class SharedSessions:
             if isinstance(error, _UNREADABLE):  # taken before, to be deleted, it would be free then
                 await asyncio.wait([releasing])
             raise
-        finally:
-            was_asked = row.number in self._asked
-            self._asked.discard(row.number)
-        session = self._sessions.find(owner, session_id)
-        if was_asked and session is not None:
-            self.give_up(session)
 
     async def _take(
         self, owner: Owner, session_id: str, loading: _Loading | None = None
@@ -224,7 +233,7 @@ class SharedSessions:
         with reading(self._store):
             while isinstance(found := await self._lease.read(take), HeldBy):
                 if loading is not None:
-                    loading.number = found.number
+                    loading.found(found.number)
                 if self._sessions.is_ending:
                     raise ServerDraining("the server is shutting down")
                 if loop.time() >= until_s:
@@ -280,24 +289,39 @@ class SharedSessions:
     # -- giving them up
 
     def _on_asked(self, number: int) -> None:
+        if not self._gives_up(number) and len(self._asked) < MAX_ASKED:
+            if not self._asked:
+                self._spawn(self._release_asked())
+            self._asked.add(number)
+
+    def _gives_up(self, number: int) -> bool:
+        """Give up a session that is in memory; return whether it was, or is on its way to others:
+        it is released once all of it is written."""
         session = self._sessions.numbered(number)
         if session is not None:
             self.give_up(session)
-        elif number in self._leaving:
-            pass  # it is released once all of it is written
-        elif number not in self._asked and len(self._asked) < MAX_ASKED:
-            # One whose number is not known yet may be the session.
-            loading = [each for each in self._loading.values() if each.number in (None, number)]
-            self._asked.add(number)
-            self._spawn(self._release_unread(number, loading))
+        return session is not None or number in self._leaving
 
-    async def _release_unread(self, number: int, loading: Sequence[_Loading]) -> None:
-        tasks = [each.task for each in loading if each.task is not None]
-        if tasks:
-            await asyncio.wait(tasks)
-        if number in self._asked:
-            await self._release(number)
-            self._asked.discard(number)
+    async def _release_asked(self) -> None:
+        """Release what others ask for and nobody reads here, all of it at once; what is asked for
+        meanwhile comes next."""
+        loading = self._loading.values()
+        try:
+            while asked := self._asked.copy():
+                for each in list(loading):
+                    await each.is_known.wait()  # it may be one of them
+                being_read = {each.number: each for each in loading}
+                unread = list[int]()
+                for number in asked:
+                    if number in being_read:
+                        being_read[number].is_asked = True
+                    elif not self._gives_up(number):
+                        unread.append(number)
+                if unread:
+                    await self._release(*unread)
+                self._asked -= asked
+        finally:
+            self._asked.clear()  # behind a bug too others are heard again
 
     def on_left(self, session: Session, *, written: Written) -> None:
         """Release a session that has left the memory, once all of it is written."""
@@ -322,17 +346,18 @@ class SharedSessions:
         if is_ours:
             await self._release(session.life.order)
 
-    async def _release(self, number: int) -> None:
-        self._releasing[number] += 1
-        release = partial(self._database.release, [number])
+    async def _release(self, *numbers: int) -> None:
+        self._releasing.update(numbers)
+        release = partial(self._database.release, numbers)
         # Where that fails it is this replica's until somebody asks again, or its lease is over.
         with contextlib.suppress(*self._store.read_errors):
-            await self._lease.read(release, on_over=partial(self._note_released, number))
+            await self._lease.read(release, on_over=partial(self._note_released, numbers))
 
-    def _note_released(self, number: int) -> None:
-        self._releasing[number] -= 1
-        if not self._releasing[number]:
-            del self._releasing[number]
+    def _note_released(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._releasing[number] -= 1
+            if not self._releasing[number]:
+                del self._releasing[number]
 
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """Do something that nobody waits for, or that goes on when nobody does any more."""

@@ -65,9 +65,9 @@ MUTANTS: Final[Mapping[str, Mutant]] = MappingProxyType(
         ),
         "released while it is read": _bug(
             "A session that is asked for while it is read is released under whoever reads it.",
-            f"{_SHARED}_release_unread",
-            "if tasks:",
-            "if False:",
+            f"{_SHARED}_release_asked",
+            "loading = self._loading.values()",
+            "loading = ()",
         ),
         "read after the loss": _bug(
             "What was read while the lease was lost is kept.",
