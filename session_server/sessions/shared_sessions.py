@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,6 @@ from typing import Final
 from session_server.core.errors import (
     InternalInconsistency,
     ServerBusy,
-    ServerDraining,
     SessionMoved,
     SessionServerError,
     UnknownModel,
@@ -26,6 +24,7 @@ from session_server.core.errors import (
 )
 from session_server.core.owner import Owner
 from session_server.sessions.bugs import log_bug
+from session_server.sessions.lookout import Lookout
 from session_server.sessions.registry import SessionRegistry
 from session_server.sessions.restoring import Restorer, is_spare, reading, refusing
 from session_server.sessions.session import Session
@@ -40,12 +39,6 @@ from session_server.sessions.views import SessionView, StoredSummary
 
 HANDOVER_WAIT_S: Final = 8.0
 """How long a request waits for the replica that holds its session."""
-
-ASK_AGAIN_S: Final = 1.0
-"""How often it asks: a replica that has lost its connection to the database has not heard it."""
-
-_FIRST_LOOK_S: Final = 0.01
-_LAST_LOOK_S: Final = 0.25
 
 ADOPTED_AT_ONCE: Final = 4
 """Sessions that are read: they count once they are in memory."""
@@ -104,8 +97,9 @@ class _Ours:
 class SharedSessions:
     """Take, find and give up the sessions of a shared store."""
 
-    def __init__(self, restorer: Restorer, lease: ReplicaLease, logs: SessionLogs) -> None:
-        self._restorer, self._lease, self._logs = restorer, lease, logs
+    def __init__(self, restorer: Restorer, lease: ReplicaLease) -> None:
+        self._restorer, self._lease = restorer, lease
+        self._lookout = Lookout(lease, restorer.sessions)
         self._loading: dict[_Key, _Loading] = {}
         self._at_once = asyncio.Semaphore(ADOPTED_AT_ONCE)
         self._looked_up: dict[_Key, int | None] = {}
@@ -225,8 +219,7 @@ class SharedSessions:
     async def _take(
         self, owner: Owner, session_id: str, loading: _Loading | None = None
     ) -> SessionRow | None:
-        loop, delay_s, asked_s = asyncio.get_running_loop(), _FIRST_LOOK_S, -math.inf
-        until_s = loop.time() + HANDOVER_WAIT_S
+        until_s = asyncio.get_running_loop().time() + HANDOVER_WAIT_S
         deleting = self._store.deletions.hidden
         ours = _Ours(deleting, self._sessions)
         take = partial(self._database.take, owner.owner_id, session_id, ours)
@@ -234,16 +227,10 @@ class SharedSessions:
             while isinstance(found := await self._lease.read(take), HeldBy):
                 if loading is not None:
                     loading.found(found.number)
-                if self._sessions.is_ending:
-                    raise ServerDraining("the server is shutting down")
-                if loop.time() >= until_s:
-                    where = f" at {found.address}" if found.address else ""
+                held = await self._lookout.until_free(found, until_s)
+                if held is not None:
+                    where = f" at {held.address}" if held.address else ""
                     raise SessionMoved(f"the session is in another replica{where}: ask again")
-                if loop.time() >= asked_s + ASK_AGAIN_S:
-                    asked_s = loop.time()
-                    await self._lease.read(partial(self._database.ask_for, found))
-                await asyncio.sleep(delay_s)
-                delay_s = min(2 * delay_s, _LAST_LOOK_S)
         if found is not None and found.number in deleting:  # since it was looked at
             raise SessionMoved("the session was to be deleted meanwhile: ask again")
         if found is not None and (found.number in self._leaving or self._releasing[found.number]):
@@ -323,9 +310,9 @@ class SharedSessions:
         finally:
             self._asked.clear()  # behind a bug too others are heard again
 
-    def on_left(self, session: Session, *, written: Written) -> None:
+    def on_left(self, session: Session, *, logs: SessionLogs, written: Written) -> None:
         """Release a session that has left the memory, once all of it is written."""
-        task = self._spawn(self._part_from(session, written))
+        task = self._spawn(self._part_from(session, logs, written))
         names = (session.owner.owner_id, session.session_id), session.life.order
         self._leaving.update(dict.fromkeys(names, task))
 
@@ -340,8 +327,8 @@ class SharedSessions:
         with reading(self._store):
             await self._restorer.ends.recount()
 
-    async def _part_from(self, session: Session, written: Written) -> None:
-        is_ours = await self._logs.part_from(session)
+    async def _part_from(self, session: Session, logs: SessionLogs, written: Written) -> None:
+        is_ours = await logs.part_from(session)
         await written(session)
         if is_ours:
             await self._release(session.life.order)

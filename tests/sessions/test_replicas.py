@@ -151,10 +151,10 @@ def test_a_session_goes_on_in_another_replica_once_it_is_asked_for_there(cluster
 def test_a_session_is_asked_for_again_where_nobody_has_heard_it(cluster: Cluster) -> None:
     first, second = cluster.start(), cluster.start()
     name = first.world.create(session_id="ours", is_stored=True)
-    asked: list[HeldBy] = []
+    asked: list[Sequence[HeldBy]] = []
     ask_for = second.database.ask_for
 
-    def deafly(held: HeldBy) -> None:
+    def deafly(held: Sequence[HeldBy]) -> None:
         asked.append(held)
         if len(asked) > 1:
             ask_for(held)
@@ -499,6 +499,31 @@ def hold_unread(replica: Replica, names: Sequence[str]) -> list[int]:
         replica.world.manager.exits._unload(session)
     found = [replica.database.find(OWNER.owner_id, name) for name in names]
     return [row.number for row in found if row is not None]
+
+
+def test_however_many_wait_for_sessions_of_another_replica_each_is_taken_once_it_is_free(
+    cluster: Cluster,
+) -> None:
+    first, second = cluster.start(lease_s=60.0), cluster.start(lease_s=60.0)
+    names = [f"s{number}" for number in range(40)]
+    numbers = hold_unread(second, names)
+    cluster.pause(second)
+    takes, take, load = list[str](), first.database.take, first.world.manager.load
+
+    def counted(owner_id: str, session_id: str, without: Container[int]) -> object:
+        takes.append(session_id)
+        return take(owner_id, session_id, without)
+
+    first.database.take = counted  # type: ignore[assignment,method-assign]
+    waiting = [cluster.loop.create_task(load(OWNER, name)) for name in names]
+    first.world.do(asyncio.sleep(1.0))
+    assert sorted(takes) == sorted(names), "of those that wait none is looked at by itself"
+    second.database.release(numbers[1:])
+    cluster.loop.run_until_complete(asyncio.gather(*waiting[1:]))
+    assert first.num_in_memory == len(names) - 1
+    assert len(takes) == 2 * len(names) - 1
+    with pytest.raises(SessionMoved, match="http://replica-1"):
+        cluster.loop.run_until_complete(waiting[0])
 
 
 def test_all_that_others_ask_for_is_released_at_once_whatever_is_looked_for_meanwhile(
