@@ -37,9 +37,9 @@ def keep_sessions(
         sessions.on_disk = stored
         quotas.room_makers.delete = stored.make_room
         return
-    shared = SharedSessions(restorer, lease, logs)
+    shared = SharedSessions(restorer, lease)
     sessions.on_disk = shared
     lease.told.on_lost, lease.told.is_losing = exits.lose_all, lambda: exits.is_losing
     shared.give_up = partial(exits.give_up, is_lost=False)
-    exits.on_left = partial(shared.on_left, written=exits.flow.copies.written)
+    exits.on_left = partial(shared.on_left, logs=logs, written=flow.copies.written)
     logs.on_moved = partial(exits.give_up, is_lost=True)

@@ -104,6 +104,9 @@ class SessionRegistry:
         """The sessions of each owner, oldest first, so that a place is found by bisection."""
 
         self._by_order: dict[int, Session] = {}
+        self._awaited: dict[Session, asyncio.Event] = {}
+        """What is set once a session has left the memory that somebody waits for."""
+
         self._places = PlaceCounter()
         self.by_use = UseOrder()
         self.counts = SessionCounts()
@@ -175,6 +178,13 @@ class SessionRegistry:
         self._by_order.pop(session.life.order, None)
         if self.on_disk is not None:
             self.on_disk.forget(session)
+        if (awaited := self._awaited.pop(session, None)) is not None:
+            awaited.set()
+
+    async def until_gone(self, session: Session) -> None:
+        """Wait until a session has left the memory."""
+        if self.find(session.owner, session.session_id) is session:
+            await self._awaited.setdefault(session, asyncio.Event()).wait()
 
     def check_free(self, owner: Owner, session_id: str) -> None:
         """Raise SessionExists if the owner has an open session with this id."""

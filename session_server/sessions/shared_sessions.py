@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
 from session_server.core.errors import (
     InternalInconsistency,
     ServerBusy,
-    ServerDraining,
     SessionMoved,
     SessionServerError,
     UnknownModel,
@@ -26,6 +24,7 @@ from session_server.core.errors import (
 )
 from session_server.core.owner import Owner
 from session_server.sessions.bugs import log_bug
+from session_server.sessions.lookout import Lookout
 from session_server.sessions.registry import SessionRegistry
 from session_server.sessions.restoring import Restorer, is_spare, reading, refusing
 from session_server.sessions.session import Session
@@ -40,12 +39,6 @@ from session_server.sessions.views import SessionView, StoredSummary
 
 HANDOVER_WAIT_S: Final = 8.0
 """How long a request waits for the replica that holds its session."""
-
-ASK_AGAIN_S: Final = 1.0
-"""How often it asks: a replica that has lost its connection to the database has not heard it."""
-
-_FIRST_LOOK_S: Final = 0.01
-_LAST_LOOK_S: Final = 0.25
 
 ADOPTED_AT_ONCE: Final = 4
 """Sessions that are read: they count once they are in memory."""
@@ -63,6 +56,9 @@ others ask again."""
 MAX_LOOKED_UP: Final = 4096
 """Ids that were looked up last; what is asked of them next is answered without the database."""
 
+_UNREADABLE: Final = (InternalInconsistency, UnknownModel, UnsupportedOperation)
+"""What a session raises that can be deleted, but not read."""
+
 _Key = tuple[str, str]
 
 Written = Callable[[Session], Awaitable[None]]
@@ -71,10 +67,18 @@ Written = Callable[[Session], Awaitable[None]]
 
 @dataclass(slots=True, eq=False)
 class _Loading:
-    """Hold a session that is being brought here. `number`: as it was found; None before."""
+    """Hold a session that is being brought here. `number`: as it was found; None before, or where
+    there is none; `is_known` is set then. `is_asked`: others ask for it."""
 
     task: asyncio.Task[None] | None = None
     number: int | None = None
+    is_known: asyncio.Event = field(default_factory=asyncio.Event)
+    is_asked: bool = False
+
+    def found(self, number: int) -> None:
+        """Note which session it is."""
+        self.number = number
+        self.is_known.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,19 +94,29 @@ class _Ours:
         return is_here or number in self.deleting
 
 
+@dataclass(slots=True)
+class _Unread:
+    """Delete sessions that cannot be read, one at a `turn`: who takes one a second time has its
+    first deletion refused. `deleted`: those that nobody was told of yet."""
+
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    deleted: dict[_Key, SessionView] = field(default_factory=dict)
+
+
 class SharedSessions:
     """Take, find and give up the sessions of a shared store."""
 
-    def __init__(self, restorer: Restorer, lease: ReplicaLease, logs: SessionLogs) -> None:
-        self._restorer, self._lease, self._logs = restorer, lease, logs
+    def __init__(self, restorer: Restorer, lease: ReplicaLease) -> None:
+        self._restorer, self._lease = restorer, lease
+        self._lookout = Lookout(lease, restorer.sessions)
         self._loading: dict[_Key, _Loading] = {}
         self._at_once = asyncio.Semaphore(ADOPTED_AT_ONCE)
-        self._unread = asyncio.Lock()
         self._looked_up: dict[_Key, int | None] = {}
         self._asked: set[int] = set()
-        """Sessions that are not in memory, or were not when others asked for them."""
+        """Sessions that were not in memory when others asked for them; while there are any
+        `_release_asked` goes on."""
 
-        self._closed: dict[_Key, SessionView] = {}
+        self._unread = _Unread()
         self._releasing: Counter[int] = Counter()
         """How many releases of a session the database may still do, also when nobody waits."""
 
@@ -164,17 +178,22 @@ class SharedSessions:
         if loading is None:
             loading = self._loading[key] = _Loading()
             loading.task = self._spawn(self._adopt(owner, session_id, loading))
-            loading.task.add_done_callback(lambda _task: self._loading.pop(key))
+            loading.task.add_done_callback(partial(self._on_loaded, key))
         assert loading.task is not None, "a session that nothing brings here"
         # Others may wait for it too, and it is registered whole or not at all.
         await asyncio.shield(loading.task)
+
+    def _on_loaded(self, key: _Key, _task: asyncio.Task[None]) -> None:
+        loading = self._loading.pop(key)
+        loading.is_known.set()
+        if loading.is_asked and loading.number is not None:
+            self._on_asked(loading.number)
 
     async def _moving(self, session: Session) -> None:
         """Wait until a session that is asked for has left. Raises SessionMoved."""
         try:
             async with asyncio.timeout(HANDOVER_WAIT_S):
-                while self._sessions.find(session.owner, session.session_id) is session:
-                    await asyncio.sleep(_FIRST_LOOK_S)
+                await self._sessions.until_gone(session)
         except TimeoutError:
             session.check_not_closing()
 
@@ -194,47 +213,33 @@ class SharedSessions:
         self._note_looked_up(owner, session_id, row)
         if row is None:
             return
-        loading.number = row.number
+        loading.found(row.number)
         try:
             async with self._at_once:
                 await self._restore(owner, row, held_as)
-        except InternalInconsistency:
-            if await self._is_still_ours(row):
-                self._spawn(self._release(row.number))
-                raise
-            raise SessionMoved("the session has moved while it was read: ask again") from None
-        except SessionServerError:
-            self._spawn(self._release(row.number))
+        except SessionServerError as error:
+            if isinstance(error, InternalInconsistency) and not await self._is_still_ours(row):
+                raise SessionMoved("the session has moved while it was read: ask again") from None
+            releasing = self._spawn(self._release(row.number))
+            if isinstance(error, _UNREADABLE):  # taken before, to be deleted, it would be free then
+                await asyncio.wait([releasing])
             raise
-        finally:
-            was_asked = row.number in self._asked
-            self._asked.discard(row.number)
-        session = self._sessions.find(owner, session_id)
-        if was_asked and session is not None:
-            self.give_up(session)
 
     async def _take(
         self, owner: Owner, session_id: str, loading: _Loading | None = None
     ) -> SessionRow | None:
-        loop, delay_s, asked_s = asyncio.get_running_loop(), _FIRST_LOOK_S, -math.inf
-        until_s = loop.time() + HANDOVER_WAIT_S
+        until_s = asyncio.get_running_loop().time() + HANDOVER_WAIT_S
         deleting = self._store.deletions.hidden
         ours = _Ours(deleting, self._sessions)
         take = partial(self._database.take, owner.owner_id, session_id, ours)
         with reading(self._store):
             while isinstance(found := await self._lease.read(take), HeldBy):
                 if loading is not None:
-                    loading.number = found.number
-                if self._sessions.is_ending:
-                    raise ServerDraining("the server is shutting down")
-                if loop.time() >= until_s:
-                    where = f" at {found.address}" if found.address else ""
+                    loading.found(found.number)
+                held = await self._lookout.until_free(found, until_s)
+                if held is not None:
+                    where = f" at {held.address}" if held.address else ""
                     raise SessionMoved(f"the session is in another replica{where}: ask again")
-                if loop.time() >= asked_s + ASK_AGAIN_S:
-                    asked_s = loop.time()
-                    await self._lease.read(partial(self._database.ask_for, found))
-                await asyncio.sleep(delay_s)
-                delay_s = min(2 * delay_s, _LAST_LOOK_S)
         if found is not None and found.number in deleting:  # since it was looked at
             raise SessionMoved("the session was to be deleted meanwhile: ask again")
         if found is not None and (found.number in self._leaving or self._releasing[found.number]):
@@ -280,28 +285,43 @@ class SharedSessions:
     # -- giving them up
 
     def _on_asked(self, number: int) -> None:
+        if not self._gives_up(number) and len(self._asked) < MAX_ASKED:
+            if not self._asked:
+                self._spawn(self._release_asked())
+            self._asked.add(number)
+
+    def _gives_up(self, number: int) -> bool:
+        """Give up a session that is in memory; return whether it was, or is on its way to others:
+        it is released once all of it is written."""
         session = self._sessions.numbered(number)
         if session is not None:
             self.give_up(session)
-        elif number in self._leaving:
-            pass  # it is released once all of it is written
-        elif number not in self._asked and len(self._asked) < MAX_ASKED:
-            # One whose number is not known yet may be the session.
-            loading = [each for each in self._loading.values() if each.number in (None, number)]
-            self._asked.add(number)
-            self._spawn(self._release_unread(number, loading))
+        return session is not None or number in self._leaving
 
-    async def _release_unread(self, number: int, loading: Sequence[_Loading]) -> None:
-        tasks = [each.task for each in loading if each.task is not None]
-        if tasks:
-            await asyncio.wait(tasks)
-        if number in self._asked:
-            await self._release(number)
-            self._asked.discard(number)
+    async def _release_asked(self) -> None:
+        """Release what others ask for and nobody reads here, all of it at once; what is asked for
+        meanwhile comes next."""
+        loading = self._loading.values()
+        try:
+            while asked := self._asked.copy():
+                for each in list(loading):
+                    await each.is_known.wait()  # it may be one of them
+                being_read = {each.number: each for each in loading}
+                unread = list[int]()
+                for number in asked:
+                    if number in being_read:
+                        being_read[number].is_asked = True
+                    elif not self._gives_up(number):
+                        unread.append(number)
+                if unread:
+                    await self._release(*unread)
+                self._asked -= asked
+        finally:
+            self._asked.clear()  # behind a bug too others are heard again
 
-    def on_left(self, session: Session, *, written: Written) -> None:
+    def on_left(self, session: Session, *, logs: SessionLogs, written: Written) -> None:
         """Release a session that has left the memory, once all of it is written."""
-        task = self._spawn(self._part_from(session, written))
+        task = self._spawn(self._part_from(session, logs, written))
         names = (session.owner.owner_id, session.session_id), session.life.order
         self._leaving.update(dict.fromkeys(names, task))
 
@@ -316,30 +336,24 @@ class SharedSessions:
         with reading(self._store):
             await self._restorer.ends.recount()
 
-    async def _part_from(self, session: Session, written: Written) -> None:
-        is_ours = await self._logs.part_from(session)
+    async def _part_from(self, session: Session, logs: SessionLogs, written: Written) -> None:
+        is_ours = await logs.part_from(session)
         await written(session)
         if is_ours:
             await self._release(session.life.order)
 
-    async def _release(self, number: int) -> None:
-        self._releasing[number] += 1
-        release = partial(self._database.release, [number])
+    async def _release(self, *numbers: int) -> None:
+        self._releasing.update(numbers)
+        release = partial(self._database.release, numbers)
         # Where that fails it is this replica's until somebody asks again, or its lease is over.
         with contextlib.suppress(*self._store.read_errors):
-            await self._lease.read(release, on_over=partial(self._note_released, number))
+            await self._lease.read(release, on_over=partial(self._note_released, numbers))
 
-    async def _until_released(self, number: int | None) -> None:
-        """Wait until what could not be read is released: taken before, it would be free then."""
-        loop = asyncio.get_running_loop()
-        until_s = loop.time() + HANDOVER_WAIT_S
-        while number is not None and self._releasing[number] and loop.time() < until_s:
-            await asyncio.sleep(_FIRST_LOOK_S)
-
-    def _note_released(self, number: int) -> None:
-        self._releasing[number] -= 1
-        if not self._releasing[number]:
-            del self._releasing[number]
+    def _note_released(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._releasing[number] -= 1
+            if not self._releasing[number]:
+                del self._releasing[number]
 
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """Do something that nobody waits for, or that goes on when nobody does any more."""
@@ -424,14 +438,13 @@ class SharedSessions:
         as `load` does."""
         try:
             await self.load(owner, session_id)
-        except (InternalInconsistency, UnknownModel, UnsupportedOperation):
-            async with self._unread:  # who takes it a second time has the first deletion refused
-                await self._until_released(self._looked_up.get((owner.owner_id, session_id)))
+        except _UNREADABLE:
+            async with self._unread.turn:
                 row = await self._take(owner, session_id)
                 if row is not None:
                     view = self._restorer.view(row, "closing")
                     view = replace(view, is_durable=await self._delete(row))
-                    self._closed[owner.owner_id, session_id] = view
+                    self._unread.deleted[owner.owner_id, session_id] = view
 
     async def _delete(self, row: SessionRow) -> bool:
         """Delete a session that is not in memory, and wait until that is on disk, or cannot be;
@@ -450,7 +463,7 @@ class SharedSessions:
 
     def close(self, owner: Owner, session_id: str) -> SessionView | None:
         """Return a session that `prepare_close` has deleted unread."""
-        return self._closed.pop((owner.owner_id, session_id), None)
+        return self._unread.deleted.pop((owner.owner_id, session_id), None)
 
     def spare(self, owner: Owner, session_id: str) -> None:
         """Delete some time a session that only the surface that opened it has used."""

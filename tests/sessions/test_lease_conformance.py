@@ -221,6 +221,24 @@ def test_sessions_of_a_live_replica_are_not_for_others_to_expire(town: Town) -> 
 # -- asking
 
 
+def test_who_waits_is_told_which_sessions_other_live_replicas_hold(town: Town) -> None:
+    first, second, third = town.join(), town.join(), town.join()
+    for number in range(1, 6):
+        put(first, numbered(number))
+    put(third, numbered(6))
+    first.release([2, 3])
+    take(second, "s3")
+    with first.transaction():
+        first.retire(4)
+        first.delete_some(5)
+    held = [second.take("alice", name) for name in ("s1", "s6")]
+    assert sorted(second.holders_of(range(1, 9))) == held
+    assert first.holders_of([1]) == []
+    assert second.holders_of([]) == []
+    town.lapse(third)
+    assert second.holders_of([6, 1]) == held[:1]
+
+
 def test_the_holder_hears_once_what_others_ask_for(town: Town) -> None:
     first, second = town.join(), town.join()
     for number in (1, 2):
@@ -229,7 +247,7 @@ def test_the_holder_hears_once_what_others_ask_for(town: Town) -> None:
     for name in ("s2", "s1", "s2"):
         held = second.take("alice", name)
         assert isinstance(held, HeldBy)
-        second.ask_for(held)
+        second.ask_for([held])
     heard: list[int] = []
     until_s = time.monotonic() + SOON_S
     while set(heard) != {1, 2} and time.monotonic() < until_s:
@@ -244,7 +262,7 @@ def test_nobody_hears_what_is_asked_of_one_that_is_gone(town: Town) -> None:
     held = second.take("alice", "s1")
     assert isinstance(held, HeldBy)
     first.leave()
-    second.ask_for(held)
+    second.ask_for([held])
     assert second.asked(0.05) == []
 
 

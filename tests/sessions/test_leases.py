@@ -695,7 +695,7 @@ def test_a_replica_is_asked_for_a_session_and_gives_it_up(join: Join) -> None:
         assert_waits(asking)
         begun_s = time.monotonic()
         for _ in range(2):
-            others.ask_for(held)
+            others.ask_for([held])
         assert asking.result(SOON_S) == [1]
         assert time.monotonic() < begun_s + SOON_S / 2
     ours.release([7, 1])
@@ -737,7 +737,7 @@ def test_whoever_listens_over_a_connection_that_breaks_is_told_and_listens_again
         assert len(postgres.run(query)) == 1
         assert isinstance(asking.exception(SOON_S), psycopg.OperationalError)
     assert others.asked(0.0) == []
-    others.ask_for(HeldBy(9, others.replica_id, ""))
+    others.ask_for([HeldBy(9, others.replica_id, "")])
     assert others.asked(SOON_S) == [9]
 
 
@@ -768,7 +768,7 @@ def test_who_has_joined_again_is_not_asked_what_was_asked_of_the_one_before(
         waiting = threads.submit(ours.asked, SOON_S)
         assert_waits(waiting)
         ours.join("again", LEASE_S)
-        ours.ask_for(HeldBy(9, before, ""))
+        ours.ask_for([HeldBy(9, before, "")])
         assert waiting.result(SOON_S) == []
 
 

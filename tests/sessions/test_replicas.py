@@ -6,8 +6,9 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,12 @@ from session_server.sessions.place_counter import SLOTS
 from session_server.sessions.postgres import leases
 from session_server.sessions.postgres.database import PostgresDatabase
 from session_server.sessions.quotas import QuotaLimits
-from session_server.sessions.shared_sessions import HANDOVER_WAIT_S, RECOUNT_S
+from session_server.sessions.session import Session
+from session_server.sessions.shared_sessions import (
+    HANDOVER_WAIT_S,
+    RECOUNT_S,
+    SharedSessions,
+)
 from session_server.sessions.store import session_store
 from session_server.sessions.store.lease import ReplicaLease
 from session_server.sessions.store.ownership import HeldBy, Joined, LeaseLost
@@ -63,6 +69,12 @@ class Replica:
     def history(self, session_id: str) -> tuple[int, ...]:
         self.world.do(self.world.manager.load(OWNER, session_id))
         return self.world.history(session_id)
+
+    @property
+    def shared(self) -> SharedSessions:
+        shared = self.world.manager._sessions.on_disk
+        assert isinstance(shared, SharedSessions)
+        return shared
 
     @property
     def num_in_memory(self) -> int:
@@ -145,10 +157,10 @@ def test_a_session_goes_on_in_another_replica_once_it_is_asked_for_there(cluster
 def test_a_session_is_asked_for_again_where_nobody_has_heard_it(cluster: Cluster) -> None:
     first, second = cluster.start(), cluster.start()
     name = first.world.create(session_id="ours", is_stored=True)
-    asked: list[HeldBy] = []
+    asked: list[Sequence[HeldBy]] = []
     ask_for = second.database.ask_for
 
-    def deafly(held: HeldBy) -> None:
+    def deafly(held: Sequence[HeldBy]) -> None:
         asked.append(held)
         if len(asked) > 1:
             ask_for(held)
@@ -176,6 +188,34 @@ def test_a_running_turn_ends_before_its_session_is_handed_over(cluster: Cluster)
     end = completed(second.world.end_of(name, "runs"))
     assert end.outcome.is_durable
     assert completed(second.world.end_of(name, "waits")).outcome.is_durable, "none is cut"
+
+
+def test_whoever_waits_for_a_session_to_leave_does_nothing_meanwhile(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = cluster.start()
+    name = first.world.create(session_id="ours", is_stored=True)
+    first.world.submit(name, turn("runs"))
+    manager = first.world.manager
+    session = manager._sessions.find(OWNER, name)
+    assert session is not None
+    manager.exits.give_up(session, is_lost=False)
+    waiting = [cluster.loop.create_task(manager.load(OWNER, name)) for _ in range(50)]
+    first.world.do(asyncio.sleep(0.1))
+    num_looks, find = 0, manager._sessions.find
+
+    def counted(owner: Owner, session_id: str) -> Session | None:
+        nonlocal num_looks
+        num_looks += 1
+        return find(owner, session_id)
+
+    monkeypatch.setattr(manager._sessions, "find", counted)
+    first.world.do(asyncio.sleep(0.5))
+    assert num_looks == 0
+    first.world.engine.run()
+    cluster.loop.run_until_complete(asyncio.gather(*waiting))
+    assert manager._sessions.find(OWNER, name) not in (None, session), "it has left, and is back"
+    assert not manager._sessions._awaited
 
 
 def test_a_replica_that_says_nothing_loses_its_sessions(cluster: Cluster) -> None:
@@ -470,6 +510,95 @@ def test_who_waits_for_one_session_gives_up_another_meanwhile(cluster: Cluster) 
     assert not waiting.done()
     with pytest.raises(SessionMoved):
         cluster.loop.run_until_complete(waiting)
+
+
+def hold_unread(replica: Replica, names: Sequence[str]) -> list[int]:
+    """Have a replica hold sessions that are not in its memory; return their numbers."""
+    for name in names:
+        replica.world.create(session_id=name, is_stored=True)
+    replica.world.do(replica.world.manager.stored())
+    for session in list(replica.world.manager._sessions):
+        replica.world.manager.exits._unload(session)
+    found = [replica.database.find(OWNER.owner_id, name) for name in names]
+    return [row.number for row in found if row is not None]
+
+
+def test_however_many_wait_for_sessions_of_another_replica_each_is_taken_once_it_is_free(
+    cluster: Cluster,
+) -> None:
+    first, second = cluster.start(lease_s=60.0), cluster.start(lease_s=60.0)
+    names = [f"s{number}" for number in range(40)]
+    numbers = hold_unread(second, names)
+    cluster.pause(second)
+    takes, take, load = list[str](), first.database.take, first.world.manager.load
+
+    def counted(owner_id: str, session_id: str, without: Container[int]) -> object:
+        takes.append(session_id)
+        return take(owner_id, session_id, without)
+
+    first.database.take = counted  # type: ignore[assignment,method-assign]
+    waiting = [cluster.loop.create_task(load(OWNER, name)) for name in names]
+    first.world.do(asyncio.sleep(1.0))
+    assert sorted(takes) == sorted(names), "of those that wait none is looked at by itself"
+    second.database.release(numbers[1:])
+    cluster.loop.run_until_complete(asyncio.gather(*waiting[1:]))
+    assert first.num_in_memory == len(names) - 1
+    assert len(takes) == 2 * len(names) - 1
+    with pytest.raises(SessionMoved, match="http://replica-1"):
+        cluster.loop.run_until_complete(waiting[0])
+
+
+def test_all_that_others_ask_for_is_released_at_once_whatever_is_looked_for_meanwhile(
+    cluster: Cluster,
+) -> None:
+    first = cluster.start(lease_s=60.0)
+    numbers = hold_unread(first, [f"s{number}" for number in range(40)])
+    goes_on, released, shared = threading.Event(), list[list[int]](), first.shared
+    take, release = first.database.take, first.database.release
+
+    def slowly(*asked: Any) -> SessionRow | HeldBy | None:
+        goes_on.wait(10.0)
+        return take(*asked)
+
+    def noted(numbers: Sequence[int]) -> None:
+        released.append(sorted(numbers))
+        release(numbers)
+
+    first.database.take, first.database.release = slowly, noted  # type: ignore[method-assign]
+    load = first.world.manager.load
+    loading = [cluster.loop.create_task(load(OWNER, name)) for name in ("s0", "s1", "none")]
+
+    async def ask() -> None:
+        await asyncio.sleep(0.05)
+        num_before = len(shared._tasks)
+        for number in numbers:
+            shared._on_asked(number)
+        assert len(shared._tasks) == num_before + 1, "not one for each"
+        await asyncio.sleep(0.05)
+        assert not released, "it may be what is being looked for"
+        goes_on.set()
+
+    first.world.do(ask())
+    cluster.loop.run_until_complete(asyncio.wait(loading))
+    cluster.until(lambda: not shared._tasks)
+    assert released[0] == numbers[2:], "nobody reads these"
+    assert sorted(each for (each,) in released[1:]) == numbers[:2], "they are given up once read"
+    assert not shared._asked
+
+
+def test_others_are_heard_again_behind_a_release_that_fails_as_none_should(
+    cluster: Cluster,
+) -> None:
+    first, second = cluster.start(), cluster.start()
+    hold_unread(first, ["ours"])
+    release = first.database.release
+
+    def cannot(_numbers: Sequence[int]) -> None:
+        first.database.release = release  # type: ignore[method-assign]
+        raise RuntimeError("can't start new thread")
+
+    first.database.release = cannot  # type: ignore[method-assign]
+    assert second.history("ours") == ()
 
 
 def test_nobody_waits_in_a_replica_that_ends_for_a_session_of_another(cluster: Cluster) -> None:

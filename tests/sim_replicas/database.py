@@ -418,8 +418,13 @@ class SimDatabase:
         me = self.replica_id
         self._ask(lambda: self.server.release(me, numbers))
 
-    def ask_for(self, held: HeldBy) -> None:
-        """Ask the holder of a session to release it."""
+    def holders_of(self, numbers: Sequence[int]) -> list[HeldBy]:
+        """Return which of these sessions other replicas hold."""
+        me = self.replica_id
+        return self._ask(lambda: self.server.holders_of(me, numbers))
+
+    def ask_for(self, held: Sequence[HeldBy]) -> None:
+        """Ask the holders of sessions to release them."""
         self._ask(lambda: self.server.ask_for(held))
 
     def asked(self, timeout_s: float) -> list[int]:

@@ -65,9 +65,9 @@ MUTANTS: Final[Mapping[str, Mutant]] = MappingProxyType(
         ),
         "released while it is read": _bug(
             "A session that is asked for while it is read is released under whoever reads it.",
-            f"{_SHARED}_release_unread",
-            "if tasks:",
-            "if False:",
+            f"{_SHARED}_release_asked",
+            "loading = self._loading.values()",
+            "loading = ()",
         ),
         "read after the loss": _bug(
             "What was read while the lease was lost is kept.",
@@ -89,8 +89,8 @@ MUTANTS: Final[Mapping[str, Mutant]] = MappingProxyType(
         "release is forgotten": _bug(
             "What was asked to leave is in nobody's memory, and not released when asked for again.",
             f"{_SHARED}_release",
-            "await self._lease.read(release, on_over=partial(self._note_released, number))",
-            "self._note_released(number)",
+            "await self._lease.read(release, on_over=partial(self._note_released, numbers))",
+            "self._note_released(numbers)",
         ),
         "lease of a take is a bug": _bug(
             "Who asks for a session while the lease is over is told of a bug.",

@@ -160,11 +160,21 @@ class DatabaseServer:
         sessions = self.tables.sessions
         self._free([n for n in numbers if n in sessions and sessions[n].holder == replica_id])
 
-    def ask_for(self, held: HeldBy) -> None:
-        """Tell the holder of a session that another replica asks for it."""
-        if held.replica_id in self.asked:
-            self.asked[held.replica_id].append(held.number)
-            self.on_ready(_asked(held.replica_id))
+    def holders_of(self, replica_id: int, numbers: Sequence[int]) -> list[HeldBy]:
+        """Return which of these sessions other replicas hold that live."""
+        there = [self.tables.sessions[each] for each in numbers if each in self.tables.sessions]
+        return [
+            HeldBy(row.number, holder, self.members[holder].address)
+            for row, holder in there
+            if holder not in (None, replica_id) and row.expires_s > 0 and self.is_live(holder)
+        ]
+
+    def ask_for(self, held: Sequence[HeldBy]) -> None:
+        """Tell the holders of sessions that another replica asks for them."""
+        for each in held:
+            if each.replica_id in self.asked:
+                self.asked[each.replica_id].append(each.number)
+                self.on_ready(_asked(each.replica_id))
 
     def take_asked(self, replica_id: int, timeout_s: float) -> list[int]:
         """Return what was asked of a replica since it listens, each session once. Raises Waits."""

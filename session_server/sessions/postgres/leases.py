@@ -234,10 +234,25 @@ class Leases(PostgresReads):
         for some in _slices(numbers):
             self._read(_THESE, {"me": self.replica_id, "numbers": some})
 
-    def ask_for(self, held: HeldBy) -> None:
-        """Ask whoever holds a session to give it up. Raises psycopg.Error."""
-        channel = channel_of(held.replica_id)
-        self._read("SELECT pg_notify(%s, %s)", (channel, str(held.number)))
+    def holders_of(self, numbers: Sequence[int]) -> list[HeldBy]:
+        """Return which of these sessions other replicas hold, as `take` says it. Raises
+        psycopg.Error."""
+        query = (
+            "SELECT number, holder, address FROM sessions JOIN replicas ON replicas.id = holder"
+            " WHERE number = ANY(%(numbers)s::bigint[]) AND sessions.expires > 0"
+            " AND holder <> %(me)s AND replicas.expires > clock_timestamp()"
+        )
+        found = self._read(query, {"numbers": list(numbers), "me": self.replica_id})
+        return [HeldBy(*each) for each in found]
+
+    def ask_for(self, held: Sequence[HeldBy]) -> None:
+        """Ask whoever holds sessions to give them up. Raises psycopg.Error."""
+        query = (
+            "SELECT pg_notify(channel, number)"
+            " FROM unnest(%s::text[], %s::text[]) AS asked (channel, number)"
+        )
+        channels = [channel_of(each.replica_id) for each in held]
+        self._read(query, (channels, [str(each.number) for each in held]))
 
     def asked(self, timeout_s: float) -> list[int]:
         """Return which sessions others ask of this replica, once there are any or that time is

@@ -186,8 +186,11 @@ class SharedDatabase(StoreDatabase, Protocol):
     def release(self, numbers: Sequence[int]) -> None:
         """Hold sessions no longer."""
 
-    def ask_for(self, held: HeldBy) -> None:
-        """Ask the holder of a session to release it."""
+    def holders_of(self, numbers: Sequence[int]) -> list[HeldBy]:
+        """Return which of these sessions other replicas hold, as `take` says it."""
+
+    def ask_for(self, held: Sequence[HeldBy]) -> None:
+        """Ask the holders of sessions to release them."""
 
     def asked(self, timeout_s: float) -> list[int]:
         """Wait for what others ask this replica to release; return the numbers."""
