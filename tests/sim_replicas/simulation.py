@@ -208,10 +208,9 @@ class Simulation:
         self._run_until(lambda: False, self.schedule.now_s + REST_S)
         for process in self.processes():
             shared = process.shared
-            tables = {
-                name: getattr(shared, name)
-                for name in ("_loading", "_leaving", "_asked", "_tasks", "_closed")
-            }
+            tables = {name: getattr(shared, name) for name in ("_loading", "_leaving", "_asked")}
+            tables["_unread.deleted"] = shared._unread.deleted
+            tables["_lookout._waiting"] = shared._lookout._waiting
             tables["_tasks"] = [task for task in shared._tasks if not _is_recount(task)]
             kept = {name: value for name, value in tables.items() if value}
             if kept:
