@@ -21,7 +21,7 @@ from session_server.core.errors import (
 )
 from session_server.core.owner import Owner
 from session_server.core.session_events import TurnEnd
-from session_server.sessions import session_logs
+from session_server.sessions import session_logs, shared_sessions
 from session_server.sessions.backlog import SLICE
 from session_server.sessions.place_counter import SLOTS
 from session_server.sessions.postgres import leases
@@ -524,8 +524,9 @@ def hold_unread(replica: Replica, names: Sequence[str]) -> list[int]:
 
 
 def test_however_many_wait_for_sessions_of_another_replica_each_is_taken_once_it_is_free(
-    cluster: Cluster,
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(shared_sessions, "HANDOVER_WAIT_S", 3.0)
     first, second = cluster.start(lease_s=60.0), cluster.start(lease_s=60.0)
     names = [f"s{number}" for number in range(40)]
     numbers = hold_unread(second, names)
