@@ -47,8 +47,8 @@ class MhaPool(KvPool):
 
     def gather(self, layer: int, pages: Tensor, cleared: Tensor | None = None) -> Tensor:
         """Copy whole pages of one layer; implements `KvPool.gather`."""
-        copied = self._layer_pages[layer].index_select(1, pages).view(self.dtype)
+        copied = self._layer_pages[layer].index_select(1, pages)
         if self.read_dtype != self.dtype:
-            copied = copied.to(self.read_dtype)
+            copied = copied.view(self.dtype).to(self.read_dtype)
         heads = copied.view(2, self.num_kv_heads, -1, self.head_dim)
         return heads if cleared is None else heads.index_fill_(2, cleared, 0.0)

@@ -55,9 +55,9 @@ class MlaPool(KvPool):
 
     def gather(self, layer: int, pages: Tensor, cleared: Tensor | None = None) -> Tensor:
         """Copy whole pages, [2, 1, n * page_size, latent + rope]: one copy, seen as K and as V."""
-        copied = self._layer_pages[layer].index_select(0, pages).view(self.dtype).flatten(0, 1)
+        copied = self._layer_pages[layer].index_select(0, pages).flatten(0, 1)
         if self.read_dtype != self.dtype:
-            copied = copied.to(self.read_dtype)
+            copied = copied.view(self.dtype).to(self.read_dtype)
         if cleared is not None:
             copied.index_fill_(0, cleared, 0.0)
         return copied.expand(2, 1, -1, -1)
