@@ -36,7 +36,7 @@ from tests.oracle.device import DEVICE
 
 pytest.importorskip("triton", reason="triton has no wheel for this machine")
 
-from session_server.attention.triton import backend
+from session_server.attention.triton import launching
 from session_server.attention.triton.backend import TritonBackend
 from session_server.runner.paged_decoder import resolve_backend
 
@@ -219,14 +219,14 @@ def test_compiling_all_launches_every_shape_and_changes_nothing(
     world = World(layers, 16, BATCHES["ragged decode"], torch.float32)
     triton = TritonBackend(world.pool, world.table, layers.rule)
     launched: Counter[tuple[int, bool]] = Counter()
-    run = backend.run
+    run = launching.run
 
     def noted(kernel: object, grid: tuple[int, ...], *args: object, **constants: object) -> None:
         if "BLOCK_M" in constants:
             launched[constants["BLOCK_M"], constants["IS_SPLIT"]] += 1  # type: ignore[index]
         run(kernel, grid, *args, **constants)
 
-    monkeypatch.setattr(backend, "run", noted)
+    monkeypatch.setattr(launching, "run", noted)
     before = world.pool.storage.clone()
     triton.compile_all(has_sinks=layers.has_sinks)
     tiling = triton.tiling

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from session_server.attention.triton import backend
+from session_server.attention.triton import launching
 from session_server.runner.decode_graphs import Graph
 
 HOST_READS = {
@@ -107,7 +107,7 @@ class Recorder(TorchDispatchMode):
 
 
 class RecordedGraphs:
-    """A `GraphApi` on the CPU. Every launch of a kernel comes through `backend.run`, which it
+    """A `GraphApi` on the CPU. Every launch of a kernel comes through `launching.run`, which it
     replaces for as long as it captures."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
@@ -122,7 +122,7 @@ class RecordedGraphs:
             if isinstance(each, Tensor) and each.layout == torch.strided
         }
         recorder = Recorder(known)
-        launch = backend.run
+        launch = launching.run
 
         def noted(kernel: Any, grid: Any, *args: Any, **constants: Any) -> None:
             recorder.note(launch, (kernel, grid, *args), constants, None)
@@ -130,7 +130,7 @@ class RecordedGraphs:
                 launch(kernel, grid, *args, **constants)
 
         with self._patch.context() as patch:
-            patch.setattr(backend, "run", noted)
+            patch.setattr(launching, "run", noted)
             with recorder:
                 out = run()
         return Graph(lambda: _replay(recorder.calls), out)

@@ -8,11 +8,10 @@ table of its tiles, made once per step and copied to the device in one piece.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from cache.pool.mla import MlaPool
@@ -20,6 +19,7 @@ from cache.pool.page_table import PageTable
 from cache.pool.storage import KvPool
 from cache.pool.upload import upload
 from session_server.attention.base import AttentionMeta, AttentionPlan, AttentionRule
+from session_server.attention.triton import launching
 from session_server.attention.triton.kernels import attend_tiles, merge_splits
 from session_server.attention.triton.tiles import (
     MAX_SPLITS,
@@ -28,18 +28,6 @@ from session_server.attention.triton.tiles import (
     Tiling,
     every_shape,
 )
-
-INTERPRETED_NUM_SMS: Final = 8
-"""Multiprocessors that are planned for where there are none: enough that histories are split."""
-
-IS_INTERPRETED: Final = not isinstance(attend_tiles, triton.runtime.JITFunction)
-"""Whether TRITON_INTERPRET was set, by which kernels run on the CPU, in numpy."""
-
-_TL_DTYPES: Final = {
-    torch.float32: tl.float32,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-}
 
 
 class TritonBackend:
@@ -53,8 +41,8 @@ class TritonBackend:
             pool.num_kv_heads,
             self.kernel.value_dim,
             # The interpreter takes the tiles of halves, which are larger, and what is served.
-            itemsize=2 if IS_INTERPRETED else pool.read_dtype.itemsize,
-            num_sms=_num_sms(pool.device),
+            itemsize=2 if launching.IS_INTERPRETED else pool.read_dtype.itemsize,
+            num_sms=launching.num_sms(pool.device),
         )
 
     def plan(self, meta: AttentionMeta) -> AttentionPlan:
@@ -183,7 +171,7 @@ class PoolKernel:
         if num_splits > 1:
             parts = out.new_empty((num_splits, num_tokens, *out.shape[1:]), dtype=torch.float32)
             lse = parts.new_empty(parts.shape[:-1])
-        run(
+        launching.run(
             attend_tiles,
             (len(tiles), self.pool.num_kv_heads, num_splits),
             q,
@@ -205,14 +193,14 @@ class PoolKernel:
             **self._constants,
             HAS_SINKS=sinks is not None,
             IS_SPLIT=num_splits > 1,
-            DOT_DTYPE=tl.float32 if IS_INTERPRETED else _TL_DTYPES[q.dtype],
+            DOT_DTYPE=launching.dot_dtype(q.dtype),
             BLOCK_M=launch.shape.num_rows,
             BLOCK_N=launch.shape.num_keys,
             num_warps=launch.shape.num_warps,
             num_stages=launch.shape.num_stages,
         )
         if num_splits > 1:
-            run(
+            launching.run(
                 merge_splits,
                 (num_tokens, self.rule.num_heads),
                 parts,
@@ -226,14 +214,3 @@ class PoolKernel:
                 NUM_SPLITS=num_splits,
                 BLOCK_D=self._constants["BLOCK_D"],
             )
-
-
-def run(kernel: Any, grid: tuple[int, ...], *args: object, **constants: object) -> None:
-    """Launch a kernel. All launches come through here."""
-    kernel[grid](*args, **constants)
-
-
-def _num_sms(device: torch.device) -> int:
-    if device.type != "cuda":
-        return INTERPRETED_NUM_SMS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
