@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -133,9 +132,10 @@ def _load(
     directory: Path, options: RunnerOptions, num_ranks: int
 ) -> tuple[LoadedRunner, Callable[[Report], None]]:
     """Load the model, over several ranks or here; return what reports a rank that ends, too."""
+    progress = _progress_logger("loading weights %d of %d tensors")
     if num_ranks == 1:
-        return load_runner(directory, options, progress=_progress_logger()), lambda report: None
-    loaded, ranks = load_ranks(directory, options, num_ranks, progress=_progress_logger())
+        return load_runner(directory, options, progress=progress), lambda report: None
+    loaded, ranks = load_ranks(directory, options, num_ranks, progress=progress)
     pids = " ".join(map(str, ranks.pids))
     _LOG.info("model is split over ranks=%d; processes of the others: %s", num_ranks, pids)
     return loaded, ranks.watch
@@ -221,19 +221,22 @@ def _log_model(loaded: LoadedRunner, elapsed_s: float) -> None:
 
 
 def _prepare_device(loaded: LoadedRunner, settings: Settings) -> None:
-    """Compile what a GPU computes, capture what it computes in every step of rows that decode, and
-    say what came of it."""
-    if loaded.device == "cpu":
+    """Compile what a GPU computes, capture what it computes in nearly every step, and say what
+    came of it."""
+    if loaded.runner.backend_name != "triton" or loaded.device == "cpu":
         return
     started_s = time.monotonic()
     loaded.runner.compile_kernels()
     _LOG.info("kernels are compiled, after %.1f s", time.monotonic() - started_s)
     largest = min(settings.model.cuda_graph_max_bs, settings.engine.max_running_turns)
-    if not largest or _speculation(settings).num_drafts:
-        return  # with drafts no step is of one token each
+    if not largest:
+        return
     started_s = time.monotonic()
     told = capture_graphs(
-        loaded, largest, on_progress=partial(_LOG.info, "captured a CUDA graph of %d rows")
+        loaded,
+        largest,
+        _speculation(settings).num_drafts,
+        on_progress=_progress_logger("capturing CUDA graphs %d of %d"),
     )
     _LOG.info("%s, after %.1f s", told, time.monotonic() - started_s)
 
@@ -344,15 +347,18 @@ def _run_padding(runner: Runner, row: BatchRow, num_rows: int = 1) -> float:
     return result.forward_s
 
 
-def _progress_logger() -> Callable[[int, int], None]:
-    """Return a callback that logs loading progress, at most every `_PROGRESS_INTERVAL_S`."""
+def _progress_logger(line: str) -> Callable[[int, int], None]:
+    """Return a callback that logs progress, at most every `_PROGRESS_INTERVAL_S`.
+
+    `line`: what is done, and of how many.
+    """
     logged_s = time.monotonic()
 
-    def report(num_read: int, num_tensors: int) -> None:
+    def report(num_done: int, num_wanted: int) -> None:
         nonlocal logged_s
         if time.monotonic() - logged_s >= _PROGRESS_INTERVAL_S:
             logged_s = time.monotonic()
-            _LOG.info("loading weights %d of %d tensors", num_read, num_tensors)
+            _LOG.info(line, num_done, num_wanted)
 
     return report
 

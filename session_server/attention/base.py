@@ -101,31 +101,43 @@ class AttentionBackend(Protocol):
         ...
 
 
-class DecodePlan(Protocol):
-    """Attention of a fixed number of rows with one token each, over tensors that keep their place:
-    it can be captured once and replayed."""
+@dataclass(frozen=True, slots=True)
+class DeviceRows:
+    """Describe the rows of a forward on the device, int64 [rows] each.
 
-    def refresh(self, rows: Tensor, positions: Tensor) -> None:
-        """Attend from other rows from now on. Reads nothing on the host, so it can be captured.
+    As in `Span`: `rows` of the page tables, `starts`, `lengths` (tokens of this forward) and
+    `offsets` in the flat batch. A row of length 0 is padding.
+    """
 
-        `rows`, `positions`: int64 [rows], on the device.
-        """
+    rows: Tensor
+    starts: Tensor
+    lengths: Tensor
+    offsets: Tensor
+
+
+class GraphPlan(Protocol):
+    """Attention of a fixed number of rows over tensors that keep their place: it can be captured
+    once and replayed."""
+
+    def refresh(self, rows: DeviceRows) -> None:
+        """Attend from other rows from now on. Reads nothing on the host, so it can be captured."""
         ...
 
     def plan(self, slot_mapping: Tensor) -> AttentionPlan:
-        """Return the plan. `slot_mapping`: int64 [rows], read at every replay."""
+        """Return the plan. `slot_mapping`: int64 [tokens], read at every replay."""
         ...
 
 
 class CapturableBackend(Protocol):
-    """A backend whose forwards that decode can be captured in graphs."""
+    """A backend whose forwards of few tokens a row can be captured in graphs."""
 
     def compile_all(self, *, has_sinks: bool) -> None:
         """Compile every kernel that forwards may launch, so that none waits for it."""
         ...
 
-    def plan_decode(self, num_rows: int, longest: int) -> DecodePlan:
-        """Prepare forwards of so many rows with one token each, of up to `longest` positions."""
+    def plan_graph(self, num_rows: int, max_row_tokens: int, longest: int) -> GraphPlan:
+        """Prepare forwards of so many rows, of up to `max_row_tokens` tokens and `longest`
+        positions each."""
         ...
 
 

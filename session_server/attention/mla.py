@@ -31,7 +31,8 @@ from session_server.attention.base import (
     AttentionRule,
     BackendFactory,
     CapturableBackend,
-    DecodePlan,
+    DeviceRows,
+    GraphPlan,
     Span,
 )
 
@@ -110,11 +111,11 @@ class MlaBackend:
         """Compile what attends to latents; as `CapturableBackend.compile_all`."""
         cast(CapturableBackend, self._absorbed).compile_all(has_sinks=has_sinks)
 
-    def plan_decode(self, num_rows: int, longest: int) -> MlaDecodePlan:
-        """Prepare forwards of so many rows with one token each, of up to `longest` positions. They
-        are absorbed, by a backend that can prepare them."""
-        absorbed = cast(CapturableBackend, self._absorbed).plan_decode(num_rows, longest)
-        return MlaDecodePlan(self, absorbed)
+    def plan_graph(self, num_rows: int, max_row_tokens: int, longest: int) -> MlaGraphPlan:
+        """Prepare forwards of few tokens a row; as `CapturableBackend.plan_graph`. They are
+        absorbed."""
+        backend = cast(CapturableBackend, self._absorbed)
+        return MlaGraphPlan(self, backend.plan_graph(num_rows, max_row_tokens, longest))
 
     def absorb(self, plan: AttentionPlan, slot_mapping: Tensor) -> MlaPlan:
         """Return the plan of a forward whose every token is absorbed, by a plan for latents."""
@@ -144,18 +145,18 @@ class MlaBackend:
 
 
 @dataclass(frozen=True, slots=True)
-class MlaDecodePlan:
-    """Attend absorbed from rows that are told on the device; as `DecodePlan`, for latents."""
+class MlaGraphPlan:
+    """Attend absorbed from rows that are told on the device; as `GraphPlan`, for latents."""
 
     backend: MlaBackend
-    absorbed: DecodePlan
+    absorbed: GraphPlan
 
-    def refresh(self, rows: Tensor, positions: Tensor) -> None:
-        """Attend from other rows from now on; as `DecodePlan.refresh`."""
-        self.absorbed.refresh(rows, positions)
+    def refresh(self, rows: DeviceRows) -> None:
+        """Attend from other rows from now on; as `GraphPlan.refresh`."""
+        self.absorbed.refresh(rows)
 
     def plan(self, slot_mapping: Tensor) -> MlaPlan:
-        """Return the plan; as `DecodePlan.plan`."""
+        """Return the plan; as `GraphPlan.plan`."""
         return self.backend.absorb(self.absorbed.plan(slot_mapping), slot_mapping)
 
 

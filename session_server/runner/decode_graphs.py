@@ -1,15 +1,15 @@
-"""Replay forwards of rows that decode, as graphs that were captured at start.
+"""Replay forwards of few tokens a row, as graphs that were captured at start.
 
 A decode step of a model of 36 layers is hundreds of launches, which take a host longer to make
 than a GPU to compute. A CUDA graph is all of them as one. It computes a fixed number of rows over
 tensors that stay where they are, so a batch is padded to the next of a few sizes: what is missing
-is row 0 of the tables, at position 0, in page 0, which nobody reads.
+are rows without a token, and tokens at position 0 of page 0, which nobody reads.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -17,12 +17,31 @@ import torch
 from torch import Tensor
 
 from cache.types import PoolName
-from session_server.attention.base import DecodePlan
-from session_server.attention.mla import MlaDecodePlan
+from session_server.attention.base import DeviceRows, GraphPlan
+from session_server.attention.mla import MlaGraphPlan
 from session_server.models.decoder import Decoder
+from session_server.runner.inputs import PackedInputs
 
 NUM_WARM_UPS: Final = 2
 """Forwards before a capture: kernels are compiled and workspaces allocated in the first."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class GraphSize:
+    """Bound the batches that a graph computes: rows, and the tokens of each."""
+
+    max_row_tokens: int
+    num_rows: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the tokens of the graph."""
+        return self.num_rows * self.max_row_tokens
+
+    def holds(self, inputs: PackedInputs) -> bool:
+        """Return whether a batch fits."""
+        is_short = inputs.max_row_tokens <= self.max_row_tokens
+        return is_short and inputs.num_rows <= self.num_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +63,21 @@ class GraphApi(Protocol):
 class CudaGraphs:
     """Capture CUDA graphs that share one pool of memory: they are replayed one after the other."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, max_bytes: int | None = None) -> None:
+        """Create it. `max_bytes`: what all graphs may take of the device; None for anything."""
+        self._device = device
         self._memory = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._min_free_bytes = 0
+        if max_bytes is not None:
+            self._min_free_bytes = max(0, self._free_bytes() - max_bytes)
 
     def capture(self, run: Callable[[], Tensor]) -> Graph:
-        """Capture `run` on a stream of its own, after it ran there."""
+        """Capture `run` on a stream of its own, after it ran there.
+
+        Raises:
+            torch.OutOfMemoryError: it takes more than graphs may, or than there is.
+        """
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -59,7 +87,13 @@ class CudaGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
             out = run()
+        if self._free_bytes() < self._min_free_bytes:
+            raise torch.OutOfMemoryError("a graph takes more than graphs may")
         return Graph(graph.replay, out)
+
+    def _free_bytes(self) -> int:
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self._device)[0]
 
 
 def bucket_sizes(largest: int) -> tuple[int, ...]:
@@ -70,85 +104,111 @@ def bucket_sizes(largest: int) -> tuple[int, ...]:
     return (*small, *middle, *(range(80, largest + 16, 16) if largest > 64 else ()))
 
 
+def graph_sizes(largest: int, num_drafts: int) -> tuple[GraphSize, ...]:
+    """Return what is captured for batches of up to `largest` rows: of one token each, and of what
+    a forward computes that verifies up to `num_drafts` drafts."""
+    lengths = (1,) if num_drafts == 0 else (1, 1 + num_drafts)
+    return tuple(GraphSize(n, rows) for n in lengths for rows in bucket_sizes(largest))
+
+
 class DecodeGraphs:
-    """Compute the hidden states of forwards that decode, by replay."""
+    """Compute the hidden states of forwards of few tokens a row, by replay."""
 
     def __init__(
-        self, decoder: Decoder, plans: DecodePlanner, *, pools: tuple[PoolName, ...], api: GraphApi
+        self, decoder: Decoder, plans: GraphPlanner, *, pools: tuple[PoolName, ...], api: GraphApi
     ) -> None:
         """Create it, with no graph yet.
 
-        `plans`: prepares attention for a number of rows. `pools`: in the order of the slots in
-        `ForwardInputs.decoding`.
+        `plans`: prepares attention over the model's pools for a size. `pools`: in the order of the
+        slots in `PackedInputs`.
         """
         self._decoder = decoder
         self._plans = plans
         self._pools = pools
         self._api = api
         self._buckets: list[_Bucket] = []
+        self.left_out: tuple[GraphSize, ...] = ()
+        """Sizes that memory was missing for."""
         self.num_replays = 0
         self.fallbacks: Counter[str] = Counter()
         """Forwards that were computed without a graph, by reason."""
 
-    def capture(self, sizes: tuple[int, ...], *, on_progress: Callable[[int], None]) -> None:
-        """Capture graphs for batches of these sizes, the largest first: the others fit into its
-        memory. `on_progress` is told each size that is done."""
-        for size in sorted(sizes, reverse=True):
-            self._buckets.insert(0, self._captured(size))
+    def capture(
+        self, sizes: Sequence[GraphSize], *, on_progress: Callable[[GraphSize], None]
+    ) -> None:
+        """Capture graphs of these sizes, the largest first: the others fit into its memory. One
+        that memory is missing for is left out. `on_progress` is told each size that was tried."""
+        for size in sorted(sizes, key=lambda size: size.num_tokens, reverse=True):
+            try:
+                self._buckets.append(self._captured(size))
+            except torch.OutOfMemoryError:
+                self.left_out += (size,)
             on_progress(size)
+        self._buckets.sort(key=lambda bucket: bucket.size)
 
-    def _captured(self, size: int) -> _Bucket:
-        device = self._decoder.device
-        inputs = torch.zeros((4 + len(self._pools), size), dtype=torch.int64, device=device)
-        token_ids, positions, rows, *slot_mappings, logits_indices = inputs.unbind(0)
-        plans = self._plans(size)
+    def _captured(self, size: GraphSize) -> _Bucket:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=self._decoder.device)
+
+        by_token, by_row = zeros(2 + len(self._pools), size.num_tokens), zeros(4, size.num_rows)
+        token_ids, positions, *slot_mappings = by_token.unbind(0)
+        rows, plans = DeviceRows(*by_row.unbind(0)), self._plans(size)
         attention = {
             pool: plans[pool].plan(slots)
             for pool, slots in zip(self._pools, slot_mappings, strict=True)
+            if pool in plans  # a draft model has its own of a model's pools
         }
 
         def run() -> Tensor:
             for plan in plans.values():
-                plan.refresh(rows, positions)
+                plan.refresh(rows)
             return self._decoder.forward(
-                token_ids, positions, attention=attention, logits_indices=logits_indices
+                token_ids, positions, attention=attention, logits_indices=None
             )
 
-        return _Bucket(inputs, plans, self._api.capture(run))
+        return _Bucket(size, by_token, by_row, plans, self._api.capture(run))
 
-    def forward(self, decoding: Tensor | None) -> Tensor | None:
-        """Return the hidden states of a forward, [rows, hidden], in the order of the batch.
+    def forward(self, inputs: PackedInputs | None) -> Tensor | None:
+        """Return the hidden states of all tokens of a forward, [tokens, hidden].
 
-        They are overwritten by the next replay. `decoding`: see `ForwardInputs`. None if no graph
-        computes that; why is counted, of batches.
+        They are overwritten by the next replay. `inputs`: None if a row has too many tokens. None
+        if no graph computes that; why is counted.
         """
-        if decoding is None:
-            self.fallbacks["not only decode"] += 1
+        if inputs is None:
+            self.fallbacks["a row of many tokens"] += 1
             return None
-        num_rows = decoding.shape[1]
-        bucket = next((each for each in self._buckets if each.inputs.shape[1] >= num_rows), None)
+        bucket = next((each for each in self._buckets if each.size.holds(inputs)), None)
         if bucket is None:
             self.fallbacks["more rows than the largest graph"] += 1
             return None
-        bucket.inputs[:, :num_rows] = decoding
-        bucket.inputs[:, num_rows:].zero_()
+        _copy_padded(bucket.by_token, inputs.by_token)
+        _copy_padded(bucket.by_row, inputs.by_row)
         bucket.graph.replay()
         self.num_replays += 1
-        return bucket.graph.out[:num_rows]
+        return bucket.graph.out[: inputs.by_token.shape[1]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
     """Hold one graph, and what it reads and writes beside weights and pools.
 
-    `inputs`: int64 [4 + pools, rows], which a batch is copied to. `plans`: they have the tables of
-    tiles, which nobody else holds.
+    `by_token`: int64 [2 + pools, tokens], `by_row`: int64 [4, rows]; a batch is copied to them.
+    `plans`: they have the tables of tiles, which nobody else holds.
     """
 
-    inputs: Tensor
-    plans: Mapping[PoolName, DecodePlan | MlaDecodePlan]
+    size: GraphSize
+    by_token: Tensor
+    by_row: Tensor
+    plans: Mapping[PoolName, GraphPlan | MlaGraphPlan]
     graph: Graph
 
 
-DecodePlanner = Callable[[int], Mapping[PoolName, DecodePlan | MlaDecodePlan]]
-"""Prepare attention over every pool for forwards of a number of rows with one token each."""
+def _copy_padded(to: Tensor, columns: Tensor) -> None:
+    """Copy columns to the first of `to`, and zeros to the others."""
+    num_columns = columns.shape[1]
+    to[:, :num_columns] = columns
+    to[:, num_columns:].zero_()
+
+
+GraphPlanner = Callable[[GraphSize], Mapping[PoolName, GraphPlan | MlaGraphPlan]]
+"""Prepare attention over every pool for forwards of a size."""

@@ -51,6 +51,10 @@ class DraftModel:
         """Allocate what its forwards work in; see `PagedDecoder.reserve`."""
         return self.model.reserve(num_tokens)
 
+    def use_graphs(self) -> None:
+        """Replay what was captured: forwards of one token a row."""
+        self._steps.max_row_tokens = 1
+
     def propose(self, certain: ForwardInputs, batch: Batch) -> Tensor | None:
         """Compute a forward's certain tokens, then propose drafts for rows started in the sampler.
 

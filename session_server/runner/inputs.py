@@ -23,6 +23,25 @@ from session_server.runner.verification import SampleSpan
 
 
 @dataclass(frozen=True, slots=True)
+class PackedInputs:
+    """Hold the tensors of a forward of few tokens a row, for a graph that computes it.
+
+    `by_token`: int64 [2 + pools, tokens], token ids, positions and the slots of every pool.
+    `by_row`: int64 [4, rows], what `DeviceRows` has, in its order. `max_row_tokens`: the most
+    tokens of a row.
+    """
+
+    by_token: Tensor
+    by_row: Tensor
+    max_row_tokens: int
+
+    @property
+    def num_rows(self) -> int:
+        """Return the number of rows."""
+        return self.by_row.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardInputs:
     """Hold the tensors of one forward, and which rows its results belong to.
 
@@ -32,8 +51,7 @@ class ForwardInputs:
     which shows whether the row's KV is finite. `sampled`, `prompt_rows`, `unsampled`: indices into
     the rows of the batch, the second of those that ask for prompt logprobs. `sample_spans`: the
     positions each row of `sampled` samples. `is_probe`: KV is written to the padding page.
-    `decoding`: of a forward of rows with one position each, int64 [4 + pools, rows]: token ids,
-    positions, rows of the tables, the slots of every pool and `logits_indices`; else None.
+    `packed`: the same for a graph; None if a row has more tokens than graphs take.
     """
 
     token_ids: Tensor
@@ -45,7 +63,7 @@ class ForwardInputs:
     unsampled: tuple[int, ...]
     sample_spans: tuple[SampleSpan, ...]
     is_probe: bool = False
-    decoding: Tensor | None = None
+    packed: PackedInputs | None = None
 
     @property
     def num_choices(self) -> int:
@@ -67,6 +85,8 @@ class InputBuilder:
         self._page_size = page_size
         self._last_tokens = last_tokens
         self._device = last_tokens.device
+        self.max_row_tokens = 0
+        """Tokens of a row that graphs take; 0 without graphs."""
 
     def build(self, batch: Batch, drafts: Tensor | None = None) -> ForwardInputs:
         """Build the inputs of one forward.
@@ -102,10 +122,17 @@ class InputBuilder:
         logits_indices = _logits_indices(
             rows, offsets, sampled=sampled, prompt_rows=prompt_rows, unsampled=unsampled
         )
-        host_ints = torch.from_numpy(np.concatenate((host.reshape(-1), logits_indices)))
-        device_ints = upload(host_ints, self._device)
-        by_kind = device_ints[: host.size].view(len(host), -1)
-        token_ids, positions, *slot_mappings = by_kind.unbind(0)
+        by_row, max_row_tokens = np.empty((4, 0), dtype=np.int64), spans[-1][0].num_tokens
+        if max_row_tokens <= self.max_row_tokens:
+            described = [(s.row, s.start, s.num_tokens, s.offset) for s, _ in spans]
+            by_row = np.array(described, dtype=np.int64).T
+        parts = [host.reshape(-1), by_row.reshape(-1), logits_indices]
+        device_ints = upload(torch.from_numpy(np.concatenate(parts)), self._device)
+        by_kind, by_row_ints, device_indices = torch.split(
+            device_ints, [part.size for part in parts]
+        )
+        by_token = by_kind.view(len(host), -1)
+        token_ids, positions, *slot_mappings = by_token.unbind(0)
         if sampled_on_device:
             pairs = upload(torch.tensor(sampled_on_device, dtype=torch.int64), self._device)
             token_ids.index_copy_(0, pairs[:, 0], self._last_tokens.index_select(0, pairs[:, 1]))
@@ -118,11 +145,14 @@ class InputBuilder:
                 tuple(span for span, _ in spans),
                 dict(zip(self._tables, slot_mappings, strict=True)),
             ),
-            logits_indices=device_ints[host.size :],
+            logits_indices=device_indices,
             sampled=sampled,
             prompt_rows=prompt_rows,
             unsampled=unsampled,
             sample_spans=tuple(_sample_span(rows[i]) for i in sampled),
+            packed=PackedInputs(by_token, by_row_ints.view(4, -1), max_row_tokens)
+            if by_row.size
+            else None,
         )
 
     def _build_decoding(self, decoding: DecodeRows) -> ForwardInputs:
@@ -131,16 +161,20 @@ class InputBuilder:
         rows = decoding.table_rows.astype(np.int64)
         starts = decoding.starts.astype(np.int64)
         order = np.argsort(starts, kind="stable")
-        # Rows of `host`: those of `ForwardInputs.decoding`.
-        host = np.empty((4 + len(self._tables), num_rows), dtype=np.int64)
+        num_pools = len(self._tables)
+        # Rows of `host`: those of `PackedInputs.by_token` and `by_row`, and `logits_indices`.
+        host = np.empty((7 + num_pools, num_rows), dtype=np.int64)
+        by_row, to = host[2 + num_pools : -1], np.arange(num_rows)
         host[0] = 0 if decoding.tokens is None else np.array(decoding.tokens)[order]
-        host[1], host[2] = starts[order], rows[order]
-        self._write_slots(host[2], host[1], host[3:-1])
-        host[-1, order] = np.arange(num_rows)
+        host[1] = starts[order]
+        by_row[:] = rows[order], host[1], np.ones_like(rows), to
+        self._write_slots(by_row[0], host[1], host[2 : 2 + num_pools])
+        host[-1, order] = to
         block = upload(torch.from_numpy(host), self._device)
-        token_ids, positions, table_rows, *slot_mappings, logits_indices = block.unbind(0)
+        by_token, device_rows, logits_indices = torch.split(block, [2 + num_pools, 4, 1])
+        token_ids, positions, *slot_mappings = by_token.unbind(0)
         if decoding.tokens is None:
-            torch.index_select(self._last_tokens, 0, table_rows, out=token_ids)
+            torch.index_select(self._last_tokens, 0, device_rows[0], out=token_ids)
         row_list, start_list = rows.tolist(), starts.tolist()
         spans = [Span(row_list[i], start_list[i], 1, at) for at, i in enumerate(order.tolist())]
         return ForwardInputs(
@@ -149,7 +183,7 @@ class InputBuilder:
             attention=AttentionMeta(
                 tuple(spans), dict(zip(self._tables, slot_mappings, strict=True))
             ),
-            logits_indices=logits_indices,
+            logits_indices=logits_indices[0],
             sampled=tuple(range(num_rows)),
             prompt_rows=(),
             unsampled=(),
@@ -159,7 +193,7 @@ class InputBuilder:
                     for row, start in zip(row_list, start_list, strict=True)
                 ]
             ),
-            decoding=block,
+            packed=PackedInputs(by_token, device_rows, 1),
         )
 
     def _write_positions(self, span: Span, out: NDArray[np.int64]) -> None:

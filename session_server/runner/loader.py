@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 
@@ -18,7 +18,7 @@ from session_server.models.registry import load_config
 from session_server.runner import native
 from session_server.runner.capacity import CapacityPlan, MemoryLimits, free_bytes, measure_capacity
 from session_server.runner.checkpoint import Progress
-from session_server.runner.decode_graphs import CudaGraphs
+from session_server.runner.decode_graphs import CudaGraphs, graph_sizes
 from session_server.runner.model_runner import ModelRunner
 from session_server.runner.paged_decoder import (
     TORCH_DTYPES,
@@ -31,6 +31,9 @@ from session_server.runner.weights import load_decoder, weight_bytes
 
 Quantization = Literal["none", "int8", "int4"]
 """How the weights of linears are stored: in the dtype of the computation, or in codes."""
+
+MAX_GRAPHS_FRACTION: Final = 0.5
+"""Of the memory that is left on a device beside weights and KV, what CUDA graphs may take."""
 
 _Checkpoint = tuple[Path, ModelConfig]
 
@@ -194,21 +197,33 @@ def load_runner(
 
 
 def capture_graphs(
-    loaded: LoadedRunner, largest: int, *, on_progress: Callable[[int], None]
+    loaded: LoadedRunner,
+    largest: int,
+    num_drafts: int,
+    *,
+    on_progress: Callable[[int, int], None],
 ) -> str:
-    """Capture what a GPU computes in steps of up to `largest` rows that decode. Return what came
-    of it, in words. `on_progress` is told each number of rows that is done."""
-    device = torch.device(loaded.device)
+    """Capture what a GPU computes in forwards of up to `largest` rows that decode, or verify up to
+    `num_drafts` drafts each. Return what came of it, in words.
+
+    `on_progress` is told how many are done, and of how many.
+    """
+    device, sizes = torch.device(loaded.device), graph_sizes(largest, num_drafts)
     torch.cuda.empty_cache()  # as a capture does: what it takes is measured
     before = free_bytes(device)
-    try:
-        why_not = loaded.runner.capture_graphs(largest, CudaGraphs(device), on_progress=on_progress)
-    except torch.OutOfMemoryError:
-        why_not = "their memory is missing, which a lower --mem-fraction-static leaves"
+    api = CudaGraphs(device, int(before * MAX_GRAPHS_FRACTION))
+    why_not = loaded.runner.capture_graphs(sizes, api, on_progress=on_progress)
     if why_not is not None:
-        return f"decode steps are launched kernel by kernel: {why_not}"
+        return f"every forward is launched kernel by kernel: {why_not}"
     taken_mib = (before - free_bytes(device)) / 2**20
-    return f"decode steps of up to {largest} rows are CUDA graphs, in {taken_mib:.0f} MiB"
+    told = f"forwards of up to {largest} rows are CUDA graphs, in {taken_mib:.0f} MiB"
+    graphs = loaded.runner.graphs
+    if graphs is not None and graphs.left_out:
+        told += (
+            f"; {len(graphs.left_out)} of {len(sizes)} sizes had no room, which a lower "
+            "--mem-fraction-static leaves"
+        )
+    return told
 
 
 def linear_factory(backend: ComputeBackend, weights: native.WeightFormat) -> LinearFactory:

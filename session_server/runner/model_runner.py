@@ -5,6 +5,7 @@ With a draft model, its forwards come first: they write its own KV and propose t
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -26,7 +27,7 @@ from session_server.core.batch import Batch, PendingStep, Probe
 from session_server.models.config import DTypeName
 from session_server.models.decoder import Decoder
 from session_server.runner.constraints import Constraints, Masks
-from session_server.runner.decode_graphs import DecodeGraphs, GraphApi
+from session_server.runner.decode_graphs import DecodeGraphs, GraphApi, GraphSize
 from session_server.runner.draft_model import DraftModel, without_missing_drafts
 from session_server.runner.inputs import ForwardInputs, InputBuilder
 from session_server.runner.logprobs import DeviceLogprobs, token_logprobs
@@ -122,12 +123,33 @@ class ModelRunner:
             model.accompany = partial(others.accompany, index)
 
     def capture_graphs(
-        self, largest: int, api: GraphApi, *, on_progress: Callable[[int], None] = lambda _: None
+        self,
+        sizes: Sequence[GraphSize],
+        api: GraphApi,
+        *,
+        on_progress: Callable[[int, int], None] = lambda done, of: None,
     ) -> str | None:
-        """Capture the model's forwards of up to `largest` rows that decode. Return why not, if so;
-        see `PagedDecoder.capture_graphs`."""
+        """Capture the model's forwards of these sizes, and the draft model's of one token a row.
+        Return why not, if so; see `PagedDecoder.capture_graphs`.
+
+        `on_progress` is told how many are done, and of how many.
+        """
+        single = [size for size in sizes if size.max_row_tokens == 1]
+        wanted = [(self._model, sizes)]
+        if self._draft is not None:
+            wanted.append((self._draft.model, single))
+        num_done, num_wanted = itertools.count(1), sum(len(of_model) for _, of_model in wanted)
         with torch.inference_mode(), self._on_device():
-            return self._model.capture_graphs(largest, api, on_progress=on_progress)
+            for model, of_model in wanted:
+                why_not = model.capture_graphs(
+                    of_model, api, lambda _: on_progress(next(num_done), num_wanted)
+                )
+                if why_not is not None:
+                    return why_not
+        self._inputs.max_row_tokens = max((size.max_row_tokens for size in sizes), default=0)
+        if self._draft is not None:
+            self._draft.use_graphs()
+        return None
 
     def compile_kernels(self) -> None:
         """Compile the kernels that forwards may launch; see `PagedDecoder.compile_kernels`."""
@@ -142,7 +164,7 @@ class ModelRunner:
 
     @property
     def graphs(self) -> DecodeGraphs | None:
-        """Return the graphs of forwards that decode; None without."""
+        """Return the graphs of the model's forwards; None without."""
         return self._model.graphs
 
     @property

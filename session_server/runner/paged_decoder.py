@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Final, Literal, cast
 
@@ -22,17 +22,17 @@ from session_server.attention.base import (
     AttentionRule,
     BackendFactory,
     CapturableBackend,
-    DecodePlan,
+    GraphPlan,
 )
 from session_server.attention.cpu import CpuBackend
-from session_server.attention.mla import MlaBackend, MlaDecodePlan, MlaShape
+from session_server.attention.mla import MlaBackend, MlaGraphPlan, MlaShape
 from session_server.attention.recurrent import RecurrentBackend
 from session_server.attention.reference import ReferenceBackend
 from session_server.models.config import AttentionConfig, MlaConfig
 from session_server.models.decoder import Decoder
 from session_server.models.layers.moe import MixtureOfExperts
 from session_server.runner import native
-from session_server.runner.decode_graphs import DecodeGraphs, GraphApi, bucket_sizes
+from session_server.runner.decode_graphs import DecodeGraphs, GraphApi, GraphSize
 from session_server.runner.inputs import ForwardInputs
 
 if TYPE_CHECKING:
@@ -136,6 +136,7 @@ class PagedDecoder:
             self._add(group, pages, tables[group.pool])
         self.graphs: DecodeGraphs | None = None
         self._max_context_len = capacity.max_context_len
+        self._table_names = tuple(tables)
         self.accompany: Accompany = lambda _: nullcontext()
         self._native: NativeDecoder | None = None
         if self.backend_name == "native":
@@ -181,10 +182,10 @@ class PagedDecoder:
             )
 
     def capture_graphs(
-        self, largest: int, api: GraphApi, *, on_progress: Callable[[int], None]
+        self, sizes: Sequence[GraphSize], api: GraphApi, on_progress: Callable[[GraphSize], None]
     ) -> str | None:
-        """Capture graphs for forwards of up to `largest` rows that decode. Return why not, if so;
-        see `DecodeGraphs.capture`."""
+        """Capture graphs for forwards of these sizes. Return why not, if so; see
+        `DecodeGraphs.capture`."""
         backends = self._backends
         if any(isinstance(layer.ffn, MixtureOfExperts) for layer, _, _ in self.decoder.layers):
             return "the host counts which experts are chosen"
@@ -193,16 +194,16 @@ class PagedDecoder:
         if self.backend_name != "triton":
             return f"the backend {self.backend_name} plans each batch on the host"
 
-        def plans(num_rows: int) -> dict[PoolName, DecodePlan | MlaDecodePlan]:
+        def plans(size: GraphSize) -> dict[PoolName, GraphPlan | MlaGraphPlan]:
             return {
-                name: cast(CapturableBackend | MlaBackend, backend).plan_decode(
-                    num_rows, self._max_context_len
+                name: cast(CapturableBackend | MlaBackend, backend).plan_graph(
+                    size.num_rows, size.max_row_tokens, self._max_context_len
                 )
                 for name, backend in backends.items()
             }
 
-        graphs = DecodeGraphs(self.decoder, plans, pools=tuple(backends), api=api)
-        graphs.capture(bucket_sizes(largest), on_progress=on_progress)
+        graphs = DecodeGraphs(self.decoder, plans, pools=self._table_names, api=api)
+        graphs.capture(sizes, on_progress=on_progress)
         self.graphs = graphs
         return None
 
@@ -216,9 +217,9 @@ class PagedDecoder:
             return self._native.forward(inputs, logits_indices)
         with self.accompany(inputs):
             if self.graphs is not None and not inputs.is_probe:
-                hidden = self.graphs.forward(inputs.decoding)
+                hidden = self.graphs.forward(inputs.packed)
                 if hidden is not None:
-                    return hidden
+                    return hidden.index_select(0, logits_indices)
             attention, backends = inputs.attention, self._backends.items()
             plans = {name: backend.plan(attention) for name, backend in backends}
             return self.decoder.forward(

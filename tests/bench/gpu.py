@@ -41,7 +41,7 @@ from session_server.core.batch import (
 from session_server.core.sampling import SamplingParams
 from session_server.models.registry import load_config
 from session_server.runner.checkpoint import WeightSource
-from session_server.runner.decode_graphs import CudaGraphs
+from session_server.runner.decode_graphs import CudaGraphs, graph_sizes
 from session_server.runner.model_runner import ModelRunner
 from session_server.runner.paged_decoder import BackendName
 from session_server.runner.weights import build_decoder, weight_bytes
@@ -399,7 +399,8 @@ def main() -> None:
     print(f"model and pools made in {time.perf_counter() - began:.1f} s", flush=True)
     if device.type == "cuda" and args.cuda_graph_max_bs:
         began = time.perf_counter()
-        why_not = bench.runner.capture_graphs(args.cuda_graph_max_bs, CudaGraphs(device))
+        sizes = graph_sizes(args.cuda_graph_max_bs, num_drafts=0)
+        why_not = bench.runner.capture_graphs(sizes, CudaGraphs(device))
         seconds = time.perf_counter() - began
         print(f"graphs: {why_not or f'captured in {seconds:.1f} s'}", flush=True)
     if "decode" in parts:

@@ -4,7 +4,8 @@ CUDA API, with the kernels in Triton's interpreter; with TEST_DEVICE=cuda on a G
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,22 @@ from torch import Tensor
 
 from cache.spec import Capacity
 from cache.types import TurnId
+from session_server.attention.base import DeviceRows
 from session_server.core.batch import Batch, DecodeRows
 from session_server.models.registry import load_config
 from session_server.runner import decode_graphs
-from session_server.runner.decode_graphs import CudaGraphs, DecodeGraphs, GraphApi, bucket_sizes
+from session_server.runner.decode_graphs import (
+    CudaGraphs,
+    DecodeGraphs,
+    GraphApi,
+    GraphSize,
+    bucket_sizes,
+    graph_sizes,
+)
 from session_server.runner.model_runner import ModelRunner
 from session_server.runner.paged_decoder import BackendName
 from session_server.runner.weights import load_decoder
+from tests.depth import at_depth
 from tests.gpu.recorded_graphs import NotCapturableError, RecordedGraphs
 from tests.oracle.checkpoints import write_checkpoint
 from tests.oracle.device import DEVICE
@@ -32,7 +42,6 @@ pytest.importorskip("triton", reason="triton has no wheel for this machine")
 
 PAGE_SIZE = 16
 NUM_ROWS = 6
-LARGEST = 4
 ATOL = 1e-5 if DEVICE.type == "cpu" else 1e-3
 """cuBLAS may take another kernel for another number of rows."""
 
@@ -65,6 +74,9 @@ def api() -> Iterator[GraphApi]:
         yield RecordedGraphs(patch)
 
 
+Step = dict[int, int]
+"""The rows of a step, in order, and how many drafts each has."""
+
 only_recorded = pytest.mark.skipif(
     DEVICE.type != "cpu", reason="on a GPU a bug is a wild read: the fake is there to find it"
 )
@@ -96,21 +108,34 @@ class Talk:
         self.rows.run(*tokens)
         self.lengths |= prompts
 
-    def batch(self, *rows: int) -> Batch:
-        ids = np.array(rows, dtype=np.int32)
-        starts = np.array([self.lengths[row] for row in rows], dtype=np.int32)
-        names = tuple(TurnId(f"turn-{row}") for row in rows)
+    def batch(self, step: Step) -> Batch:
+        """One token of each row, in columns where no row has drafts and the step is even."""
         self.num_steps += 1
-        decoding = DecodeRows(names, (0,) * len(rows), ids, starts, None)
+        if any(step.values()) or self.num_steps % 2:
+            listed = [
+                self.rows.row(
+                    row,
+                    None,
+                    start=self.lengths[row],
+                    drafts=prompt(num_drafts, row + self.lengths[row]) if num_drafts else 0,
+                )
+                for row, num_drafts in step.items()
+            ]
+            return self.rows.batch(*listed)
+        ids = np.array([*step], dtype=np.int32)
+        starts = np.array([self.lengths[row] for row in step], dtype=np.int32)
+        names = tuple(TurnId(f"turn-{row}") for row in step)
+        decoding = DecodeRows(names, (0,) * len(step), ids, starts, None)
         return Batch(100 + self.num_steps, (), (), decoding=decoding)
 
-    def step(self, *rows: int) -> tuple[int, ...]:
-        """One token of each row, greedily."""
-        tokens = self.runner.launch(self.batch(*rows)).wait().tokens
-        assert tokens is not None
-        for row in rows:
-            self.lengths[row] += 1
-        return tokens
+    def step(self, step: Step) -> list[tuple[int, ...]]:
+        """What each row says, greedily: one token, and the drafts that it would have said."""
+        result = self.runner.launch(self.batch(step)).wait()
+        assert result.error is None
+        said = [row.token_ids for row in result.row_results()]
+        for row, tokens in zip(step, said, strict=True):
+            self.lengths[row] += len(tokens)
+        return said
 
     def stored(self) -> list[Tensor]:
         """What lies in every pool but for page 0."""
@@ -121,48 +146,90 @@ class Talk:
         return stored
 
 
-STEPS = ((1, 2, 3, 4), (2,), (3, 1, 4), (5, 4), (1, 2, 3), (5,), (4, 3, 2, 1), (1, 5, 2))
+STEPS: tuple[Step, ...] = (
+    {1: 0, 2: 0, 3: 0, 4: 0},
+    {2: 0},
+    {3: 0, 1: 0, 4: 0},
+    {5: 0, 4: 0},
+    {1: 0, 2: 0, 3: 0},
+    {5: 0},
+    {4: 0, 3: 0, 2: 0, 1: 0},
+    {1: 0, 5: 0, 2: 0},
+)
+VERIFIED: tuple[Step, ...] = (
+    {3: 2, 1: 0, 4: 1},
+    {4: 2, 2: 2, 1: 2, 3: 2},
+    {5: 1},
+    {1: 0, 3: 1},
+    {2: 0, 1: 0},
+    {1: 0, 2: 0, 3: 0, 4: 1},
+    {3: 2, 5: 2, 1: 1},
+)
+SOME_STEPS = (*STEPS[:4], STEPS[-1], *VERIFIED[:2], *VERIFIED[-2:])
+SOME_SIZES = (GraphSize(1, 2), GraphSize(1, 4), GraphSize(3, 4))
 ANEW = {3: 60}
 """The longest row begins anew before the last step, in which it is not: what is padded is where it
 was."""
 
 
-def assert_alike(graphed: Talk, eager: Talk) -> None:
+@dataclass(frozen=True)
+class Told:
+    """What one step says and leaves."""
+
+    logits: Tensor
+    tokens: list[tuple[int, ...]]
+    stored: list[Tensor]
+
+
+def told(talk: Talk, steps: tuple[Step, ...]) -> Iterator[Told]:
+    """Take the steps, one by one."""
+    for step in steps:
+        if step is STEPS[-1]:
+            talk.read(ANEW)
+        logits = talk.runner.logits(talk.batch(step))
+        yield Told(logits, talk.step(step), talk.stored())
+
+
+def assert_alike(graphed: Talk, expected: Iterable[Told], steps: tuple[Step, ...]) -> None:
     """Every step says the same, and stores the same."""
-    for rows in STEPS:
-        if rows == STEPS[-1]:
-            graphed.read(ANEW)
-            eager.read(ANEW)
-        logits = [talk.runner.logits(talk.batch(*rows)) for talk in (graphed, eager)]
-        torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=ATOL)
-        assert graphed.step(*rows) == eager.step(*rows), rows
-        for ours, theirs in zip(graphed.stored(), eager.stored(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=ATOL)
+    for ours, theirs in zip(told(graphed, steps), expected, strict=True):
+        torch.testing.assert_close(ours.logits, theirs.logits, rtol=0, atol=ATOL)
+        assert ours.tokens == theirs.tokens
+        for of_ours, of_theirs in zip(ours.stored, theirs.stored, strict=True):
+            torch.testing.assert_close(of_ours, of_theirs, rtol=0, atol=ATOL)
 
 
 def test_a_replay_says_and_stores_what_a_forward_does(checkpoint: Path, api: GraphApi) -> None:
-    """Of batches in any order and of any size; what is padded is stored in page 0 alone."""
+    """Of batches in any order and of any size, with drafts and without; what is padded is stored in
+    page 0 alone."""
     graphed, eager = Talk(runner_of(checkpoint)), Talk(runner_of(checkpoint, "torch"))
-    sizes: list[int] = []
-    assert graphed.runner.capture_graphs(LARGEST, api, on_progress=sizes.append) is None
-    assert sizes == [4, 2, 1]
-    assert_alike(graphed, eager)
+    done: list[tuple[int, int]] = []
+
+    def note(num_done: int, num_wanted: int) -> None:
+        done.append((num_done, num_wanted))
+
+    sizes = at_depth(SOME_SIZES, proof=graph_sizes(4, num_drafts=2))
+    steps = at_depth(SOME_STEPS, proof=STEPS + VERIFIED)
+    assert graphed.runner.capture_graphs(sizes, api, on_progress=note) is None
+    assert done == [(index, len(sizes)) for index in range(1, len(sizes) + 1)]
+    assert_alike(graphed, told(eager, steps), steps)
     graphs = graphed.runner.graphs
     assert graphs is not None
-    assert graphs.num_replays == 2 * len(STEPS)
-    assert graphs.fallbacks == {"not only decode": 1}
+    assert graphs.num_replays == 2 * len(steps)
+    assert graphs.fallbacks == {"a row of many tokens": 1}  # the one that begins anew
 
 
 def test_what_no_graph_computes_is_computed_without_and_counted(qwen: Path, api: GraphApi) -> None:
     runner = runner_of(qwen)
-    assert runner.capture_graphs(2, api) is None
+    assert runner.capture_graphs(graph_sizes(2, 0), api) is None
     talk = Talk(runner)  # its prompts are no decode
-    assert len(talk.step(1, 2, 3)) == 3
-    assert len(talk.step(1, 2)) == 2
+    assert len(talk.step({1: 0, 2: 0, 3: 0})) == 3
+    assert len(talk.step({1: 0, 2: 0})) == 2
+    assert talk.step({1: 1, 2: 0})
     assert runner.graphs is not None
     assert runner.graphs.num_replays == 1
     assert runner.graphs.fallbacks == {
-        "not only decode": 1,
+        "a row of many tokens": 2,
         "more rows than the largest graph": 1,
     }
 
@@ -180,7 +247,7 @@ def test_what_cannot_be_captured_says_why(
 ) -> None:
     checkpoint = write_checkpoint(family, tmp_path / family)
     runner = runner_of(checkpoint, "torch" if "torch" in why else "triton")
-    assert runner.capture_graphs(LARGEST, api) == why
+    assert runner.capture_graphs(SOME_SIZES, api) == why
     assert runner.graphs is None
 
 
@@ -222,6 +289,7 @@ def _replaced(name: str, with_: str) -> Seed:
         exec(compile(source.replace(name, with_), decode_graphs.__file__, "exec"), module)
         for method in ("_captured", "forward", "capture"):
             patch.setattr(DecodeGraphs, method, getattr(module["DecodeGraphs"], method))
+        patch.setattr(GraphSize, "holds", module["GraphSize"].holds)
 
     return seed
 
@@ -230,95 +298,104 @@ def _of_tiles(column: int) -> Seed:
     """A column of the tables that stays as it was captured."""
 
     def seed(patch: pytest.MonkeyPatch) -> None:
-        from session_server.attention.triton.backend import TritonDecodePlan
+        from session_server.attention.triton.backend import TritonGraphPlan
 
-        refresh = TritonDecodePlan.refresh
+        refresh = TritonGraphPlan.refresh
 
-        def partly(self: TritonDecodePlan, rows: Tensor, positions: Tensor) -> None:
+        def partly(self: TritonGraphPlan, rows: DeviceRows) -> None:
             before = self.tiles[:, column].clone()
-            refresh(self, rows, positions)
+            refresh(self, rows)
             self.tiles[:, column] = before
 
-        patch.setattr(TritonDecodePlan, "refresh", partly)
+        patch.setattr(TritonGraphPlan, "refresh", partly)
 
     return seed
 
 
+COPIES = (
+    "        _copy_padded(bucket.by_token, inputs.by_token)\n"
+    "        _copy_padded(bucket.by_row, inputs.by_row)\n"
+)
+REPLAY = "        bucket.graph.replay()\n"
+REFRESH = "            for plan in plans.values():\n                plan.refresh(rows)\n"
+
 BUGS: dict[str, Seed] = {
     "padding keeps the slots of an earlier batch": _replaced(
-        "        bucket.inputs[:, num_rows:].zero_()\n", ""
+        "    to[:, num_columns:].zero_()\n", ""
     ),
-    "inputs are copied behind the replay": _replaced(
-        "        bucket.inputs[:, :num_rows] = decoding\n"
-        "        bucket.inputs[:, num_rows:].zero_()\n"
-        "        bucket.graph.replay()\n",
-        "        bucket.graph.replay()\n"
-        "        bucket.inputs[:, :num_rows] = decoding\n"
-        "        bucket.inputs[:, num_rows:].zero_()\n",
+    "padding keeps the rows of an earlier batch": _replaced(
+        COPIES,
+        COPIES.replace(
+            "_copy_padded(bucket.by_row, inputs.by_row)",
+            "bucket.by_row[:, : inputs.num_rows] = inputs.by_row",
+        ),
     ),
-    "nothing is replayed": _replaced("        bucket.graph.replay()\n", ""),
-    "the order of the batch is forgotten": _replaced(
-        "logits_indices=logits_indices\n", "logits_indices=None\n"
-    ),
+    "inputs are copied behind the replay": _replaced(COPIES + REPLAY, REPLAY + COPIES),
+    "nothing is replayed": _replaced(REPLAY, ""),
     "the tables' rows are not refreshed": _of_tiles(0),
     "positions are not refreshed": _of_tiles(1),
-    "attention is refreshed before the capture alone": _replaced(
-        "            for plan in plans.values():\n                plan.refresh(rows, positions)\n",
-        "",
-    ),
+    "numbers of tokens are not refreshed": _of_tiles(2),
+    "offsets are not refreshed": _of_tiles(3),
+    "attention is refreshed before the capture alone": _replaced(REFRESH, ""),
     "a token does not attend to itself": _replaced(
-        "plan.refresh(rows, positions)", "plan.refresh(rows, positions - 1)"
+        "DeviceRows(*by_row.unbind(0)), ",
+        "DeviceRows(by_row[0], by_row[1] - 1, by_row[2], by_row[3]), ",
     ),
     "slots of a batch that is over are captured": _replaced(
         "for pool, slots in zip(self._pools, slot_mappings, strict=True)",
         "for pool, slots in zip(self._pools, [s.clone() for s in slot_mappings], strict=True)",
     ),
     "token ids of a batch that is over are captured": _replaced(
-        "token_ids, positions, rows, *slot_mappings, logits_indices = inputs.unbind(0)\n",
-        "token_ids, positions, rows, *slot_mappings, logits_indices = inputs.unbind(0)\n"
+        "token_ids, positions, *slot_mappings = by_token.unbind(0)\n",
+        "token_ids, positions, *slot_mappings = by_token.unbind(0)\n"
         "        token_ids = token_ids.clone()\n",
     ),
     "the next smaller graph is taken": _replaced(
-        "each.inputs.shape[1] >= num_rows), None)",
-        "2 * each.inputs.shape[1] >= num_rows), None)",
+        "inputs.num_rows <= self.num_rows", "inputs.num_rows <= 2 * self.num_rows"
+    ),
+    "a graph of fewer tokens is taken": _replaced(
+        "inputs.max_row_tokens <= self.max_row_tokens",
+        "inputs.max_row_tokens <= 3 * self.max_row_tokens",
     ),
     "the smallest graph's result is given": _replaced(
-        "return bucket.graph.out[:num_rows]", "return self._buckets[-1].graph.out[:num_rows]"
+        "return bucket.graph.out[:", "return self._buckets[0].graph.out[:"
     ),
-    "the last rows of the graph are given": _replaced(
-        "bucket.graph.out[:num_rows]", "bucket.graph.out[-num_rows:]"
+    "the last tokens of the graph are given": _replaced(
+        "bucket.graph.out[: inputs.by_token.shape[1]]",
+        "bucket.graph.out[-inputs.by_token.shape[1] :]",
     ),
     "the host reads the longest position": _replaced(
-        "            for plan in plans.values():\n",
-        "            positions.max().item()\n            for plan in plans.values():\n",
+        REFRESH, "            positions.max().item()\n" + REFRESH
     ),
     "positions come from the host": _replaced(
-        "            for plan in plans.values():\n",
-        "            positions.copy_(torch.from_numpy(positions.numpy() + 0))\n"
-        "            for plan in plans.values():\n",
+        REFRESH, "            positions.copy_(torch.from_numpy(positions.numpy() + 0))\n" + REFRESH
     ),
-    "the tables of tiles are not kept": _replaced(
-        "_Bucket(inputs, plans, ", "_Bucket(inputs, {}, "
-    ),
+    "the tables of tiles are not kept": _replaced("by_row, plans, self", "by_row, {}, self"),
     "inputs are replaced, not written": _replaced(
-        "        bucket.inputs[:, :num_rows] = decoding\n",
-        "        bucket = _Bucket(bucket.inputs.clone(), {}, bucket.graph)\n"
-        "        bucket.inputs[:, :num_rows] = decoding\n",
+        COPIES,
+        "        bucket = _Bucket(\n"
+        "            bucket.size, bucket.by_token.clone(), bucket.by_row, {}, bucket.graph\n"
+        "        )\n" + COPIES,
     ),
 }
 
 
+@pytest.fixture(scope="module")
+def expected(qwen: Path) -> list[Told]:
+    return [*told(Talk(runner_of(qwen, "torch")), SOME_STEPS)]
+
+
 @only_recorded
 @pytest.mark.parametrize("name", BUGS)
-def test_a_bug_is_found(name: str, qwen: Path, api: GraphApi) -> None:
-    graphed, eager = Talk(runner_of(qwen)), Talk(runner_of(qwen, "torch"))
+def test_a_bug_is_found(name: str, qwen: Path, api: GraphApi, expected: list[Told]) -> None:
+    graphed = Talk(runner_of(qwen))
 
     def try_it() -> None:
-        graphed.runner.capture_graphs(LARGEST, api)
-        assert_alike(graphed, eager)
+        graphed.runner.capture_graphs(SOME_SIZES, api)
+        assert_alike(graphed, expected, SOME_STEPS)
 
     with pytest.MonkeyPatch.context() as patch:
         BUGS[name](patch)
-        with pytest.raises((AssertionError, NotCapturableError, RuntimeError)):
+        with pytest.raises((AssertionError, NotCapturableError, RuntimeError, IndexError)):
             try_it()
     assert len(BUGS) >= 15

@@ -18,7 +18,12 @@ from cache.pool.mla import MlaPool
 from cache.pool.page_table import PageTable
 from cache.pool.storage import KvPool
 from cache.pool.upload import upload
-from session_server.attention.base import AttentionMeta, AttentionPlan, AttentionRule
+from session_server.attention.base import (
+    AttentionMeta,
+    AttentionPlan,
+    AttentionRule,
+    DeviceRows,
+)
 from session_server.attention.triton import launching
 from session_server.attention.triton.kernels import attend_tiles, merge_splits
 from session_server.attention.triton.tiles import (
@@ -70,30 +75,32 @@ class TritonBackend:
                 kernel.launch(0, Launch(shape, 0, 1, 0, 1, num_splits), nothing, of)
             num_splits *= 2
 
-    def plan_decode(self, num_rows: int, longest: int) -> TritonDecodePlan:
-        """Prepare forwards of so many rows with one token each, of up to `longest` positions."""
-        table, launch = self.tiling.cut_decode(num_rows, longest)
+    def plan_graph(self, num_rows: int, max_row_tokens: int, longest: int) -> TritonGraphPlan:
+        """Prepare forwards of so many rows, of up to `max_row_tokens` tokens and `longest`
+        positions each."""
+        table, launch = self.tiling.cut_graph(num_rows, max_row_tokens, longest)
         tiles = upload(torch.from_numpy(table), self.kernel.pool.device)
-        return TritonDecodePlan(self.kernel, tiles, launch, num_rows)
+        return TritonGraphPlan(self.kernel, tiles, launch, num_rows)
 
 
 @dataclass(frozen=True, slots=True)
-class TritonDecodePlan:
-    """Attend from rows that are told on the device; implements `DecodePlan`."""
+class TritonGraphPlan:
+    """Attend from rows that are told on the device; implements `GraphPlan`."""
 
     kernel: PoolKernel
     tiles: Tensor
     launch: Launch
     num_rows: int
 
-    def refresh(self, rows: Tensor, positions: Tensor) -> None:
-        """Write the rows and where they start into the table of tiles."""
+    def refresh(self, rows: DeviceRows) -> None:
+        """Write what the rows are into the table of tiles; implements `GraphPlan.refresh`."""
         of_rows = self.tiles.view(self.num_rows, -1, TILE_COLUMNS)
-        of_rows[:, :, 0] = rows[:, None]
-        of_rows[:, :, 1] = positions[:, None]
+        columns = (rows.rows, rows.starts, rows.lengths, rows.offsets)
+        for index, column in enumerate(columns):
+            of_rows[:, :, index] = column[:, None]
 
     def plan(self, slot_mapping: Tensor) -> AttentionPlan:
-        """Return the plan over this table; implements `DecodePlan.plan`."""
+        """Return the plan over this table; implements `GraphPlan.plan`."""
         return TritonPlan(self.kernel, slot_mapping, self.tiles, (self.launch,))
 
 

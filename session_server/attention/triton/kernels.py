@@ -104,7 +104,9 @@ def attend_tiles(
 
     # The tile's keys: from the first that its first token sees, to its last token's own.
     last = tl.minimum((first_row + BLOCK_M - 1) // GROUP, num_new - 1)
-    end = start + last + 1
+    end = tl.where(
+        first_row < num_new * GROUP, start + last + 1, 0
+    )  # in graphs a tile may be empty
     first = 0
     if WINDOW > 0:
         first = tl.maximum(start + first_row // GROUP - WINDOW + 1, 0)

@@ -126,15 +126,17 @@ class Tiling:
             first = end
         return np.concatenate(tables), tuple(launches)
 
-    def cut_decode(self, num_rows: int, longest: int) -> tuple[NDArray[np.int32], Launch]:
-        """Return the table and the launch of so many rows with one token each, of histories of up
-        to `longest` positions; the table's first two columns are to be filled."""
-        shape = tile_shape(self.group, self.value_dim, self.itemsize)
-        table = self._table([Span(0, 0, 1, offset) for offset in range(num_rows)], shape)
+    def cut_graph(
+        self, num_rows: int, max_row_tokens: int, longest: int
+    ) -> tuple[NDArray[np.int32], Launch]:
+        """Return the table and the launch of so many rows, of up to `max_row_tokens` tokens and
+        `longest` positions each; all but the table's last column is to be filled."""
+        shape = tile_shape(max_row_tokens * self.group, self.value_dim, self.itemsize)
+        table = self._table([Span(0, 0, max_row_tokens, 0)] * num_rows, shape)
         if self.rule.window is not None:
-            longest = min(longest, self.rule.window)
+            longest = min(longest, self.rule.window + max_row_tokens - 1)
         num_splits = choose_num_splits(len(table) * self.num_kv_heads, longest, self.num_sms)
-        return table, Launch(shape, 0, len(table), 0, num_rows, num_splits)
+        return table, Launch(shape, 0, len(table), 0, num_rows * max_row_tokens, num_splits)
 
     def _alike(self, spans: Sequence[Span]) -> Iterator[tuple[TileShape, list[Span]]]:
         """Return spans that follow each other and have tiles of one shape."""
