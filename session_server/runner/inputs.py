@@ -167,11 +167,11 @@ class InputBuilder:
         by_row, to = host[2 + num_pools : -1], np.arange(num_rows)
         host[0] = 0 if decoding.tokens is None else np.array(decoding.tokens)[order]
         host[1] = starts[order]
-        by_row[:] = rows[order], host[1], np.ones_like(rows), to
+        by_row[0], by_row[1], by_row[2], by_row[3] = rows[order], host[1], 1, to
         self._write_slots(by_row[0], host[1], host[2 : 2 + num_pools])
         host[-1, order] = to
         block = upload(torch.from_numpy(host), self._device)
-        by_token, device_rows, logits_indices = torch.split(block, [2 + num_pools, 4, 1])
+        by_token, device_rows = block[: 2 + num_pools], block[2 + num_pools : -1]
         token_ids, positions, *slot_mappings = by_token.unbind(0)
         if decoding.tokens is None:
             torch.index_select(self._last_tokens, 0, device_rows[0], out=token_ids)
@@ -183,7 +183,7 @@ class InputBuilder:
             attention=AttentionMeta(
                 tuple(spans), dict(zip(self._tables, slot_mappings, strict=True))
             ),
-            logits_indices=logits_indices[0],
+            logits_indices=block[-1],
             sampled=tuple(range(num_rows)),
             prompt_rows=(),
             unsampled=(),
