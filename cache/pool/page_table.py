@@ -7,13 +7,15 @@ that moves from one row to another is written only after every earlier forward h
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from cache.pool.upload import upload
-from cache.types import NULL_ROW, TableWrite
+from cache.types import NULL_ROW, PoolName, TableWrite
 
 PageRun = tuple[int, int]
 """(first page, number of pages): pages that follow each other in memory and in the row."""
@@ -36,16 +38,21 @@ class PageTable:
         # 16 nothing is, and the scan is skipped.
         self._runs: dict[int, tuple[tuple[int, int], tuple[PageRun, ...]]] = {}
 
-    def apply(self, write: TableWrite) -> None:
-        """Apply one delta; those of a batch come in order."""
-        assert write.row != NULL_ROW, "the padding row is never written"
-        end = write.start + len(write.pages)
-        self.host[write.row, write.start : end] = write.pages
-        self._runs.pop(write.row, None)
-        device = self.device_pages.device
-        if device.type != "cpu":
-            pages = torch.from_numpy(np.ascontiguousarray(write.pages, dtype=np.int32))
-            self.device_pages[write.row, write.start : end] = upload(pages, device)
+    def apply(self, *writes: TableWrite) -> None:
+        """Apply the deltas of a batch, in order; they reach a device in one copy."""
+        for write in writes:
+            assert write.row != NULL_ROW, "the padding row is never written"
+            self.host[write.row, write.start : write.start + len(write.pages)] = write.pages
+            self._runs.pop(write.row, None)
+        device, num_columns = self.device_pages.device, self.host.shape[1]
+        if device.type == "cpu" or not writes:
+            return
+        firsts = [write.row * num_columns + write.start for write in writes]
+        cells = [first + np.arange(len(w.pages)) for first, w in zip(firsts, writes, strict=True)]
+        index = np.concatenate(cells)
+        # The host's pages, not those of the deltas: a cell that is written twice is one value.
+        changed = upload(torch.from_numpy(np.stack((index, self.host.ravel()[index]))), device)
+        self.device_pages.view(-1).index_copy_(0, changed[0], changed[1].to(torch.int32))
 
     def pages(self, row: int, end: int, *, first: int = 0) -> NDArray[np.int32]:
         """Return entries [first, end) of a row on the host, int32; a view of the current state."""
@@ -63,3 +70,10 @@ class PageTable:
         runs = tuple((int(pages[a]), b - a) for a, b in zip(starts, ends, strict=True))
         self._runs[row] = ((first, end), runs)
         return runs
+
+
+def apply_writes(tables: Mapping[PoolName, PageTable], writes: Sequence[TableWrite]) -> None:
+    """Apply the deltas of a batch to the tables of their pools."""
+    if writes:
+        for pool, table in tables.items():
+            table.apply(*[write for write in writes if write.pool == pool])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -15,3 +17,13 @@ def upload(host: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
+
+
+def upload_values(
+    values: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return values of the host on `device`, [n], as `upload` does.
+
+    An index that is a list, or a tensor that is made on a GPU from a list, would wait for it.
+    """
+    return upload(torch.tensor(values, dtype=dtype), device)

@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from cache.pool.page_table import PageTable
+from cache.pool.page_table import PageTable, apply_writes
 from cache.spec import CacheSpec, LayerKind
 from cache.types import PoolName, RowId, TurnId, pages_for
 from session_server.attention.base import Span
@@ -190,8 +190,7 @@ class _Rank:
         self._group.agree(probe_holds(probe, self._models[0], self._tables))
 
     def _apply(self, writes: Iterable[Write]) -> None:
-        for write in unpacked(writes):
-            self._tables[write.pool].apply(write)
+        apply_writes(self._tables, tuple(unpacked(writes)))
 
 
 def _row(span: Span) -> BatchRow:

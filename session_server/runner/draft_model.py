@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from cache.pool.page_table import PageTable
-from cache.pool.upload import upload
+from cache.pool.upload import upload_values
 from cache.types import PoolName
 from session_server.core.batch import Batch, BatchRow
 from session_server.runner.inputs import ForwardInputs, InputBuilder
@@ -66,8 +66,9 @@ class DraftModel:
         """
         drafting = [row for row in batch.rows if needs_drafts(row)]
         ends = {span.row: span.offset + span.num_tokens - 1 for span in certain.attention.spans}
-        last = torch.tensor([ends[row.row] for row in drafting], dtype=torch.int64)
-        hidden = self.model.forward(certain, upload(last, certain.token_ids.device))
+        last = [ends[row.row] for row in drafting]
+        at = upload_values(last, torch.int64, certain.token_ids.device)
+        hidden = self.model.forward(certain, at)
         return self._decode_drafts(drafting, hidden) if drafting else None
 
     def _decode_drafts(self, rows: list[BatchRow], hidden: Tensor) -> Tensor:
@@ -76,21 +77,23 @@ class DraftModel:
         `hidden`: [n, hidden], of the last certain tokens. The KV of the last draft is computed too:
         if all drafts are accepted, it is part of the history.
         """
-        num_steps = max(row.num_drafts for row in rows)
-        drafts = torch.zeros((len(rows), num_steps), dtype=torch.int64, device=hidden.device)
+        num_steps, device = max(row.num_drafts for row in rows), hidden.device
+        drafts = torch.zeros((len(rows), num_steps), dtype=torch.int64, device=device)
         counted: list[tuple[list[SampleSpan], Tensor]] = []
         active = list(range(len(rows)))
         for step in range(num_steps):
             if step:
                 continuing = [i for i, index in enumerate(active) if rows[index].num_drafts > step]
-                active, hidden = [active[i] for i in continuing], hidden[continuing]
+                active = [active[i] for i in continuing]
+                hidden = hidden.index_select(0, upload_values(continuing, torch.int64, device))
             draft_rows = [_draft_row(rows[index], step) for index in active]
             spans = [SampleSpan(row.row, row.start) for row in draft_rows]
             tokens = self._sampler.sample(self.model.logits(hidden), spans)
             self._sampler.count_outputs(spans, tokens)
             counted.append((spans, tokens))
-            drafts[active, step] = tokens
-            self._last_drafts[[row.row for row in draft_rows]] = tokens
+            drafts[:, step].index_copy_(0, upload_values(active, torch.int64, device), tokens)
+            of_rows = upload_values([row.row for row in draft_rows], torch.int64, device)
+            self._last_drafts.index_copy_(0, of_rows, tokens)
             inputs = self._steps.build(Batch(0, tuple(draft_rows), ()))
             hidden = self.model.forward(inputs, inputs.logits_indices)
         for spans, tokens in counted:

@@ -50,7 +50,8 @@ class ForwardInputs:
     prompt logprobs, row after row of `prompt_rows`; then the last token of each row of `unsampled`,
     which shows whether the row's KV is finite. `sampled`, `prompt_rows`, `unsampled`: indices into
     the rows of the batch, the second of those that ask for prompt logprobs. `sample_spans`: the
-    positions each row of `sampled` samples. `is_probe`: KV is written to the padding page.
+    positions each row of `sampled` samples; `sample_rows`, int64 [sampled], their rows of the
+    tables. `is_probe`: KV is written to the padding page.
     `packed`: the same for a graph; None if a row has more tokens than graphs take.
     """
 
@@ -62,6 +63,7 @@ class ForwardInputs:
     prompt_rows: tuple[int, ...]
     unsampled: tuple[int, ...]
     sample_spans: tuple[SampleSpan, ...]
+    sample_rows: Tensor
     is_probe: bool = False
     packed: PackedInputs | None = None
 
@@ -126,16 +128,19 @@ class InputBuilder:
         if max_row_tokens <= self.max_row_tokens:
             described = [(s.row, s.start, s.num_tokens, s.offset) for s, _ in spans]
             by_row = np.array(described, dtype=np.int64).T
-        parts = [host.reshape(-1), by_row.reshape(-1), logits_indices]
-        device_ints = upload(torch.from_numpy(np.concatenate(parts)), self._device)
-        by_kind, by_row_ints, device_indices = torch.split(
+        unseen = np.array(sampled_on_device, dtype=np.int64).reshape(-1, 2).T
+        sample_rows = np.array([rows[i].row for i in sampled], dtype=np.int64)
+        parts = [host, by_row, logits_indices, sample_rows, unseen]
+        flat = np.concatenate([part.reshape(-1) for part in parts])
+        device_ints = upload(torch.from_numpy(flat), self._device)
+        by_kind, by_row_ints, device_indices, device_rows, device_unseen = torch.split(
             device_ints, [part.size for part in parts]
         )
         by_token = by_kind.view(len(host), -1)
         token_ids, positions, *slot_mappings = by_token.unbind(0)
         if sampled_on_device:
-            pairs = upload(torch.tensor(sampled_on_device, dtype=torch.int64), self._device)
-            token_ids.index_copy_(0, pairs[:, 0], self._last_tokens.index_select(0, pairs[:, 1]))
+            where, whose = device_unseen.view(2, -1).unbind(0)
+            token_ids.index_copy_(0, where, self._last_tokens.index_select(0, whose))
         if drafts is not None:
             _scatter_drafts_(token_ids, drafts, rows, offsets)
         return ForwardInputs(
@@ -150,6 +155,7 @@ class InputBuilder:
             prompt_rows=prompt_rows,
             unsampled=unsampled,
             sample_spans=tuple(_sample_span(rows[i]) for i in sampled),
+            sample_rows=device_rows,
             packed=PackedInputs(by_token, by_row_ints.view(4, -1), max_row_tokens)
             if by_row.size
             else None,
@@ -162,16 +168,16 @@ class InputBuilder:
         starts = decoding.starts.astype(np.int64)
         order = np.argsort(starts, kind="stable")
         num_pools = len(self._tables)
-        # Rows of `host`: those of `PackedInputs.by_token` and `by_row`, and `logits_indices`.
-        host = np.empty((7 + num_pools, num_rows), dtype=np.int64)
-        by_row, to = host[2 + num_pools : -1], np.arange(num_rows)
+        # Rows of `host`: `PackedInputs.by_token` and `by_row`, `logits_indices`, `sample_rows`.
+        host = np.empty((8 + num_pools, num_rows), dtype=np.int64)
+        by_row, to = host[2 + num_pools : -2], np.arange(num_rows)
         host[0] = 0 if decoding.tokens is None else np.array(decoding.tokens)[order]
         host[1] = starts[order]
         by_row[0], by_row[1], by_row[2], by_row[3] = rows[order], host[1], 1, to
         self._write_slots(by_row[0], host[1], host[2 : 2 + num_pools])
-        host[-1, order] = to
+        host[-2, order], host[-1] = to, rows
         block = upload(torch.from_numpy(host), self._device)
-        by_token, device_rows = block[: 2 + num_pools], block[2 + num_pools : -1]
+        by_token, device_rows = block[: 2 + num_pools], block[2 + num_pools : -2]
         token_ids, positions, *slot_mappings = by_token.unbind(0)
         if decoding.tokens is None:
             torch.index_select(self._last_tokens, 0, device_rows[0], out=token_ids)
@@ -183,7 +189,7 @@ class InputBuilder:
             attention=AttentionMeta(
                 tuple(spans), dict(zip(self._tables, slot_mappings, strict=True))
             ),
-            logits_indices=block[-1],
+            logits_indices=block[-2],
             sampled=tuple(range(num_rows)),
             prompt_rows=(),
             unsampled=(),
@@ -193,6 +199,7 @@ class InputBuilder:
                     for row, start in zip(row_list, start_list, strict=True)
                 ]
             ),
+            sample_rows=block[-1],
             packed=PackedInputs(by_token, device_rows, 1),
         )
 

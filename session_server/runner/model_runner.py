@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cache.pool.page_copy import PagedTensor
-from cache.pool.page_table import PageTable
+from cache.pool.page_table import PageTable, apply_writes
 from cache.pool.recurrent import StatePool
 from cache.pool.storage import KvPool
 from cache.pool.upload import upload
@@ -245,8 +245,7 @@ class ModelRunner:
     def _apply_table_writes(self, writes: Sequence[TableWrite]) -> None:
         if self._others is not None:
             self._others.write(writes)
-        for write in writes:
-            self._tables[write.pool].apply(write)
+        apply_writes(self._tables, writes)
 
     def _execute(self, batch: Batch) -> StepOutputs:
         self._apply_table_writes(batch.table_writes)
@@ -290,8 +289,7 @@ class ModelRunner:
     def _sample(
         self, inputs: ForwardInputs, hidden: Tensor, asked: Future[Masks] | None
     ) -> SampledRows:
-        spans = inputs.sample_spans
-        rows = upload(torch.tensor([span.row for span in spans]), hidden.device)
+        spans, rows = inputs.sample_spans, inputs.sample_rows
         logits = self._model.logits(hidden)
         num_accepted = None
         masks = None if asked is None else asked.result()

@@ -62,6 +62,7 @@ def probe_holds(probe: Probe, model: PagedDecoder, tables: Mapping[PoolName, Pag
         prompt_rows=(),
         unsampled=(),
         sample_spans=(),
+        sample_rows=positions[:0],
         is_probe=True,
     )
     model.forward(inputs, inputs.logits_indices)

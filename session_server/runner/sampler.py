@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cache.pool.upload import upload
+from cache.pool.upload import upload, upload_values
 from session_server.core.batch import SamplingStart
 from session_server.core.sampling import SamplingParams
 from session_server.runner.constraints import Masks
@@ -114,9 +114,11 @@ class Sampler:
         keys = [noise_key(states[i].seed, positions[i]) for i in sampled]
         if len(sampled) == len(states):
             return self._gumbel_max(adjusted, states, keys)
-        tokens = adjusted.argmax(dim=-1)
-        tokens[sampled] = self._gumbel_max(adjusted[sampled], [states[i] for i in sampled], keys)
-        return tokens
+        index = upload_values(sampled, torch.int64, self._device)
+        drawn = self._gumbel_max(
+            adjusted.index_select(0, index), [states[i] for i in sampled], keys
+        )
+        return adjusted.argmax(dim=-1).index_copy_(0, index, drawn)
 
     def count_outputs(
         self, spans: Sequence[SampleSpan], tokens: Tensor, num_accepted: Tensor | None = None
@@ -167,24 +169,26 @@ class Sampler:
             first += span.num_tokens
         if penalized:
             rows = [i for one in penalized for i in range(one.first, one.first + one.num_tokens)]
-            adjusted[rows] = _apply_penalties(adjusted[rows], penalized, inputs)
+            index = upload_values(rows, torch.int64, self._device)
+            of_rows = _apply_penalties(adjusted.index_select(0, index), penalized, inputs)
+            adjusted.index_copy_(0, index, of_rows)
         return adjusted
 
     def _masked(self, adjusted: Tensor, masks: Masks) -> Tensor:
-        forbidden = masks.forbidden.to(self._device, non_blocking=True)
+        forbidden = upload(masks.forbidden, self._device)
         if len(masks.rows) == len(adjusted):
             return adjusted.masked_fill(forbidden, -math.inf)
-        masked = adjusted.clone()
-        masked[masks.rows] = adjusted[masks.rows].masked_fill_(forbidden, -math.inf)
-        return masked
+        index = upload_values(masks.rows, torch.int64, self._device)
+        masked = adjusted.index_select(0, index).masked_fill_(forbidden, -math.inf)
+        return adjusted.index_copy(0, index, masked)
 
     def _gumbel_max(self, adjusted: Tensor, states: list[_RowState], keys: list[int]) -> Tensor:
         """Sample by Gumbel-max from `adjusted` [n, vocab], with the state and key of each row."""
         temperatures = [max(state.params.temperature, MIN_TEMPERATURE) for state in states]
-        divisors = upload(torch.tensor(temperatures, dtype=torch.float32), self._device)
+        divisors = upload_values(temperatures, torch.float32, self._device)
         scaled = (adjusted - adjusted.amax(dim=-1, keepdim=True)) / divisors.unsqueeze(1)
         rules = [state.truncation for state in states]
-        device_keys = upload(torch.tensor(keys, dtype=torch.int64), self._device)
+        device_keys = upload_values(keys, torch.int64, self._device)
         if all(rule is None for rule in rules):
             return (scaled - self._noise.exponentials(device_keys).log_()).argmax(dim=-1)
         is_kept = scaled >= thresholds(scaled, rules)
@@ -206,8 +210,8 @@ class Sampler:
             return None
         ids, values = zip(*known, strict=True)
         return (
-            torch.tensor(ids, dtype=torch.int64, device=self._device),
-            torch.tensor(values, dtype=torch.float32, device=self._device),
+            upload_values(ids, torch.int64, self._device),
+            upload_values(values, torch.float32, self._device),
         )
 
     def _held_back(self, params: SamplingParams) -> Tensor:
@@ -215,7 +219,7 @@ class Sampler:
         if not params.ignore_eos:
             stops.update(self._eos_token_ids)
         ids = sorted(i for i in stops if 0 <= i < self._vocab_size) if params.min_tokens else []
-        return torch.tensor(ids, dtype=torch.int64, device=self._device)
+        return upload_values(ids, torch.int64, self._device)
 
     def _penalty(self, start: SamplingStart) -> _Penalty:
         def counted(tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from cache.pool.upload import upload
+from cache.pool.upload import upload_values
 from session_server.core.sampling import SamplingParams
 
 NUM_CANDIDATES: Final = 256
@@ -62,15 +62,17 @@ def thresholds(scaled: Tensor, rules: Sequence[Truncation | None]) -> Tensor:
         them the other rows need.
     """
     floors = [math.log(r.min_p) if r is not None and r.min_p > 0.0 else _LOWEST for r in rules]
-    lowest = upload(torch.tensor(floors, dtype=torch.float32), scaled.device).unsqueeze(1)
+    lowest = upload_values(floors, torch.float32, scaled.device).unsqueeze(1)
     ordering = [i for i, r in enumerate(rules) if r is not None and r.needs_order]
     if not ordering:
         return lowest
     ordered_rules = [r for r in rules if r is not None and r.needs_order]
     if len(ordering) == len(rules):
         return torch.maximum(lowest, _edges(scaled, ordered_rules))
-    lowest[ordering] = torch.maximum(lowest[ordering], _edges(scaled[ordering], ordered_rules))
-    return lowest
+    index = upload_values(ordering, torch.int64, scaled.device)
+    edges = _edges(scaled.index_select(0, index), ordered_rules)
+    edges = torch.maximum(lowest.index_select(0, index), edges)
+    return lowest.index_copy(0, index, edges)
 
 
 def _edges(scaled: Tensor, rules: Sequence[Truncation]) -> Tensor:
@@ -98,7 +100,7 @@ def _nucleus_edges(
     """
 
     def column(values: list[float], dtype: torch.dtype) -> Tensor:
-        return upload(torch.tensor(values, dtype=dtype), ordered.device).unsqueeze(1)
+        return upload_values(values, dtype, ordered.device).unsqueeze(1)
 
     ranks = column([(r.top_k or ordered.shape[1]) - 1 for r in rules], torch.int64)
     shares = column([r.top_p if r.top_p < 1.0 else math.inf for r in rules], torch.float32)
