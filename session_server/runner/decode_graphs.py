@@ -20,28 +20,11 @@ from cache.types import PoolName
 from session_server.attention.base import DeviceRows, GraphPlan
 from session_server.attention.mla import MlaGraphPlan
 from session_server.models.decoder import Decoder
+from session_server.runner.graph_sizes import GraphSize
 from session_server.runner.inputs import PackedInputs
 
 NUM_WARM_UPS: Final = 2
 """Forwards before a capture: kernels are compiled and workspaces allocated in the first."""
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class GraphSize:
-    """Bound the batches that a graph computes: rows, and the tokens of each."""
-
-    max_row_tokens: int
-    num_rows: int
-
-    @property
-    def num_tokens(self) -> int:
-        """Return the tokens of the graph."""
-        return self.num_rows * self.max_row_tokens
-
-    def holds(self, inputs: PackedInputs) -> bool:
-        """Return whether a batch fits."""
-        is_short = inputs.max_row_tokens <= self.max_row_tokens
-        return is_short and inputs.num_rows <= self.num_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,21 +77,6 @@ class CudaGraphs:
     def _free_bytes(self) -> int:
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self._device)[0]
-
-
-def bucket_sizes(largest: int) -> tuple[int, ...]:
-    """Return the numbers of rows that are captured: powers of two up to 8, then multiples of 8, and
-    of 16 from 64 on; the last is at least `largest`."""
-    small = [size for size in (1, 2, 4, 8) if size < 2 * largest]
-    middle = [*range(16, min(largest, 64) + 8, 8)] if largest > 8 else []
-    return (*small, *middle, *(range(80, largest + 16, 16) if largest > 64 else ()))
-
-
-def graph_sizes(largest: int, num_drafts: int) -> tuple[GraphSize, ...]:
-    """Return what is captured for batches of up to `largest` rows: of one token each, and of what
-    a forward computes that verifies up to `num_drafts` drafts."""
-    lengths = (1,) if num_drafts == 0 else (1, 1 + num_drafts)
-    return tuple(GraphSize(n, rows) for n in lengths for rows in bucket_sizes(largest))
 
 
 class DecodeGraphs:
@@ -177,7 +145,14 @@ class DecodeGraphs:
         if inputs is None:
             self.fallbacks["a row of many tokens"] += 1
             return None
-        bucket = next((each for each in self._buckets if each.size.holds(inputs)), None)
+        bucket = next(
+            (
+                each
+                for each in self._buckets
+                if each.size.holds(inputs.num_rows, inputs.max_row_tokens)
+            ),
+            None,
+        )
         if bucket is None:
             self.fallbacks["more rows than the largest graph"] += 1
             return None

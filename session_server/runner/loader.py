@@ -18,7 +18,8 @@ from session_server.models.registry import load_config
 from session_server.runner import native
 from session_server.runner.capacity import CapacityPlan, MemoryLimits, free_bytes, measure_capacity
 from session_server.runner.checkpoint import Progress
-from session_server.runner.decode_graphs import CudaGraphs, graph_sizes
+from session_server.runner.decode_graphs import CudaGraphs
+from session_server.runner.graph_sizes import graph_sizes
 from session_server.runner.model_runner import ModelRunner
 from session_server.runner.paged_decoder import (
     TORCH_DTYPES,

@@ -27,8 +27,9 @@ from session_server.core.batch import Batch, PendingStep, Probe
 from session_server.models.config import DTypeName
 from session_server.models.decoder import Decoder
 from session_server.runner.constraints import Constraints, Masks
-from session_server.runner.decode_graphs import DecodeGraphs, GraphApi, GraphSize
+from session_server.runner.decode_graphs import DecodeGraphs, GraphApi
 from session_server.runner.draft_model import DraftModel, without_missing_drafts
+from session_server.runner.graph_sizes import GraphSize
 from session_server.runner.inputs import ForwardInputs, InputBuilder
 from session_server.runner.logprobs import DeviceLogprobs, token_logprobs
 from session_server.runner.outputs import (

@@ -32,7 +32,8 @@ from session_server.models.config import AttentionConfig, MlaConfig
 from session_server.models.decoder import Decoder
 from session_server.models.layers.moe import MixtureOfExperts
 from session_server.runner import native
-from session_server.runner.decode_graphs import DecodeGraphs, GraphApi, GraphSize
+from session_server.runner.decode_graphs import DecodeGraphs, GraphApi
+from session_server.runner.graph_sizes import GraphSize
 from session_server.runner.inputs import ForwardInputs
 
 if TYPE_CHECKING:

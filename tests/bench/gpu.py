@@ -41,7 +41,8 @@ from session_server.core.batch import (
 from session_server.core.sampling import SamplingParams
 from session_server.models.registry import load_config
 from session_server.runner.checkpoint import WeightSource
-from session_server.runner.decode_graphs import CudaGraphs, graph_sizes
+from session_server.runner.decode_graphs import CudaGraphs
+from session_server.runner.graph_sizes import graph_sizes
 from session_server.runner.model_runner import ModelRunner
 from session_server.runner.paged_decoder import BackendName
 from session_server.runner.weights import build_decoder, weight_bytes

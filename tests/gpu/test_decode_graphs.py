@@ -4,7 +4,7 @@ CUDA API, with the kernels in Triton's interpreter; with TEST_DEVICE=cuda on a G
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,19 +20,15 @@ from session_server.attention.base import DeviceRows
 from session_server.core.batch import Batch, DecodeRows
 from session_server.models.registry import load_config
 from session_server.runner import decode_graphs
-from session_server.runner.decode_graphs import (
-    CudaGraphs,
-    DecodeGraphs,
-    GraphApi,
-    GraphSize,
-    bucket_sizes,
-    graph_sizes,
-)
+from session_server.runner import graph_sizes as sizes_module
+from session_server.runner.decode_graphs import CudaGraphs, GraphApi
+from session_server.runner.graph_sizes import GraphSize, bucket_sizes, graph_sizes
 from session_server.runner.model_runner import ModelRunner
 from session_server.runner.paged_decoder import BackendName
 from session_server.runner.weights import load_decoder
 from tests.depth import at_depth
 from tests.gpu.recorded_graphs import NotCapturableError, RecordedGraphs
+from tests.gpu.seeding import Seed, replaced
 from tests.oracle.checkpoints import write_checkpoint
 from tests.oracle.device import DEVICE
 from tests.runner.rows import PAGES_PER_ROW, Rows
@@ -276,22 +272,11 @@ def test_the_fake_finds_what_a_graph_cannot_do(api: GraphApi) -> None:
         graph.replay()
 
 
-Seed = Callable[[pytest.MonkeyPatch], None]
-
-
-def _replaced(name: str, with_: str) -> Seed:
-    """A line of `DecodeGraphs`' module in place of another."""
-
-    def seed(patch: pytest.MonkeyPatch) -> None:
-        source = Path(decode_graphs.__file__).read_text("utf-8")
-        assert source.count(name) == 1, name
-        module: dict[str, Any] = {"__name__": decode_graphs.__name__}
-        exec(compile(source.replace(name, with_), decode_graphs.__file__, "exec"), module)
-        for method in ("_captured", "forward", "capture"):
-            patch.setattr(DecodeGraphs, method, getattr(module["DecodeGraphs"], method))
-        patch.setattr(GraphSize, "holds", module["GraphSize"].holds)
-
-    return seed
+def _replaced(text: str, with_: str) -> Seed:
+    """Text of `DecodeGraphs`' module in place of other text."""
+    methods = ("_captured", "forward", "capture")
+    names = (*(f"DecodeGraphs.{method}" for method in methods), "_copy_padded")
+    return replaced(decode_graphs, text, with_, *names)
 
 
 def _of_tiles(column: int) -> Seed:
@@ -318,6 +303,8 @@ COPIES = (
 )
 REPLAY = "        bucket.graph.replay()\n"
 REFRESH = "            for plan in plans.values():\n                plan.refresh(rows)\n"
+
+HOLDS = "GraphSize.holds"
 
 BUGS: dict[str, Seed] = {
     "padding keeps the slots of an earlier batch": _replaced(
@@ -350,12 +337,14 @@ BUGS: dict[str, Seed] = {
         "token_ids, positions, *slot_mappings = by_token.unbind(0)\n"
         "        token_ids = token_ids.clone()\n",
     ),
-    "the next smaller graph is taken": _replaced(
-        "inputs.num_rows <= self.num_rows", "inputs.num_rows <= 2 * self.num_rows"
+    "the next smaller graph is taken": replaced(
+        sizes_module, "num_rows <= self.num_rows", "num_rows <= 2 * self.num_rows", HOLDS
     ),
-    "a graph of fewer tokens is taken": _replaced(
-        "inputs.max_row_tokens <= self.max_row_tokens",
-        "inputs.max_row_tokens <= 3 * self.max_row_tokens",
+    "a graph of fewer tokens is taken": replaced(
+        sizes_module,
+        "max_row_tokens <= self.max_row_tokens",
+        "max_row_tokens <= 3 * self.max_row_tokens",
+        HOLDS,
     ),
     "the smallest graph's result is given": _replaced(
         "return bucket.graph.out[:", "return self._buckets[0].graph.out[:"

@@ -7,8 +7,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,10 +27,12 @@ from session_server.core.sampling import SamplingParams
 from session_server.models.config import FULL_POOL
 from session_server.models.registry import load_config
 from session_server.runner import inputs, model_runner, outputs, sampler
-from session_server.runner.decode_graphs import Graph, graph_sizes
+from session_server.runner.decode_graphs import Graph
+from session_server.runner.graph_sizes import graph_sizes
 from session_server.runner.model_runner import ModelRunner
 from session_server.runner.weights import load_decoder
 from tests.gpu.fake_cuda import CUDA, FakeCuda, PinnedChangedError, fake_cuda
+from tests.gpu.seeding import Seed, replaced
 from tests.oracle.checkpoints import write_checkpoint
 from tests.runner.rows import PAGES_PER_ROW, Rows
 from tests.runner.test_model_runner import prompt
@@ -42,8 +42,6 @@ pytest.importorskip("triton", reason="triton has no wheel for this machine")
 PAGE_SIZE = 16
 NUM_ROWS = 6
 CPU = torch.device("cpu")
-
-Seed = Callable[[pytest.MonkeyPatch], None]
 
 SAMPLED = SamplingParams(temperature=0.8)
 TURNS: dict[int, SamplingParams] = {
@@ -204,25 +202,6 @@ def test_a_step_that_decodes_goes_to_the_device_in_one_copy(
     assert copies == [1, 2], "one more for the pages of any number of rows"
 
 
-def _replaced(module: ModuleType, name: str, with_: str, *names: str) -> Seed:
-    """Text of a module in place of other text, for what has these names."""
-
-    def seed(patch: pytest.MonkeyPatch) -> None:
-        assert module.__file__ is not None
-        source = Path(module.__file__).read_text("utf-8")
-        assert source.count(name) == 1, name
-        made: dict[str, Any] = dict(vars(module))
-        exec(compile(source.replace(name, with_), module.__file__, "exec"), made)
-        for each in names:
-            owner, _, attribute = each.rpartition(".")
-            if owner:
-                patch.setattr(getattr(module, owner), attribute, getattr(made[owner], attribute))
-            else:
-                patch.setattr(module, attribute, made[attribute])
-
-    return seed
-
-
 def _one_buffer(patch: pytest.MonkeyPatch) -> None:
     """Everything goes to the device through the same pinned memory."""
     staging: dict[torch.dtype, Tensor] = {}
@@ -239,38 +218,38 @@ def _one_buffer(patch: pytest.MonkeyPatch) -> None:
 
 
 BUGS: dict[str, Seed] = {
-    "results are read before the event": _replaced(
+    "results are read before the event": replaced(
         outputs, "            self.finished.synchronize()\n", "", "EventStep.wait"
     ),
-    "the event is recorded before the copies": _replaced(
+    "the event is recorded before the copies": replaced(
         outputs,
         "        outputs.start_copies()\n        finished.record()\n",
         "        finished.record()\n        outputs.start_copies()\n",
         "EventStep.record",
     ),
-    "a step is done at once": _replaced(
+    "a step is done at once": replaced(
         outputs, "return bool(self.finished.query())", "return True", "EventStep.is_done"
     ),
-    "results are copied when they are asked for": _replaced(
+    "results are copied when they are asked for": replaced(
         outputs, "        outputs.start_copies()\n", "", "EventStep.record"
     ),
     "pinned memory is used again at once": _one_buffer,
-    "inputs come from pageable memory": _replaced(
+    "inputs come from pageable memory": replaced(
         upload,
         "    return host.pin_memory().to(device, non_blocking=True)",
         "    return host.to(device, non_blocking=True)",
         "upload",
     ),
-    "a copy to the device waits": _replaced(
+    "a copy to the device waits": replaced(
         upload, "non_blocking=True", "non_blocking=False", "upload"
     ),
-    "the host looks at what was sampled": _replaced(
+    "the host looks at what was sampled": replaced(
         model_runner,
         "            self._sampler.count_outputs(spans, tokens)\n",
         "            self._sampler.count_outputs(spans, tokens)\n            tokens.tolist()\n",
         "ModelRunner._sample",
     ),
-    "rows are chosen by a list": _replaced(
+    "rows are chosen by a list": replaced(
         sampler,
         "adjusted.index_copy_(0, index, of_rows)",
         "adjusted[rows] = of_rows",

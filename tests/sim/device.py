@@ -27,6 +27,7 @@ from session_server.core.batch import Batch, BatchRow, Probe, RowResult, StepRes
 from session_server.core.sampling import TokenLogprob
 from tests.sim.draws import name_value, scramble
 from tests.sim.echo import EchoModel, Truth, score_of, tag_after
+from tests.sim.padding import GraphPlaces
 from tests.sim.state_memory import GARBAGE, StateMemory
 
 _FORWARD_S: Final = 1e-3
@@ -169,6 +170,7 @@ class EchoRunner:
         self.faults = Faults()
         self.refused_alone: set[TurnId] = set()
         self.reached: Counter[str] = Counter()
+        self._graphs = GraphPlaces(self.reached)
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -218,6 +220,10 @@ class EchoRunner:
             holds = self._probe(batch.probe)
             return StepResult(batch.step, (), _FORWARD_S, probe_holds=holds)
         results = tuple(map(self._run, batch.rows))
+        # Beside the rows' own, in no order: what comes later must find their cells all the same.
+        for row_id, position in self._graphs.padding_of(batch):
+            for memory in self.memories.values():
+                memory.put(row_id, position, GARBAGE)
         result = StepResult(batch.step, results, _FORWARD_S)
         # As a runner may, of a forward in which every turn decodes; this one does it now and then.
         if batch.decoding is None or batch.step % 2 or (tokens := result.decoded()) is None:

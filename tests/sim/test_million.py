@@ -20,6 +20,9 @@ _TIMEOUT_S: Final = 1800
 """Of one shard: a minute of a quiet core."""
 
 INTERESTING: Final = (
+    "a batch in a graph",
+    "a batch in no graph",
+    "a padded batch",
     "admitted again",
     "assistant edited",
     "cancelled in decode",

@@ -17,6 +17,7 @@ from tests.sim.config import Front, draw_config
 from tests.sim.configs import rich_config
 from tests.sim.failure import SimFailure
 from tests.sim.faults import FaultRates, OneFault, Site
+from tests.sim.padding import GraphPlaces
 from tests.sim.simulation import replay, run, simulate
 from tests.sim.trace import Trace
 
@@ -124,3 +125,12 @@ def test_corrupt_content_is_named_by_row_position_and_page(
     assert len(failures) > 6
     assert messages
     assert all("position" in message and "page" in message for message in messages)
+
+
+def test_padding_that_keeps_the_places_of_an_earlier_batch_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of a graph whose inputs are not zeroed behind a batch."""
+    monkeypatch.setattr(GraphPlaces, "pad", lambda self, held, first: None)
+    failures = [failure for seed in range(12) if (failure := failure_of(seed)) is not None]
+    assert [failure.layer for failure in failures].count("content") > 6
