@@ -19,6 +19,7 @@ dataclasses.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -243,6 +244,15 @@ class RowResult(msgspec.Struct, frozen=True, gc=False):
     failure: str | None = None
 
 
+class GraphUse(enum.Enum):
+    """Say how a forward was computed where CUDA graphs are captured: replayed, or launched kernel
+    by kernel because a row has too many tokens, or the batch too many rows."""
+
+    REPLAYED = "replayed"
+    MANY_TOKENS = "many_tokens"
+    MANY_ROWS = "many_rows"
+
+
 class StepResult(msgspec.Struct, frozen=True, gc=False):
     """Hold the result of one forward.
 
@@ -255,6 +265,7 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
             a probe.
         tokens: for a batch with `decoding` only: the token of each row, where every row is finite
             and has nothing else to tell.
+        graph_use: whether a CUDA graph computed it; None where there are none.
     """
 
     step: int
@@ -263,6 +274,7 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     error: str | None = None
     probe_holds: bool | None = None
     tokens: tuple[int, ...] | None = None
+    graph_use: GraphUse | None = None
 
     def decoded(self) -> tuple[int, ...] | None:
         """Return the token of each row, where every row gave just one; None elsewhere."""

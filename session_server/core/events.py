@@ -419,7 +419,8 @@ class EngineStats(Event, frozen=True, tag=True, kw_only=True):
     Sent about once a second of work, when the last turn has ended, and behind a report.
     `host_ms`: time outside forwards. `draft_tokens`: drafts that forwards verified;
     `accepted_tokens`: drafts accepted. `input_draft_tokens` and the fields behind it: see
-    `engine.tallies`. `tiers`: of KV outside of the pools.
+    `engine.tallies`. `tiers`: of KV outside of the pools. `graph_uses`: by the values of
+    `core.batch.GraphUse`.
     """
 
     steps: int
@@ -442,6 +443,7 @@ class EngineStats(Event, frozen=True, tag=True, kw_only=True):
     batch_rows: SizeCounts = SizeCounts()
     prefill_tokens: SizeCounts = SizeCounts()
     tiers: TierReport = TierReport()
+    graph_uses: dict[str, int] = {}
 
 
 TurnEvent = (

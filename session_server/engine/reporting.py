@@ -71,6 +71,7 @@ class Reporter:
             batch_rows=tallies.batch_rows.report(),
             prefill_tokens=tallies.prefill_tokens.report(),
             tiers=self._tiers.store.report(),
+            graph_uses={use.value: count for use, count in tallies.graph_uses.items()},
         )
 
 

@@ -60,6 +60,8 @@ class Settler:
         assert batch.step == result.step, "results come in launch order"
         self._counters.steps += 1
         self._counters.forward_s += result.forward_s
+        if result.graph_use is not None:
+            self._tallies.graph_uses[result.graph_use] += 1
         if result.error is not None:
             self._settle_failure(batch, result.error)
             return

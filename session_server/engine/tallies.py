@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from dataclasses import dataclass, field
 
-from session_server.core.batch import Batch
+from session_server.core.batch import Batch, GraphUse
 from session_server.core.events import SIZE_BOUNDS, SizeCounts
 
 
@@ -32,13 +33,15 @@ class Tallies:
 
     `batch_rows`: rows of each forward. `prefill_tokens`: positions of prompts, of each forward that
     computed any. `input_draft_tokens`: positions computed for drafts of the input;
-    `used_draft_tokens`: those that a turn then did not compute.
+    `used_draft_tokens`: those that a turn then did not compute. `graph_uses`: forwards by how they
+    were computed, where CUDA graphs are captured.
     """
 
     batch_rows: SizeTally = field(default_factory=SizeTally)
     prefill_tokens: SizeTally = field(default_factory=SizeTally)
     input_draft_tokens: int = 0
     used_draft_tokens: int = 0
+    graph_uses: Counter[GraphUse] = field(default_factory=Counter)
 
     def add_forward(self, batch: Batch) -> int:
         """Count a forward, unless it has no rows; return its positions of prompts."""

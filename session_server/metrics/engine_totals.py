@@ -103,6 +103,14 @@ class EngineTotals:
             namespace=namespace,
             registry=registry,
         )
+        self._graph_uses = Counter(
+            "cuda_graph_forwards",
+            "Forwards where CUDA graphs are captured: replayed, or launched kernel by kernel for "
+            "their many tokens or rows.",
+            ["outcome"],
+            namespace=namespace,
+            registry=registry,
+        )
         self._last: dict[str, float] = {}
         self._sizes = SizeHistograms(namespace)
         registry.register(self._sizes)
@@ -114,6 +122,8 @@ class EngineTotals:
         self._tier_bytes.labels("host").set(event.tiers.host_bytes)
         self._tier_bytes.labels("disk").set(event.tiers.disk_bytes)
         self._sizes.add(event.batch_rows, event.prefill_tokens)
+        for use, count in event.graph_uses.items():
+            self._grow(self._graph_uses.labels(use), f"graph {use}", count)
 
     def add_checks(self, report: CheckerReport) -> None:
         """Add what the memory checker of the engine that runs has done."""
@@ -126,11 +136,14 @@ class EngineTotals:
 
     def _add(self, report: object, totals: Mapping[str, _Total]) -> None:
         for name, total in totals.items():
-            value = getattr(report, name)
-            growth = value - self._last.get(name, 0)
-            if growth > 0:
-                self._counters[total.counter].inc(growth * total.unit)
-                self._last[name] = value
+            self._grow(self._counters[total.counter], name, getattr(report, name), total.unit)
+
+    def _grow(self, counter: Counter, name: str, value: float, unit: float = 1.0) -> None:
+        """Add by how much a total is more than it was in the sample before."""
+        growth = value - self._last.get(name, 0)
+        if growth > 0:
+            counter.inc(growth * unit)
+            self._last[name] = value
 
 
 class SizeHistograms(Collector):

@@ -19,6 +19,7 @@ from torch import Tensor
 from cache.types import PoolName
 from session_server.attention.base import DeviceRows, GraphPlan
 from session_server.attention.mla import MlaGraphPlan
+from session_server.core.batch import GraphUse
 from session_server.models.decoder import Decoder
 from session_server.runner.graph_sizes import GraphSize
 from session_server.runner.inputs import PackedInputs
@@ -97,9 +98,9 @@ class DecodeGraphs:
         self._buckets: list[_Bucket] = []
         self.left_out: tuple[GraphSize, ...] = ()
         """Sizes that memory was missing for."""
-        self.num_replays = 0
-        self.fallbacks: Counter[str] = Counter()
-        """Forwards that were computed without a graph, by reason."""
+        self.uses: Counter[GraphUse] = Counter()
+        """How many forwards were computed in which way."""
+        self.last_use = GraphUse.REPLAYED
 
     def capture(
         self, sizes: Sequence[GraphSize], *, on_progress: Callable[[GraphSize], None]
@@ -137,30 +138,29 @@ class DecodeGraphs:
         return _Bucket(size, by_token, by_row, plans, self._api.capture(run))
 
     def forward(self, inputs: PackedInputs | None) -> Tensor | None:
-        """Return the hidden states of all tokens of a forward, [tokens, hidden].
+        """Return the hidden states of all tokens of a forward, [tokens, hidden]; None if no graph
+        computes it, which `last_use` says the reason of.
 
-        They are overwritten by the next replay. `inputs`: None if a row has too many tokens. None
-        if no graph computes that; why is counted.
+        They are overwritten by the next replay. `inputs`: None if a row has too many tokens.
         """
-        if inputs is None:
-            self.fallbacks["a row of many tokens"] += 1
-            return None
-        bucket = next(
-            (
-                each
-                for each in self._buckets
-                if each.size.holds(inputs.num_rows, inputs.max_row_tokens)
-            ),
-            None,
-        )
-        if bucket is None:
-            self.fallbacks["more rows than the largest graph"] += 1
+        bucket, self.last_use = self._bucket_of(inputs)
+        self.uses[self.last_use] += 1
+        if bucket is None or inputs is None:
             return None
         _copy_padded(bucket.by_token, inputs.by_token)
         _copy_padded(bucket.by_row, inputs.by_row)
         bucket.graph.replay()
-        self.num_replays += 1
         return bucket.graph.out[: inputs.by_token.shape[1]]
+
+    def _bucket_of(self, inputs: PackedInputs | None) -> tuple[_Bucket | None, GraphUse]:
+        if inputs is None:
+            return None, GraphUse.MANY_TOKENS
+        num_tokens = inputs.max_row_tokens
+        for bucket in self._buckets:
+            if bucket.size.holds(inputs.num_rows, num_tokens):
+                return bucket, GraphUse.REPLAYED
+        is_short = any(bucket.size.max_row_tokens >= num_tokens for bucket in self._buckets)
+        return None, GraphUse.MANY_ROWS if is_short else GraphUse.MANY_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ equals, so that attention can take them in one call. Results are returned in the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -100,46 +100,23 @@ class InputBuilder:
             return self._build_decoding(batch.decoding)
         rows = batch.rows
         spans, offsets = _order_spans(rows)
-        # Rows of `host`: token ids, positions, and the slot mapping of every pool.
-        host = np.empty((2 + len(self._tables), sum(row.num_tokens for row in rows)), np.int64)
-        sampled_on_device: list[tuple[int, int]] = []
-        for span, index in spans:
-            row, end = rows[index], span.offset + span.num_tokens
-            first_draft = end - row.num_drafts
-            if row.tokens is None:
-                sampled_on_device.append((span.offset, span.row))
-                host[0, span.offset] = 0
-            else:
-                assert len(row.tokens) == row.num_tokens - row.num_drafts, "a row brings its tokens"
-                host[0, span.offset : first_draft] = row.tokens
-            if row.num_drafts:
-                assert row.drafts is not None or drafts is not None, "drafts are given or made"
-                host[0, first_draft:end] = 0 if row.drafts is None else row.drafts
-            if span.num_tokens > 1:
-                self._write_positions(span, host[1:, span.offset : end])
-        self._write_single_positions([span for span, _ in spans if span.num_tokens == 1], host[1:])
+        host, unseen = self._columns(rows, spans, are_made=drafts is not None)
         sampled = tuple(i for i, row in enumerate(rows) if row.sample)
         prompt_rows = tuple(i for i, row in enumerate(rows) if row.prompt_logprobs is not None)
         unsampled = tuple(i for i, row in enumerate(rows) if not row.sample)
         logits_indices = _logits_indices(
             rows, offsets, sampled=sampled, prompt_rows=prompt_rows, unsampled=unsampled
         )
-        by_row, max_row_tokens = np.empty((4, 0), dtype=np.int64), spans[-1][0].num_tokens
-        if max_row_tokens <= self.max_row_tokens:
-            described = [(s.row, s.start, s.num_tokens, s.offset) for s, _ in spans]
-            by_row = np.array(described, dtype=np.int64).T
-        unseen = np.array(sampled_on_device, dtype=np.int64).reshape(-1, 2).T
         sample_rows = np.array([rows[i].row for i in sampled], dtype=np.int64)
-        parts = [host, by_row, logits_indices, sample_rows, unseen]
-        flat = np.concatenate([part.reshape(-1) for part in parts])
-        device_ints = upload(torch.from_numpy(flat), self._device)
-        by_kind, by_row_ints, device_indices, device_rows, device_unseen = torch.split(
-            device_ints, [part.size for part in parts]
+        max_row_tokens = spans[-1][0].num_tokens
+        is_packed = max_row_tokens <= self.max_row_tokens
+        by_row = _by_row(spans) if is_packed else np.empty((4, 0), dtype=np.int64)
+        by_token, rows_there, indices_there, sample_rows_there, unseen_there = self._upload(
+            host, by_row, logits_indices, sample_rows, unseen
         )
-        by_token = by_kind.view(len(host), -1)
         token_ids, positions, *slot_mappings = by_token.unbind(0)
-        if sampled_on_device:
-            where, whose = device_unseen.view(2, -1).unbind(0)
+        if unseen.size:
+            where, whose = unseen_there.unbind(0)
             token_ids.index_copy_(0, where, self._last_tokens.index_select(0, whose))
         if drafts is not None:
             _scatter_drafts_(token_ids, drafts, rows, offsets)
@@ -150,16 +127,46 @@ class InputBuilder:
                 tuple(span for span, _ in spans),
                 dict(zip(self._tables, slot_mappings, strict=True)),
             ),
-            logits_indices=device_indices,
+            logits_indices=indices_there,
             sampled=sampled,
             prompt_rows=prompt_rows,
             unsampled=unsampled,
             sample_spans=tuple(_sample_span(rows[i]) for i in sampled),
-            sample_rows=device_rows,
-            packed=PackedInputs(by_token, by_row_ints.view(4, -1), max_row_tokens)
-            if by_row.size
-            else None,
+            sample_rows=sample_rows_there,
+            packed=PackedInputs(by_token, rows_there, max_row_tokens) if is_packed else None,
         )
+
+    def _columns(
+        self, rows: tuple[BatchRow, ...], spans: list[tuple[Span, int]], *, are_made: bool
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return token ids, positions and the slots of every pool, [2 + pools, tokens]; and [2, n],
+        for those tokens that only the device knows, where they are and in which row they were
+        sampled. `are_made`: drafts that a row does not bring are written over these, by others."""
+        host = np.empty((2 + len(self._tables), sum(row.num_tokens for row in rows)), np.int64)
+        unseen: list[tuple[int, int]] = []
+        for span, index in spans:
+            row, end = rows[index], span.offset + span.num_tokens
+            first_draft = end - row.num_drafts
+            if row.tokens is None:
+                unseen.append((span.offset, span.row))
+                host[0, span.offset] = 0
+            else:
+                assert len(row.tokens) == row.num_tokens - row.num_drafts, "a row brings its tokens"
+                host[0, span.offset : first_draft] = row.tokens
+            if row.num_drafts:
+                assert row.drafts is not None or are_made, "drafts are given or made"
+                host[0, first_draft:end] = 0 if row.drafts is None else row.drafts
+            if span.num_tokens > 1:
+                self._write_positions(span, host[1:, span.offset : end])
+        self._write_single_positions([span for span, _ in spans if span.num_tokens == 1], host[1:])
+        return host, np.array(unseen, dtype=np.int64).reshape(-1, 2).T
+
+    def _upload(self, *arrays: NDArray[np.int64]) -> Iterator[Tensor]:
+        """Take arrays to the device in one copy."""
+        flat = np.concatenate([array.reshape(-1) for array in arrays])
+        there = upload(torch.from_numpy(flat), self._device)
+        parts = torch.split(there, [array.size for array in arrays])
+        return (part.view(array.shape) for part, array in zip(parts, arrays, strict=True))
 
     def _build_decoding(self, decoding: DecodeRows) -> ForwardInputs:
         """Build the inputs of rows with one position each from their columns."""
@@ -245,6 +252,12 @@ def _order_spans(rows: tuple[BatchRow, ...]) -> tuple[list[tuple[Span, int]], li
         offsets[index] = offset
         offset += row.num_tokens
     return spans, offsets
+
+
+def _by_row(spans: list[tuple[Span, int]]) -> NDArray[np.int64]:
+    """Return `PackedInputs.by_row`."""
+    described = [(span.row, span.start, span.num_tokens, span.offset) for span, _ in spans]
+    return np.array(described, dtype=np.int64).T
 
 
 def _sample_span(row: BatchRow) -> SampleSpan:

@@ -266,6 +266,7 @@ class ModelRunner:
         hidden = self._model.forward(inputs, inputs.logits_indices)
         num_choices = inputs.num_choices
         outputs = StepOutputs(batch, inputs.sampled, inputs.prompt_rows, inputs.unsampled)
+        outputs.graph_use = None if self.graphs is None else self.graphs.last_use
         if num_choices:
             outputs.sampled_rows = self._sample(inputs, hidden[:num_choices], masks)
         if inputs.prompt_rows:

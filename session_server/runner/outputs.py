@@ -10,7 +10,7 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from session_server.core.batch import Batch, RowResult, StepResult
+from session_server.core.batch import Batch, GraphUse, RowResult, StepResult
 from session_server.core.sampling import TokenLogprob
 from session_server.runner.logprobs import DeviceLogprobs
 from session_server.runner.verification import SampleSpan
@@ -46,7 +46,7 @@ class StepOutputs:
 
     `prompt_logprobs`: per row of `prompt_rows`, its blocks in order. `finite`: bool [n], per row of
     `unsampled`.
-    `probe_holds`: bool scalar, for a batch with a probe.
+    `probe_holds`: bool scalar, for a batch with a probe. `graph_use`: as in `StepResult`.
     """
 
     batch: Batch
@@ -57,6 +57,7 @@ class StepOutputs:
     prompt_logprobs: list[list[DeviceLogprobs]] = field(default_factory=list)
     finite: Tensor | None = None
     probe_holds: Tensor | None = None
+    graph_use: GraphUse | None = None
 
     def start_copies(self) -> None:
         """Queue the copies to pinned host memory behind the forward, without waiting.
@@ -82,9 +83,11 @@ class StepOutputs:
         if self.batch.decoding is not None and self.sampled_rows is not None:
             tokens = self.sampled_rows.plain_tokens()
             if tokens is not None:
-                return StepResult(step, (), elapsed_s, tokens=tokens)
+                return StepResult(step, (), elapsed_s, tokens=tokens, graph_use=self.graph_use)
         holds = None if self.probe_holds is None else bool(self.probe_holds)
-        return StepResult(step, self.results(), elapsed_s, probe_holds=holds)
+        return StepResult(
+            step, self.results(), elapsed_s, probe_holds=holds, graph_use=self.graph_use
+        )
 
     def results(self) -> tuple[RowResult, ...]:
         """Return one result per row of the batch. Waits for tensors that are still on a device."""

@@ -1756,6 +1756,12 @@ FORWARD = (
         "longer ones are computed unfolded",
     ),
     _constant(
+        "runner.loader:MAX_GRAPHS_FRACTION",
+        "CUDA graphs, of the memory that weights and KV leave",
+        "",
+        "those of a size that is missing are launched kernel by kernel",
+    ),
+    _constant(
         "attention.triton.tiles:MAX_SPLITS",
         "programs that share a history on a GPU",
         "programs",

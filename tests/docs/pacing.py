@@ -572,7 +572,7 @@ BOUND_NOTHING = frozenset(
         "cache.lockstep:LOW_WATER_DIVISOR",
         "session_server.attention.mla:BLOCK_LEN",
         "session_server.attention.recurrent:CHUNK",
-        "session_server.attention.triton.backend:INTERPRETED_NUM_SMS",
+        "session_server.attention.triton.launching:INTERPRETED_NUM_SMS",
         "session_server.attention.triton.tiles:TILE_COLUMNS",
         "session_server.runner.decode_graphs:NUM_WARM_UPS",
         "session_server.engine_host.child:READ_BYTES",

@@ -17,7 +17,7 @@ from torch import Tensor
 from cache.spec import Capacity
 from cache.types import TurnId
 from session_server.attention.base import DeviceRows
-from session_server.core.batch import Batch, DecodeRows
+from session_server.core.batch import Batch, DecodeRows, GraphUse
 from session_server.models.registry import load_config
 from session_server.runner import decode_graphs
 from session_server.runner import graph_sizes as sizes_module
@@ -211,8 +211,10 @@ def test_a_replay_says_and_stores_what_a_forward_does(checkpoint: Path, api: Gra
     assert_alike(graphed, told(eager, steps), steps)
     graphs = graphed.runner.graphs
     assert graphs is not None
-    assert graphs.num_replays == 2 * len(steps)
-    assert graphs.fallbacks == {"a row of many tokens": 1}  # the one that begins anew
+    assert graphs.uses == {
+        GraphUse.REPLAYED: 2 * len(steps),
+        GraphUse.MANY_TOKENS: 1,  # the one that begins anew
+    }
 
 
 def test_what_no_graph_computes_is_computed_without_and_counted(qwen: Path, api: GraphApi) -> None:
@@ -223,10 +225,10 @@ def test_what_no_graph_computes_is_computed_without_and_counted(qwen: Path, api:
     assert len(talk.step({1: 0, 2: 0})) == 2
     assert talk.step({1: 1, 2: 0})
     assert runner.graphs is not None
-    assert runner.graphs.num_replays == 1
-    assert runner.graphs.fallbacks == {
-        "a row of many tokens": 2,
-        "more rows than the largest graph": 1,
+    assert runner.graphs.uses == {
+        GraphUse.REPLAYED: 1,
+        GraphUse.MANY_TOKENS: 2,
+        GraphUse.MANY_ROWS: 1,
     }
 
 
@@ -274,7 +276,7 @@ def test_the_fake_finds_what_a_graph_cannot_do(api: GraphApi) -> None:
 
 def _replaced(text: str, with_: str) -> Seed:
     """Text of `DecodeGraphs`' module in place of other text."""
-    methods = ("_captured", "forward", "capture")
+    methods = ("_captured", "forward", "capture", "_bucket_of")
     names = (*(f"DecodeGraphs.{method}" for method in methods), "_copy_padded")
     return replaced(decode_graphs, text, with_, *names)
 

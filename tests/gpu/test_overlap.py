@@ -19,6 +19,7 @@ from cache.types import RowId, TableWrite
 from session_server.core.batch import (
     Batch,
     BatchRow,
+    GraphUse,
     PendingStep,
     PromptLogprobRange,
     StepResult,
@@ -168,7 +169,7 @@ def told(
     if "graphs" in kind and device is not None:
         assert runner.capture_graphs(graph_sizes(8, 2), CalledAgain()) is None
     results = overlapped(Script(runner, makes_drafts="draft model" in kind), device)
-    assert device is None or runner.graphs is None or runner.graphs.num_replays >= 3
+    assert device is None or runner.graphs is None or runner.graphs.uses[GraphUse.REPLAYED] >= 3
     return results
 
 

@@ -365,6 +365,22 @@ def test_no_label_sets_a_part_beside_the_whole_that_it_is_a_part_of() -> None:
     assert re.findall(r"tokens\w*_total{", metrics.exposition().decode()) == []
 
 
+def test_graphs_are_counted_by_what_came_of_a_forward_over_restarts_of_the_engine() -> None:
+    metrics = ServerMetrics(now_s=Clock())
+
+    def counts() -> list[float]:
+        name = "session_server_cuda_graph_forwards_total"
+        return [value(metrics, name, outcome=outcome) for outcome in ("replayed", "many_tokens")]
+
+    for replayed, many_tokens in ((5, 1), (9, 1)):
+        uses = {"replayed": replayed, "many_tokens": many_tokens}
+        metrics.on_event(replace(STATS, graph_uses=uses))
+    assert counts() == [9, 1]
+    metrics.on_event(EngineDied(message="gone", will_restart=True))
+    metrics.on_event(replace(STATS, graph_uses={"replayed": 2, "many_tokens": 3}))
+    assert counts() == [11, 4]
+
+
 def test_two_servers_in_one_process_count_apart() -> None:
     one, other = ServerMetrics(now_s=Clock()), ServerMetrics(now_s=Clock())
     one.on_turn(ENDED)

@@ -48,11 +48,13 @@ class Sampler:
 
 @dataclass(slots=True)
 class Faults:
-    """What goes wrong on purpose. Turn ids of `nan_turns` are removed once they have struck."""
+    """What goes wrong on purpose. Turn ids of `nan_turns` are removed once they have struck;
+    `refused_alone` are turns whose forward failed when nobody else was in it."""
 
     nan_turns: set[TurnId] = field(default_factory=set)
     poison_turns: set[TurnId] = field(default_factory=set)
     fail_steps: set[int] = field(default_factory=set)
+    refused_alone: set[TurnId] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +146,7 @@ class EchoRunner:
 
     `states`: the recurrent pool, None where there is none. `salt_of`: the tenant's salt of a turn.
     `truth_of`: what a turn's cells must hold; without it the text alone tells. `draft_skill`: how
-    often in a thousand its draft model is right. `reached` counts what speculation came to;
-    `refused_alone` are turns whose forward failed when nobody else was in it.
+    often in a thousand its draft model is right. `reached` counts what speculation came to.
     """
 
     def __init__(
@@ -168,7 +169,6 @@ class EchoRunner:
         self._queue: deque[Batch] = deque()
         self.model = model or EchoModel()
         self.faults = Faults()
-        self.refused_alone: set[TurnId] = set()
         self.reached: Counter[str] = Counter()
         self._graphs = GraphPlaces(self.reached)
 
@@ -213,7 +213,7 @@ class EchoRunner:
             for row in batch.rows:
                 self._scribble(row)
             if len(turns) == 1:
-                self.refused_alone |= turns
+                self.faults.refused_alone |= turns
             return StepResult(batch.step, (), _FORWARD_S, error="injected")
         if batch.probe is not None:
             self.reached["probe"] += 1

@@ -355,7 +355,7 @@ class Stage(HandEngine):
         device.faults.nan_turns.discard(turn_id)
         device.faults.poison_turns.discard(turn_id)
         if isinstance(event, TurnFailed):
-            if event.code == "device_failed" and turn_id not in device.refused_alone:
+            if event.code == "device_failed" and turn_id not in device.faults.refused_alone:
                 raise Broken(Layer.SHADOW, f"{event}, and it never failed alone")
         elif event.reason is FinishReason.LENGTH and device.is_queued(turn_id):
             raise Broken(Layer.SHADOW, f"{event}, and more of it is launched")
