@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -97,6 +97,55 @@ class AttentionBackend(Protocol):
         """Prepare one forward. The page table must already hold the forward's pages.
 
         Entries before the first position that a span attends to are not read: they may be stale.
+        """
+        ...
+
+
+RecurrenceRule = Literal["state space", "delta rule"]
+
+
+class Recurrence(Protocol):
+    """Update a state with tokens."""
+
+    @property
+    def rule(self) -> RecurrenceRule:
+        """Return by which rule, of which there are kernels, too."""
+        ...
+
+    def step(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Advance the state of n rows by one token each, and return outputs and states.
+
+        `state`: float32 [n, *shape], may be overwritten. Inputs and outputs are [n, ...].
+        """
+        ...
+
+    def chunk(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Advance the state of one row by some tokens.
+
+        `state`: [*shape], not modified; inputs and outputs are [tokens, ...].
+        """
+        ...
+
+
+class RecurrentPlan(Protocol):
+    """Read and write one forward's states, for every layer of a pool.
+
+    The first part of a layer's state is the last inputs of its convolution: [pages, width - 1,
+    channels], oldest first.
+    """
+
+    def convolve(self, layer: int, x: Tensor, taps: Tensor, bias: Tensor | None) -> Tensor:
+        """Convolve every channel of `x` [tokens, channels] by itself, causally, row by row.
+
+        `layer`: index within the pool. `taps`: [width, channels], that of the token itself last.
+        `bias`: [channels].
+        """
+        ...
+
+    def recur(self, layer: int, recurrence: Recurrence, *inputs: Tensor) -> Tensor:
+        """Advance the second part of a layer's state by the tokens of all rows.
+
+        Inputs and outputs are [tokens, ...]. `layer`: index within the pool.
         """
         ...
 

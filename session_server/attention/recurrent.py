@@ -8,7 +8,7 @@ reads, so earlier states stay intact.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from cache.pool.recurrent import StatePool
 from cache.pool.upload import upload
 from cache.types import NULL_PAGE, NULL_ROW, StateMoves
-from session_server.attention.base import AttentionMeta, Span
+from session_server.attention.base import AttentionMeta, Recurrence, Span
 
 CHUNK: Final = 64
 """Tokens of a row that one call of a recurrence processes. The cost within a chunk is quadratic;
@@ -99,31 +99,11 @@ class Padded:
     tails: Tensor
 
 
-class Recurrence(Protocol):
-    """Update a state with tokens."""
-
-    def step(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Advance the state of n rows by one token each, and return outputs and states.
-
-        `state`: float32 [n, *shape], may be overwritten. Inputs and outputs are [n, ...].
-        """
-        ...
-
-    def chunk(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Advance the state of one row by up to `CHUNK` tokens.
-
-        `state`: [*shape], not modified; inputs and outputs are [tokens, ...].
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class RecurrentPlan:
-    """Read and write one forward's states, for every layer of a pool.
+class TorchRecurrentPlan:
+    """Read and write one forward's states; implements `RecurrentPlan`.
 
-    The first part of a layer's state is the last inputs of its convolution: [pages, width - 1,
-    channels], oldest first. `rounds`: None if no row has drafts. `padded`: None if every row has
-    one token.
+    `rounds`: None if no row has drafts. `padded`: None if every row has one token.
     """
 
     pool: StatePool
@@ -133,20 +113,13 @@ class RecurrentPlan:
     padded: Padded | None
 
     def convolve(self, layer: int, x: Tensor, taps: Tensor, bias: Tensor | None) -> Tensor:
-        """Convolve every channel of `x` [tokens, channels] by itself, causally, row by row.
-
-        `layer`: index within the pool. `taps`: [width, channels], that of the token itself last.
-        `bias`: [channels].
-        """
+        """Convolve every channel; implements `RecurrentPlan.convolve`."""
         convolve = self._convolve_steps if self.padded is None else self._convolve_padded
         y = convolve(layer, x, taps)
         return y if bias is None else y.add_(bias)
 
     def recur(self, layer: int, recurrence: Recurrence, *inputs: Tensor) -> Tensor:
-        """Advance the second part of a layer's state by the tokens of all rows.
-
-        Inputs and outputs are [tokens, ...]. `layer`: index within the pool.
-        """
+        """Advance the states; implements `RecurrentPlan.recur`."""
         states, num_steps = self.pool.parts[layer][1], self.steps.num_rows
         outputs = []
         if num_steps:
@@ -201,15 +174,15 @@ class RecurrentBackend:
 
     pool: StatePool
 
-    def plan(self, meta: AttentionMeta) -> RecurrentPlan:
+    def plan(self, meta: AttentionMeta) -> TorchRecurrentPlan:
         """Prepare one forward."""
         spans = meta.spans
-        moves = [_moves(span) for span in spans]
+        moves = [moves_of(span) for span in spans]
         num_steps = sum(span.num_tokens == 1 for span in spans)
         rest = list(zip(spans[num_steps:], moves[num_steps:], strict=True))
         verified = [row for row in rest if len(row[1].targets) == row[0].num_tokens]
         segments = [each for row in rest if row not in verified for each in _segments(*row)]
-        return RecurrentPlan(
+        return TorchRecurrentPlan(
             self.pool,
             self._steps(moves[:num_steps]),
             rounds=self._rounds(num_steps, verified, segments) if verified else None,
@@ -270,7 +243,8 @@ class RecurrentBackend:
         return upload(torch.tensor(values, dtype=torch.int64), self.pool.device)
 
 
-def _moves(span: Span) -> StateMoves:
+def moves_of(span: Span) -> StateMoves:
+    """Return which states a row reads and writes; for padding, which has none, the padding page."""
     if span.states is not None:
         return span.states
     assert span.row == NULL_ROW, "only padding has no state"

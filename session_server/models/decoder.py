@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from cache.types import PoolName
-from session_server.attention.base import AttentionPlan
+from session_server.attention.base import AttentionPlan, RecurrentPlan
 from session_server.attention.mla import MlaPlan
-from session_server.attention.recurrent import RecurrentPlan
 from session_server.models.config import DTypeName, ModelConfig
 from session_server.models.layers.linear import Linear
 from session_server.models.layers.norm import RmsNorm

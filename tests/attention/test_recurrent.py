@@ -12,8 +12,8 @@ from torch.nn import functional
 from cache.pool.recurrent import StatePool
 from cache.spec import LayerGroup, LayerKind
 from cache.types import PoolName, StateMoves
-from session_server.attention.base import AttentionMeta, Span
-from session_server.attention.recurrent import Recurrence, RecurrentBackend
+from session_server.attention.base import AttentionMeta, Recurrence, Span
+from session_server.attention.recurrent import RecurrentBackend
 from session_server.models.layers.gated_delta import DeltaRule
 from session_server.models.layers.mamba2 import StateSpace
 

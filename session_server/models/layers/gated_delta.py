@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from session_server.attention.recurrent import RecurrentPlan
+from session_server.attention.base import RecurrentPlan
 from session_server.models.config import GatedDeltaConfig
 from session_server.models.layers.linear import Linear
 from session_server.models.layers.norm import RmsNorm
@@ -82,6 +82,7 @@ class DeltaRule:
     """
 
     __slots__ = ()
+    rule: Final = "delta rule"
 
     def step(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Advance the state of n rows by one token each; implements `Recurrence.step`."""

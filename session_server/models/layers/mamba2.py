@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from session_server.attention.recurrent import RecurrentPlan
+from session_server.attention.base import RecurrentPlan
 from session_server.models.config import Mamba2Config
 from session_server.models.layers.linear import Linear
 from session_server.models.layers.norm import RmsNorm
@@ -83,6 +84,7 @@ class StateSpace:
     """
 
     __slots__ = ()
+    rule: Final = "state space"
 
     def step(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Advance the state of n rows by one token each; implements `Recurrence.step`."""

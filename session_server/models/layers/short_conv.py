@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from session_server.attention.recurrent import RecurrentPlan
+from session_server.attention.base import RecurrentPlan
 from session_server.models.layers.linear import Linear
 
 

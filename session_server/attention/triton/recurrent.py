@@ -1,0 +1,217 @@
+"""Advance recurrent states with kernels of our own in Triton: the `triton` backend.
+
+A layer is one launch for its convolution and one for its recurrence, two where a batch has chunks
+beside rows with few tokens. All that a launch needs besides inputs and states is the table of the
+pieces of rows, made once per step and copied to the device in one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from cache.pool.recurrent import StatePool
+from cache.pool.upload import upload
+from cache.types import NULL_PAGE
+from session_server.attention.base import (
+    AttentionMeta,
+    Recurrence,
+    RecurrenceRule,
+    RecurrentPlan,
+    Span,
+)
+from session_server.attention.triton import launching
+from session_server.attention.triton.pieces import (
+    CHUNK,
+    MAX_STEPS,
+    PIECE_COLUMNS,
+    Pieces,
+    cut_decode,
+    cut_rows,
+)
+from session_server.attention.triton.recurrent_kernels import (
+    advance_delta_rule,
+    advance_state_space,
+    convolve_pieces,
+)
+
+CONVOLVED_TOKENS: Final = 4
+CONVOLVED_CHANNELS: Final = 256
+"""What a program convolves at once."""
+
+STATE_PART: Final = 32
+"""Rows or columns of a head's state that a program has: all of it would take every register."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Say how a recurrence is launched.
+
+    `value`: which of its inputs is [tokens, heads, ...]. `key`: which is shared by consecutive
+    heads. `cut_axis`: the axis of a head's state that programs share, the one the outputs have.
+    """
+
+    kernel: Any
+    value: int
+    key: int
+    cut_axis: int
+
+
+RULES: Final[Mapping[RecurrenceRule, Rule]] = {
+    "state space": Rule(advance_state_space, value=0, key=2, cut_axis=0),
+    "delta rule": Rule(advance_delta_rule, value=2, key=0, cut_axis=1),
+}
+
+
+def convolution_constants(channels: int, width: int, *, has_bias: bool) -> dict[str, Any]:
+    """Return what of a layer is compiled into its convolution."""
+    return {
+        "CHANNELS": channels,
+        "WIDTH": width,
+        "HAS_BIAS": has_bias,
+        "BLOCK_T": CONVOLVED_TOKENS,
+        "BLOCK_C": min(triton.next_power_of_2(channels), CONVOLVED_CHANNELS),
+        "BLOCK_W": triton.next_power_of_2(width - 1),
+    }
+
+
+def recurrence_constants(
+    rule: Rule, shape: tuple[int, ...], group: int, *, is_chunked: bool
+) -> dict[str, Any]:
+    """Return what of a layer is compiled into its recurrence.
+
+    `shape`: heads, rows and columns of a state. `group`: heads that share a key.
+    """
+    blocks = [max(16, triton.next_power_of_2(size)) for size in shape[1:]]
+    blocks[rule.cut_axis] = min(blocks[rule.cut_axis], STATE_PART)
+    return {
+        "NUM_HEADS": shape[0],
+        "GROUP": group,
+        "ROWS": shape[1],
+        "COLUMNS": shape[2],
+        "BLOCK_R": blocks[0],
+        "BLOCK_C": blocks[1],
+        "BLOCK_T": CHUNK if is_chunked else 1,
+        # Nearly that of fp32, on tensor cores: what a state has wrong stays in it.
+        "PRECISION": "tf32x3",
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class TritonRecurrentPlan:
+    """Read and write one forward's states; implements `RecurrentPlan`.
+
+    `pieces`, `rows`: see `Pieces`, on the device.
+    """
+
+    pool: StatePool
+    pieces: Tensor
+    rows: Tensor
+    num_stepped: int
+
+    def convolve(self, layer: int, x: Tensor, taps: Tensor, bias: Tensor | None) -> Tensor:
+        """Convolve every channel; implements `RecurrentPlan.convolve`."""
+        (width, channels), out = taps.shape, x.new_empty(x.shape)
+        constants = convolution_constants(channels, width, has_bias=bias is not None)
+        launching.run(
+            convolve_pieces,
+            (len(self.pieces), triton.cdiv(channels, constants["BLOCK_C"])),
+            x,
+            taps,
+            taps if bias is None else bias,
+            self.pool.parts[layer][0],
+            out,
+            self.pieces,
+            _stride(x),
+            **constants,
+        )
+        return out
+
+    def recur(self, layer: int, recurrence: Recurrence, *inputs: Tensor) -> Tensor:
+        """Advance the states; implements `RecurrentPlan.recur`."""
+        rule, states = RULES[recurrence.rule], self.pool.parts[layer][1]
+        _, num_heads, *sizes = states.shape
+        num_parts = sizes[rule.cut_axis]
+        out = inputs[0].new_empty((len(inputs[0]), num_heads, num_parts))
+        group = num_heads // inputs[rule.key].shape[1]
+        for is_chunked in (False, True):
+            rows = self.rows[self.num_stepped :] if is_chunked else self.rows[: self.num_stepped]
+            if not len(rows):
+                continue
+            constants = recurrence_constants(
+                rule, (num_heads, *sizes), group, is_chunked=is_chunked
+            )
+            block = constants["BLOCK_C" if rule.cut_axis else "BLOCK_R"]
+            launching.run(
+                rule.kernel,
+                (len(rows), num_heads, triton.cdiv(num_parts, block)),
+                *inputs,
+                out,
+                states,
+                self.pieces,
+                rows,
+                *map(_stride, inputs),
+                **constants,
+            )
+        return out
+
+
+class TritonDecodePlan(TritonRecurrentPlan):
+    """Advance the states of rows that are told on the device."""
+
+    __slots__ = ()
+
+    def refresh(self, sources: Tensor, targets: Tensor, lengths: Tensor) -> None:
+        """Go on from other states from now on. Reads nothing on the host, so it can be captured.
+
+        Args:
+            sources: int64 [rows], the page of each row's state, `NULL_PAGE` where that is zero.
+            targets: int64 [rows, tokens per row], the page for the state after each token.
+            lengths: int64 [rows], the tokens that a row has; after the others no state is left.
+        """
+        table = self.pieces.view(*targets.shape, PIECE_COLUMNS)
+        table[:, :, 3] = sources[:, None]
+        tokens = torch.arange(targets.shape[1], device=targets.device)
+        table[:, :, 4] = targets.where(tokens < lengths[:, None], NULL_PAGE)
+
+
+@dataclass(frozen=True, slots=True)
+class TritonRecurrentBackend:
+    """Plan forwards over one pool of states."""
+
+    pool: StatePool
+
+    def plan(self, meta: AttentionMeta) -> TritonRecurrentPlan:
+        """Cut the rows into pieces, and take them to the device."""
+        return TritonRecurrentPlan(self.pool, *self._uploaded(cut_rows(meta.spans)))
+
+    def plan_decode(self, num_rows: int, tokens_per_row: int) -> TritonDecodePlan:
+        """Prepare forwards of rows with so many tokens each, one row after the other."""
+        pieces = cut_decode(num_rows, tokens_per_row)
+        return TritonDecodePlan(self.pool, *self._uploaded(pieces))
+
+    def compile_all(self, mix: Callable[[int, RecurrentPlan], object]) -> None:
+        """Compile what forwards may launch, by launching it on padding.
+
+        `mix`: run a layer of this pool on so many tokens.
+        """
+        chunk = MAX_STEPS + 1
+        padding = (Span(0, 0, 1, 0), Span(0, 0, chunk, 1))
+        mix(1 + chunk, self.plan(AttentionMeta(padding, {})))
+
+    def _uploaded(self, pieces: Pieces) -> tuple[Tensor, Tensor, int]:
+        host, size = np.concatenate((pieces.table, pieces.rows), axis=None), pieces.table.size
+        both = upload(torch.from_numpy(host), self.pool.device)
+        return both[:size].view(-1, PIECE_COLUMNS), both[size:].view(-1, 2), pieces.num_stepped
+
+
+def _stride(of_tokens: Tensor) -> int:
+    """Return the elements from one token to the next. Those of a token follow each other."""
+    assert of_tokens[:1].is_contiguous(), "what a token has is in one piece"
+    return of_tokens.stride(0) if len(of_tokens) > 1 else of_tokens.numel()
