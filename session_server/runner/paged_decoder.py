@@ -23,6 +23,7 @@ from session_server.attention.base import (
     BackendFactory,
     CapturableBackend,
     GraphPlan,
+    RecurrentPlan,
 )
 from session_server.attention.cpu import CpuBackend
 from session_server.attention.mla import MlaBackend, MlaGraphPlan, MlaShape
@@ -37,6 +38,7 @@ from session_server.runner.graph_sizes import GraphSize
 from session_server.runner.inputs import ForwardInputs
 
 if TYPE_CHECKING:
+    from session_server.attention.triton.recurrent import TritonRecurrentBackend
     from session_server.runner.native.decoder import NativeDecoder
 
 Accompany = Callable[[ForwardInputs], AbstractContextManager[None]]
@@ -121,11 +123,14 @@ class PagedDecoder:
         self.backend_name = resolve_backend(backend, device)
         self.pools: dict[PoolName, KvPool] = {}
         self.states: StatePool | None = None
-        self._backends: dict[PoolName, AttentionBackend | MlaBackend | RecurrentBackend] = {}
+        self._backends: dict[
+            PoolName,
+            AttentionBackend | MlaBackend | RecurrentBackend | TritonRecurrentBackend,
+        ] = {}
         for group in spec.groups:
             if group.kind is LayerKind.RECURRENT:
                 self.states = StatePool(group, num_pages=capacity.num_states, device=device)
-                self._backends[group.pool] = RecurrentBackend(self.states)
+                self._backends[group.pool] = self._recurrent(self.states)
                 continue
             pages = PageFormat(
                 num_pages=capacity.num_pages[group.pool],
@@ -163,6 +168,14 @@ class PagedDecoder:
         self.pools[name] = MhaPool(group, pages)
         self._backends[name] = factory(self.pools[name], table, rule)
 
+    def _recurrent(self, states: StatePool) -> RecurrentBackend | TritonRecurrentBackend:
+        """Create the backend over a pool of states."""
+        if self.backend_name != "triton":
+            return RecurrentBackend(states)
+        from session_server.attention.triton.recurrent import TritonRecurrentBackend
+
+        return TritonRecurrentBackend(states, self.decoder.dtype)
+
     def reserve(self, num_tokens: int) -> int:
         """Allocate what forwards of up to so many tokens work in, and return its bytes; 0 where
         torch allocates it forward by forward.
@@ -181,6 +194,19 @@ class PagedDecoder:
             cast(CapturableBackend | MlaBackend, self._backends[name]).compile_all(
                 has_sinks=has_sinks
             )
+        if self.states is not None:
+            self._compile_recurrent(self.states.name)
+
+    def _compile_recurrent(self, name: PoolName) -> None:
+        """Compile the kernels of recurrent layers, all of one kind, by running one."""
+        decoder = self.decoder
+        mixer = next(layer.mixer for layer, _, pool in decoder.layers if pool == name)
+
+        def mix(num_tokens: int, plan: RecurrentPlan) -> None:
+            hidden = decoder.embedding.new_zeros((num_tokens, decoder.config.hidden_size))
+            mixer(hidden, hidden, plan)
+
+        cast("TritonRecurrentBackend", self._backends[name]).compile_all(mix)
 
     def capture_graphs(
         self, sizes: Sequence[GraphSize], api: GraphApi, on_progress: Callable[[GraphSize], None]
@@ -190,7 +216,7 @@ class PagedDecoder:
         backends = self._backends
         if any(isinstance(layer.ffn, MixtureOfExperts) for layer, _, _ in self.decoder.layers):
             return "the host counts which experts are chosen"
-        if any(isinstance(backend, RecurrentBackend) for backend in backends.values()):
+        if self.states is not None:
             return "recurrent states are planned on the host"
         if self.backend_name != "triton":
             return f"the backend {self.backend_name} plans each batch on the host"

@@ -1,4 +1,4 @@
-"""Attention on GPUs, by kernels in Triton."""
+"""Attention and recurrent states on GPUs, by kernels in Triton."""
 
 from __future__ import annotations
 

@@ -16,13 +16,13 @@ PIECE_COLUMNS: Final = 5
 """First token of the row, first token of the piece and its end, all in the batch; the page of the
 state before the row, and the page for the state after the piece."""
 
-CHUNK: Final = 32
-"""The most tokens of a piece. The cost within a piece is quadratic; from piece to piece only the
-state is passed."""
+CHUNK: Final = 16
+"""The most tokens of a piece, the fewest that a matrix product wants: what a program keeps of more
+beside a state spills out of its registers."""
 
 MAX_STEPS: Final = 8
-"""A row whose pieces have no more tokens goes from token to token: a chunk costs as much as some,
-whatever it has."""
+"""A row whose pieces have no more tokens goes from token to token: a chunk costs as much as some
+steps, however few tokens it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,11 @@ class Pieces:
     num_stepped: int
 
 
-def cut_rows(spans: Sequence[Span]) -> Pieces:
-    """Cut the rows of a batch, which follow each other."""
+def cut_rows(spans: Sequence[Span], max_steps: int) -> Pieces:
+    """Cut the rows of a batch, which follow each other.
+
+    `max_steps`: the most tokens between two states of a row that goes from token to token.
+    """
     segments = []
     for span in spans:
         moves, begin = moves_of(span), span.offset
@@ -51,7 +54,7 @@ def cut_rows(spans: Sequence[Span]) -> Pieces:
     firsts = np.flatnonzero(np.diff(table[:, 0], prepend=-1))
     rows = np.stack((firsts, np.append(firsts[1:], len(table))), axis=1).astype(np.int32)
     longest = np.maximum.reduceat(table[:, 2] - table[:, 1], firsts)
-    is_chunked = longest > MAX_STEPS
+    is_chunked = longest > max_steps
     return Pieces(table, rows[is_chunked.argsort(kind="stable")], int((~is_chunked).sum()))
 
 

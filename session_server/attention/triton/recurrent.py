@@ -1,12 +1,13 @@
 """Advance recurrent states with kernels of our own in Triton: the `triton` backend.
 
 A layer is one launch for its convolution and one for its recurrence, two where a batch has chunks
-beside rows with few tokens. All that a launch needs besides inputs and states is the table of the
-pieces of rows, made once per step and copied to the device in one piece.
+and rows with few tokens. All that a launch needs besides inputs and states is the table of pieces
+of rows, made once per step and copied to the device at once.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -41,12 +42,12 @@ from session_server.attention.triton.recurrent_kernels import (
     convolve_pieces,
 )
 
-CONVOLVED_TOKENS: Final = 4
+CONVOLVED_TOKENS: Final = 8
 CONVOLVED_CHANNELS: Final = 256
 """What a program convolves at once."""
 
-STATE_PART: Final = 32
-"""Rows or columns of a head's state that a program has: all of it would take every register."""
+STEPPED_PART: Final = 32
+"""Rows or columns of a head's state that a program has which goes from token to token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +56,19 @@ class Rule:
 
     `value`: which of its inputs is [tokens, heads, ...]. `key`: which is shared by consecutive
     heads. `cut_axis`: the axis of a head's state that programs share, the one the outputs have.
+    `chunked_part`: what a program has of it that takes chunks, as much as registers allow.
     """
 
     kernel: Any
     value: int
     key: int
     cut_axis: int
+    chunked_part: int
 
 
 RULES: Final[Mapping[RecurrenceRule, Rule]] = {
-    "state space": Rule(advance_state_space, value=0, key=2, cut_axis=0),
-    "delta rule": Rule(advance_delta_rule, value=2, key=0, cut_axis=1),
+    "state space": Rule(advance_state_space, value=0, key=2, cut_axis=0, chunked_part=32),
+    "delta rule": Rule(advance_delta_rule, value=2, key=0, cut_axis=1, chunked_part=16),
 }
 
 
@@ -89,7 +92,8 @@ def recurrence_constants(
     `shape`: heads, rows and columns of a state. `group`: heads that share a key.
     """
     blocks = [max(16, triton.next_power_of_2(size)) for size in shape[1:]]
-    blocks[rule.cut_axis] = min(blocks[rule.cut_axis], STATE_PART)
+    part = rule.chunked_part if is_chunked else STEPPED_PART
+    blocks[rule.cut_axis] = min(blocks[rule.cut_axis], part)
     return {
         "NUM_HEADS": shape[0],
         "GROUP": group,
@@ -98,8 +102,6 @@ def recurrence_constants(
         "BLOCK_R": blocks[0],
         "BLOCK_C": blocks[1],
         "BLOCK_T": CHUNK if is_chunked else 1,
-        # Nearly that of fp32, on tensor cores: what a state has wrong stays in it.
-        "PRECISION": "tf32x3",
     }
 
 
@@ -183,13 +185,18 @@ class TritonDecodePlan(TritonRecurrentPlan):
 
 @dataclass(frozen=True, slots=True)
 class TritonRecurrentBackend:
-    """Plan forwards over one pool of states."""
+    """Plan forwards over one pool of states of a model that computes in `dtype`."""
 
     pool: StatePool
+    dtype: torch.dtype
 
     def plan(self, meta: AttentionMeta) -> TritonRecurrentPlan:
         """Cut the rows into pieces, and take them to the device."""
-        return TritonRecurrentPlan(self.pool, *self._uploaded(cut_rows(meta.spans)))
+        # Products of chunks are rounded, which fp32 is asked for to avoid; the interpreter takes
+        # what is served.
+        is_exact = self.dtype == torch.float32 and not launching.IS_INTERPRETED
+        max_steps = sys.maxsize if is_exact else MAX_STEPS
+        return TritonRecurrentPlan(self.pool, *self._uploaded(cut_rows(meta.spans, max_steps)))
 
     def plan_decode(self, num_rows: int, tokens_per_row: int) -> TritonDecodePlan:
         """Prepare forwards of rows with so many tokens each, one row after the other."""

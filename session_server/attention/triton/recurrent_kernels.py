@@ -19,6 +19,9 @@ import triton.language as tl
 
 PIECE_COLUMNS = tl.constexpr(5)
 
+PRECISION = tl.constexpr("tf32")
+"""Of products of matrices: finer than the halves that the inputs come from."""
+
 
 @triton.jit
 def _inputs(x, history, t, start, end, source, c, is_c, stride_x, CHANNELS, NUM_PAST):
@@ -157,7 +160,6 @@ def advance_state_space(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Advance the state of a row's head: grid (rows, heads, blocks of ROWS).
 
@@ -172,7 +174,6 @@ def advance_state_space(
         states: of one layer, float32 [pages, heads, ROWS, COLUMNS].
         rows: int32 [rows, 2], the first of each row's pieces and their end.
         BLOCK_T: the most tokens of a piece, each of which is a chunk; 1 to go from token to token.
-        PRECISION: of products of matrices.
     """
     head = tl.program_id(1)
     r = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -215,7 +216,7 @@ def advance_state_space(
 
 
 @triton.jit
-def _inverse(lower, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr):
+def _inverse(lower, BLOCK_T: tl.constexpr):
     """Invert I + `lower`, which is strictly lower triangular, [BLOCK_T, BLOCK_T].
 
     Blocks on the diagonal of 2, 4, 8 ... rows are inverted in turn: where B is below two blocks A
@@ -256,7 +257,6 @@ def advance_delta_rule(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Advance the state of a row's head: grid (rows, heads, blocks of COLUMNS).
 
@@ -272,7 +272,6 @@ def advance_delta_rule(
         states: of one layer, float32 [pages, heads, ROWS, COLUMNS].
         rows: int32 [rows, 2], the first of each row's pieces and their end.
         BLOCK_T: the most tokens of a piece, each of which is a chunk; 1 to go from token to token.
-        PRECISION: of products of matrices.
     """
     head = tl.program_id(1)
     r = tl.arange(0, BLOCK_R)
@@ -310,7 +309,7 @@ def advance_delta_rule(
             known = tl.dot(keys, state, input_precision=PRECISION) * kept[:, None]
             overlaps = tl.dot(keys, tl.trans(keys), input_precision=PRECISION) * between
             overlaps = tl.where(t[:, None] > t[None, :], overlaps * strength, 0.0)
-            inverse = _inverse(overlaps, BLOCK_T, PRECISION)
+            inverse = _inverse(overlaps, BLOCK_T)
             errors = (values - known) * strength
             corrections = tl.dot(inverse, errors, input_precision=PRECISION)
             scores = tl.dot(asked, tl.trans(keys), input_precision=PRECISION) * between
@@ -318,6 +317,7 @@ def advance_delta_rule(
             said = tl.dot(scores, corrections, said, input_precision=PRECISION)
             to = out + t.to(tl.int64)[:, None] * NUM_HEADS * COLUMNS + of_head[None, :]
             tl.store(to, said, mask=is_t[:, None] & is_c[None, :])
+            keys = _tokens(k, t, is_t, stride_k, of_group, is_r)  # anew: registers are few
             left = tl.trans(keys * to_end[:, None])
             state = tl.dot(left, corrections, state * kept_by_all, input_precision=PRECISION)
         if target != 0:
