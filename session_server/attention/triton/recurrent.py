@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cache.pool.recurrent import StatePool
 from cache.pool.upload import upload
-from cache.types import NULL_PAGE
+from cache.types import NULL_PAGE, NULL_ROW
 from session_server.attention.base import (
     AttentionMeta,
     Recurrence,
@@ -164,7 +164,7 @@ class TritonRecurrentPlan:
         return out
 
 
-class TritonDecodePlan(TritonRecurrentPlan):
+class TritonRecurrentDecodePlan(TritonRecurrentPlan):
     """Advance the states of rows that are told on the device."""
 
     __slots__ = ()
@@ -198,19 +198,21 @@ class TritonRecurrentBackend:
         max_steps = sys.maxsize if is_exact else MAX_STEPS
         return TritonRecurrentPlan(self.pool, *self._uploaded(cut_rows(meta.spans, max_steps)))
 
-    def plan_decode(self, num_rows: int, tokens_per_row: int) -> TritonDecodePlan:
+    def plan_decode(self, num_rows: int, tokens_per_row: int) -> TritonRecurrentDecodePlan:
         """Prepare forwards of rows with so many tokens each, one row after the other."""
         pieces = cut_decode(num_rows, tokens_per_row)
-        return TritonDecodePlan(self.pool, *self._uploaded(pieces))
+        return TritonRecurrentDecodePlan(self.pool, *self._uploaded(pieces))
 
     def compile_all(self, mix: Callable[[int, RecurrentPlan], object]) -> None:
         """Compile what forwards may launch, by launching it on padding.
 
         `mix`: run a layer of this pool on so many tokens.
         """
-        chunk = MAX_STEPS + 1
-        padding = (Span(0, 0, 1, 0), Span(0, 0, chunk, 1))
-        mix(1 + chunk, self.plan(AttentionMeta(padding, {})))
+        token, chunk = Span(NULL_ROW, 0, 1, 0), Span(NULL_ROW, 0, MAX_STEPS + 1, 1)
+        # torch gives other strides to a token that is alone.
+        for spans in ((token,), (token, chunk)):
+            num_tokens = sum(span.num_tokens for span in spans)
+            mix(num_tokens, self.plan(AttentionMeta(spans, {})))
 
     def _uploaded(self, pieces: Pieces) -> tuple[Tensor, Tensor, int]:
         host, size = np.concatenate((pieces.table, pieces.rows), axis=None), pieces.table.size
@@ -221,4 +223,4 @@ class TritonRecurrentBackend:
 def _stride(of_tokens: Tensor) -> int:
     """Return the elements from one token to the next. Those of a token follow each other."""
     assert of_tokens[:1].is_contiguous(), "what a token has is in one piece"
-    return of_tokens.stride(0) if len(of_tokens) > 1 else of_tokens.numel()
+    return of_tokens.stride(0)
