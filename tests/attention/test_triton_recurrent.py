@@ -34,7 +34,7 @@ from tests.oracle.device import DEVICE
 pytest.importorskip("triton", reason="triton has no wheel for this machine")
 
 from session_server.attention.triton import launching
-from session_server.attention.triton.pieces import CHUNK, MAX_STEPS
+from session_server.attention.triton.pieces import CHUNK, MAX_STEPS, cut_rows
 from session_server.attention.triton.recurrent import TritonRecurrentBackend
 
 DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
@@ -184,6 +184,48 @@ def test_random_batches_go_on_as_torch_does(seed: int) -> None:
         is_fresh = random.choice([False, True])
         rows.append((is_fresh, tuple(sorted({*lengths, num_tokens}))))
     World(random.choice([*FAMILIES.values()]), rows, seed).assert_alike()
+
+
+def test_fp32_goes_from_token_to_token_where_products_are_rounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launching, "IS_INTERPRETED", False)
+    world = World(FAMILIES["qwen"], [(True, (1,)), (False, (2, LONG))])
+    ours, theirs = world.pools
+    plan = TritonRecurrentBackend(ours, torch.float32).plan(world.meta)
+    assert plan.num_stepped == 2
+    assert TritonRecurrentBackend(ours, torch.bfloat16).plan(world.meta).num_stepped == 1
+    world.assert_same(plan, RecurrentBackend(theirs).plan(world.meta))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pieces_cover_every_token_once_and_each_row_has_its_own(seed: int) -> None:
+    random = Random(seed)
+    spans, offset, left = [], 0, {}
+    for row in range(1, random.randint(2, 6)):
+        num_tokens = random.choice([1, 2, MAX_STEPS, CHUNK, 100])
+        lengths = {*random.sample(range(1, num_tokens + 1), random.randint(1, num_tokens))}
+        targets = tuple(
+            (7 + length, row * 200 + length) for length in sorted({*lengths, num_tokens})
+        )
+        left |= {page: offset + length - 7 for length, page in targets}
+        spans.append(Span(row, 7, num_tokens, offset, StateMoves(row, targets)))
+        offset += num_tokens
+    pieces = cut_rows(spans, MAX_STEPS)
+    table = pieces.table.tolist()
+    assert [token for _, begin, end, _, _ in table for token in range(begin, end)] == [
+        *range(offset)
+    ]
+    assert {page: end for _, _, end, _, page in table if page} == left
+    assert max(end - begin for _, begin, end, _, _ in table) <= CHUNK
+    of_rows = {}
+    for index, (first, last) in enumerate(pieces.rows.tolist()):
+        own = table[first:last]
+        assert len({(start, source) for start, _, _, source, _ in own}) == 1
+        of_rows[own[0][3]] = (own[0][1], own[-1][2])
+        longest = max(end - begin for _, begin, end, _, _ in own)
+        assert (index < pieces.num_stepped) == (longest <= MAX_STEPS)
+    assert of_rows == {span.row: (span.offset, span.offset + span.num_tokens) for span in spans}
 
 
 @pytest.mark.parametrize("family", at_depth(["qwen"], proof=[*FAMILIES]))
