@@ -20,7 +20,7 @@ from cache.pool.page_table import PageTable
 from cache.pool.recurrent import StatePool
 from cache.spec import Capacity, LayerGroup, LayerKind
 from cache.types import NULL_PAGE, NULL_ROW, PoolName, StateMoves
-from session_server.attention.base import AttentionMeta, Recurrence, RecurrentPlan, Span
+from session_server.attention.base import AttentionMeta, DeviceRows, Recurrence, RecurrentPlan, Span
 from session_server.attention.recurrent import RecurrentBackend
 from session_server.models.layers.gated_delta import DeltaRule
 from session_server.models.layers.mamba2 import StateSpace
@@ -35,7 +35,10 @@ pytest.importorskip("triton", reason="triton has no wheel for this machine")
 
 from session_server.attention.triton import launching
 from session_server.attention.triton.pieces import CHUNK, MAX_STEPS, cut_rows
-from session_server.attention.triton.recurrent import TritonRecurrentBackend
+from session_server.attention.triton.recurrent import (
+    TritonRecurrentBackend,
+    TritonRecurrentGraphPlan,
+)
 
 DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
 """Of models; fp32 has no chunks on a GPU."""
@@ -233,30 +236,24 @@ def test_pieces_cover_every_token_once_and_each_row_has_its_own(seed: int) -> No
 def test_a_plan_that_is_refreshed_on_the_device_goes_on_as_a_new_one(
     family: str, most: int
 ) -> None:
-    """Of rows of one token, and of up to three, what they lack being padded; one row is padding."""
-    drawn = Random(most)
-    lengths = [drawn.randint(1, most) for _ in range(2)] + [most]
-    rows = [(is_fresh, tuple(range(1, most + 1))) for is_fresh in (True, False, False)]
-    others = World(FAMILIES[family], rows, seed=1)
-    backend = TritonRecurrentBackend(others.pools[0], DTYPE)
-    plan = backend.plan_decode(4, most)
-    for world in (others, World(FAMILIES[family], rows)):
-        plan = replace(plan, pool=world.pools[0])
-        sources, targets = [NULL_PAGE], [(NULL_PAGE,) * most]
-        spans = [Span(NULL_ROW, 0, most, 0)]
-        for span, length in zip(world.meta.spans, lengths, strict=True):
+    """Of rows of one token, and of up to three; more rows than there are, and none of them read."""
+    plan: TritonRecurrentGraphPlan | None = None
+    for lengths in ((1, most), (most, 1, most)):
+        rows = [(bool(row % 2), tuple(range(1, n + 1))) for row, n in enumerate(lengths)]
+        world = World(FAMILIES[family], rows, seed=len(lengths))
+        by_row, targets = torch.zeros((5, 4), dtype=torch.int64), torch.full((4, most), -1)
+        for row, span in enumerate(world.meta.spans):
             assert span.states is not None
-            sources.append(span.states.source)
-            targets.append(tuple(page for _, page in span.states.targets))
-            kept = span.states.targets[:length]
-            padded = () if length == most else ((span.end, NULL_PAGE),)
-            left = StateMoves(span.states.source, kept + padded)
-            spans.append(replace(span, offset=most * len(spans), states=left))
-        told = (torch.tensor(each, device=DEVICE) for each in (sources, targets, [1, *lengths]))
-        plan.refresh(*told)
-        world.num_tokens = 4 * most
-        fresh = RecurrentBackend(world.pools[1]).plan(AttentionMeta(tuple(spans), {}))
-        world.assert_same(plan, fresh)
+            told = (span.row, span.start, span.num_tokens, span.offset, span.states.source)
+            by_row[:, row] = torch.tensor(told)
+            pages = [page for _, page in span.states.targets]
+            targets[row, : len(pages)] = torch.tensor(pages)
+        if plan is None:
+            plan = TritonRecurrentBackend(world.pools[0], DTYPE).plan_graph(4, most)
+        plan = replace(plan, pool=world.pools[0])
+        *of_rows, sources = by_row.to(DEVICE).unbind(0)
+        plan.refresh(DeviceRows(*of_rows), sources, targets.to(DEVICE))
+        world.assert_same(plan, RecurrentBackend(world.pools[1]).plan(world.meta))
 
 
 def test_a_convolution_in_halves_rounds_its_outputs_alone() -> None:

@@ -58,15 +58,11 @@ def cut_rows(spans: Sequence[Span], max_steps: int) -> Pieces:
     return Pieces(table, rows[is_chunked.argsort(kind="stable")], int((~is_chunked).sum()))
 
 
-def cut_decode(num_rows: int, tokens_per_row: int) -> Pieces:
-    """Cut rows of so many tokens after each other, with a state after each token; the pages, which
-    are the table's last two columns, are to be filled."""
-    table = np.zeros((num_rows * tokens_per_row, PIECE_COLUMNS), np.int32)
-    tokens = np.arange(len(table))
-    table[:, 0] = tokens - tokens % tokens_per_row
-    table[:, 1], table[:, 2] = tokens, tokens + 1
-    firsts = tokens[::tokens_per_row]
-    rows = np.stack((firsts, firsts + tokens_per_row), axis=1).astype(np.int32)
+def cut_graph(num_rows: int, max_row_tokens: int) -> Pieces:
+    """Give each of so many rows a piece for each of its tokens; the table is to be filled."""
+    table = np.zeros((num_rows * max_row_tokens, PIECE_COLUMNS), np.int32)
+    firsts = np.arange(0, len(table), max_row_tokens)
+    rows = np.stack((firsts, firsts + max_row_tokens), axis=1).astype(np.int32)
     return Pieces(table, rows, num_rows)
 
 

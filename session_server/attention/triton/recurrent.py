@@ -22,6 +22,7 @@ from cache.pool.upload import upload
 from cache.types import NULL_PAGE, NULL_ROW
 from session_server.attention.base import (
     AttentionMeta,
+    DeviceRows,
     Recurrence,
     RecurrenceRule,
     RecurrentPlan,
@@ -33,7 +34,7 @@ from session_server.attention.triton.pieces import (
     MAX_STEPS,
     PIECE_COLUMNS,
     Pieces,
-    cut_decode,
+    cut_graph,
     cut_rows,
 )
 from session_server.attention.triton.recurrent_kernels import (
@@ -164,23 +165,28 @@ class TritonRecurrentPlan:
         return out
 
 
-class TritonRecurrentDecodePlan(TritonRecurrentPlan):
+class TritonRecurrentGraphPlan(TritonRecurrentPlan):
     """Advance the states of rows that are told on the device."""
 
     __slots__ = ()
 
-    def refresh(self, sources: Tensor, targets: Tensor, lengths: Tensor) -> None:
+    def refresh(self, rows: DeviceRows, sources: Tensor, targets: Tensor) -> None:
         """Go on from other states from now on. Reads nothing on the host, so it can be captured.
 
         Args:
+            rows: where the tokens of each row are.
             sources: int64 [rows], the page of each row's state, `NULL_PAGE` where that is zero.
-            targets: int64 [rows, tokens per row], the page for the state after each token.
-            lengths: int64 [rows], the tokens that a row has; after the others no state is left.
+            targets: int64 [rows, most tokens of a row], the page for the state after each token,
+                `NULL_PAGE` to leave none.
         """
-        table = self.pieces.view(*targets.shape, PIECE_COLUMNS)
+        indices = torch.arange(targets.shape[1], device=targets.device)
+        is_token = indices < rows.lengths[:, None]
+        table, offsets = self.pieces.view(*targets.shape, PIECE_COLUMNS), rows.offsets[:, None]
+        table[:, :, 0] = offsets
+        table[:, :, 1] = offsets + indices
+        table[:, :, 2] = offsets + indices + is_token
         table[:, :, 3] = sources[:, None]
-        tokens = torch.arange(targets.shape[1], device=targets.device)
-        table[:, :, 4] = targets.where(tokens < lengths[:, None], NULL_PAGE)
+        table[:, :, 4] = targets.where(is_token, NULL_PAGE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,10 +204,11 @@ class TritonRecurrentBackend:
         max_steps = sys.maxsize if is_exact else MAX_STEPS
         return TritonRecurrentPlan(self.pool, *self._uploaded(cut_rows(meta.spans, max_steps)))
 
-    def plan_decode(self, num_rows: int, tokens_per_row: int) -> TritonRecurrentDecodePlan:
-        """Prepare forwards of rows with so many tokens each, one row after the other."""
-        pieces = cut_decode(num_rows, tokens_per_row)
-        return TritonRecurrentDecodePlan(self.pool, *self._uploaded(pieces))
+    def plan_graph(self, num_rows: int, max_row_tokens: int) -> TritonRecurrentGraphPlan:
+        """Prepare forwards of so many rows, of up to `max_row_tokens` tokens each, which may leave
+        a state after every token."""
+        pieces = cut_graph(num_rows, max_row_tokens)
+        return TritonRecurrentGraphPlan(self.pool, *self._uploaded(pieces))
 
     def compile_all(self, mix: Callable[[int, RecurrentPlan], object]) -> None:
         """Compile what forwards may launch, by launching it on padding.
