@@ -1762,6 +1762,12 @@ FORWARD = (
         "those of a size that is missing are launched kernel by kernel",
     ),
     _constant(
+        "attention.triton.pieces:MAX_STEPS",
+        "tokens between two states of a row that goes from token to token on a GPU",
+        "tokens",
+        "the row goes by chunks",
+    ),
+    _constant(
         "attention.triton.tiles:MAX_SPLITS",
         "programs that share a history on a GPU",
         "programs",
