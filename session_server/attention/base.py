@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -155,13 +155,25 @@ class DeviceRows:
     """Describe the rows of a forward on the device, int64 [rows] each.
 
     As in `Span`: `rows` of the page tables, `starts`, `lengths` (tokens of this forward) and
-    `offsets` in the flat batch. A row of length 0 is padding.
+    `offsets` in the flat batch. A row of length 0 is padding. Of models with recurrent states:
+    `sources`, the page of each row's state, `NULL_PAGE` where that is zero; and `targets`, int64
+    [rows, most tokens of a row], the page for the state after each token, `NULL_PAGE` to leave
+    none.
     """
 
     rows: Tensor
     starts: Tensor
     lengths: Tensor
     offsets: Tensor
+    sources: Tensor
+    targets: Tensor
+
+    @classmethod
+    def of(cls, columns: Tensor) -> DeviceRows:
+        """Return what the columns of a tensor say, int64 [5 + most tokens of a row, rows]: each of
+        the fields, the targets last."""
+        rows, starts, lengths, offsets, sources = columns[:5].unbind(0)
+        return cls(rows, starts, lengths, offsets, sources, columns[5:].t())
 
 
 class GraphPlan(Protocol):
@@ -172,8 +184,9 @@ class GraphPlan(Protocol):
         """Attend from other rows from now on. Reads nothing on the host, so it can be captured."""
         ...
 
-    def plan(self, slot_mapping: Tensor) -> AttentionPlan:
-        """Return the plan. `slot_mapping`: int64 [tokens], read at every replay."""
+    def plan(self, slot_mapping: Mapping[PoolName, Tensor]) -> Any:
+        """Return the plan, of the type that layers of its pool need. `slot_mapping`: as in
+        `AttentionMeta`, read at every replay."""
         ...
 
 

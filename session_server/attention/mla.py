@@ -16,6 +16,7 @@ spans; docs/models.md derives from how many tokens on.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, cast
 
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from cache.pool.mla import MlaPool
 from cache.pool.page_table import PageTable
-from cache.types import pages_for
+from cache.types import PoolName, pages_for
 from session_server.attention.base import (
     AttentionMeta,
     AttentionPlan,
@@ -117,9 +118,9 @@ class MlaBackend:
         backend = cast(CapturableBackend, self._absorbed)
         return MlaGraphPlan(self, backend.plan_graph(num_rows, max_row_tokens, longest))
 
-    def absorb(self, plan: AttentionPlan, slot_mapping: Tensor) -> MlaPlan:
+    def absorb(self, plan: AttentionPlan) -> MlaPlan:
         """Return the plan of a forward whose every token is absorbed, by a plan for latents."""
-        none = slot_mapping[:0]
+        none = torch.empty(0, dtype=torch.int64, device=self._pool.device)
         return MlaPlan(self._pool, self._rule, self._shape, none, absorbed=plan, expanded=[])
 
     def _blocks(self, span: Span) -> list[_Block]:
@@ -146,7 +147,7 @@ class MlaBackend:
 
 @dataclass(frozen=True, slots=True)
 class MlaGraphPlan:
-    """Attend absorbed from rows that are told on the device; as `GraphPlan`, for latents."""
+    """Attend absorbed from rows that are told on the device; implements `GraphPlan`."""
 
     backend: MlaBackend
     absorbed: GraphPlan
@@ -155,9 +156,9 @@ class MlaGraphPlan:
         """Attend from other rows from now on; as `GraphPlan.refresh`."""
         self.absorbed.refresh(rows)
 
-    def plan(self, slot_mapping: Tensor) -> MlaPlan:
+    def plan(self, slot_mapping: Mapping[PoolName, Tensor]) -> MlaPlan:
         """Return the plan; as `GraphPlan.plan`."""
-        return self.backend.absorb(self.absorbed.plan(slot_mapping), slot_mapping)
+        return self.backend.absorb(self.absorbed.plan(slot_mapping))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from cache.types import PoolName
 from session_server.attention.base import DeviceRows, GraphPlan
-from session_server.attention.mla import MlaGraphPlan
 from session_server.core.batch import GraphUse
 from session_server.models.decoder import Decoder
 from session_server.runner.graph_sizes import GraphSize
@@ -88,8 +87,8 @@ class DecodeGraphs:
     ) -> None:
         """Create it, with no graph yet.
 
-        `plans`: prepares attention over the model's pools for a size. `pools`: in the order of the
-        slots in `PackedInputs`.
+        `plans`: prepares the model's pools for a size. `pools`: in the order of the slots in
+        `PackedInputs`, which may be more: those of a model that this one drafts for.
         """
         self._decoder = decoder
         self._plans = plans
@@ -119,14 +118,13 @@ class DecodeGraphs:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=self._decoder.device)
 
-        by_token, by_row = zeros(2 + len(self._pools), size.num_tokens), zeros(4, size.num_rows)
-        token_ids, positions, *slot_mappings = by_token.unbind(0)
-        rows, plans = DeviceRows(*by_row.unbind(0)), self._plans(size)
-        attention = {
-            pool: plans[pool].plan(slots)
-            for pool, slots in zip(self._pools, slot_mappings, strict=True)
-            if pool in plans  # a draft model has its own of a model's pools
-        }
+        by_token = zeros(2 + len(self._pools), size.num_tokens)
+        by_row = zeros(5 + size.max_row_tokens, size.num_rows)
+        token_ids, positions, *slots = by_token.unbind(0)
+        rows = DeviceRows.of(by_row)
+        slot_mapping = dict(zip(self._pools, slots, strict=True))
+        plans = self._plans(size)
+        attention = {pool: plan.plan(slot_mapping) for pool, plan in plans.items()}
 
         def run() -> Tensor:
             for plan in plans.values():
@@ -167,23 +165,22 @@ class DecodeGraphs:
 class _Bucket:
     """Hold one graph, and what it reads and writes beside weights and pools.
 
-    `by_token`: int64 [2 + pools, tokens], `by_row`: int64 [4, rows]; a batch is copied to them.
-    `plans`: they have the tables of tiles, which nobody else holds.
+    `by_token`: int64 [2 + pools, tokens], `by_row`: int64 [5 + max_row_tokens, rows]; a batch is
+    copied to them. `plans`: they have the tables of tiles, which nobody else holds.
     """
 
     size: GraphSize
     by_token: Tensor
     by_row: Tensor
-    plans: Mapping[PoolName, GraphPlan | MlaGraphPlan]
+    plans: Mapping[PoolName, GraphPlan]
     graph: Graph
 
 
-def _copy_padded(to: Tensor, columns: Tensor) -> None:
-    """Copy columns to the first of `to`, and zeros to the others."""
-    num_columns = columns.shape[1]
-    to[:, :num_columns] = columns
-    to[:, num_columns:].zero_()
+def _copy_padded(to: Tensor, part: Tensor) -> None:
+    """Copy a matrix to the upper left of another, whose other elements become zero."""
+    to.zero_()
+    to[: part.shape[0], : part.shape[1]] = part
 
 
-GraphPlanner = Callable[[GraphSize], Mapping[PoolName, GraphPlan | MlaGraphPlan]]
-"""Prepare attention over every pool for forwards of a size."""
+GraphPlanner = Callable[[GraphSize], Mapping[PoolName, GraphPlan]]
+"""Prepare every pool of a model for forwards of a size."""

@@ -27,8 +27,8 @@ class PackedInputs:
     """Hold the tensors of a forward of few tokens a row, for a graph that computes it.
 
     `by_token`: int64 [2 + pools, tokens], token ids, positions and the slots of every pool.
-    `by_row`: int64 [4, rows], what `DeviceRows` has, in its order. `max_row_tokens`: the most
-    tokens of a row.
+    `by_row`: int64 [5 + max_row_tokens, rows], as `DeviceRows.of` takes it; [4, rows] of models
+    without recurrent states. `max_row_tokens`: the most tokens of a row.
     """
 
     by_token: Tensor
@@ -110,7 +110,7 @@ class InputBuilder:
         sample_rows = np.array([rows[i].row for i in sampled], dtype=np.int64)
         max_row_tokens = spans[-1][0].num_tokens
         is_packed = max_row_tokens <= self.max_row_tokens
-        by_row = _by_row(spans) if is_packed else np.empty((4, 0), dtype=np.int64)
+        by_row = _by_row(spans) if is_packed else np.empty((0, 0), dtype=np.int64)
         by_token, rows_there, indices_there, sample_rows_there, unseen_there = self._upload(
             host, by_row, logits_indices, sample_rows, unseen
         )
@@ -257,7 +257,16 @@ def _order_spans(rows: tuple[BatchRow, ...]) -> tuple[list[tuple[Span, int]], li
 def _by_row(spans: list[tuple[Span, int]]) -> NDArray[np.int64]:
     """Return `PackedInputs.by_row`."""
     described = [(span.row, span.start, span.num_tokens, span.offset) for span, _ in spans]
-    return np.array(described, dtype=np.int64).T
+    by_row = np.array(described, dtype=np.int64).T
+    if spans[0][0].states is None:
+        return by_row
+    states = np.zeros((1 + spans[-1][0].num_tokens, len(spans)), dtype=np.int64)
+    for column, (span, _) in zip(states.T, spans, strict=True):
+        assert span.states is not None, "all rows of a model have states"
+        column[0] = span.states.source
+        for length, page in span.states.targets:
+            column[length - span.start] = page
+    return np.concatenate((by_row, states))
 
 
 def _sample_span(row: BatchRow) -> SampleSpan:

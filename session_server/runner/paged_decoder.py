@@ -26,7 +26,7 @@ from session_server.attention.base import (
     RecurrentPlan,
 )
 from session_server.attention.cpu import CpuBackend
-from session_server.attention.mla import MlaBackend, MlaGraphPlan, MlaShape
+from session_server.attention.mla import MlaBackend, MlaShape
 from session_server.attention.recurrent import RecurrentBackend
 from session_server.attention.reference import ReferenceBackend
 from session_server.models.config import AttentionConfig, MlaConfig
@@ -216,16 +216,13 @@ class PagedDecoder:
         backends = self._backends
         if any(isinstance(layer.ffn, MixtureOfExperts) for layer, _, _ in self.decoder.layers):
             return "the host counts which experts are chosen"
-        if self.states is not None:
-            return "recurrent states are planned on the host"
         if self.backend_name != "triton":
             return f"the backend {self.backend_name} plans each batch on the host"
 
-        def plans(size: GraphSize) -> dict[PoolName, GraphPlan | MlaGraphPlan]:
+        def plans(size: GraphSize) -> dict[PoolName, GraphPlan]:
+            of_size = (size.num_rows, size.max_row_tokens, self._max_context_len)
             return {
-                name: cast(CapturableBackend | MlaBackend, backend).plan_graph(
-                    size.num_rows, size.max_row_tokens, self._max_context_len
-                )
+                name: cast(CapturableBackend, backend).plan_graph(*of_size)
                 for name, backend in backends.items()
             }
 

@@ -241,18 +241,17 @@ def test_a_plan_that_is_refreshed_on_the_device_goes_on_as_a_new_one(
     for lengths in ((1, most), (most, 1, most)):
         rows = [(bool(row % 2), tuple(range(1, n + 1))) for row, n in enumerate(lengths)]
         world = World(FAMILIES[family], rows, seed=len(lengths))
-        by_row, targets = torch.zeros((5, 4), dtype=torch.int64), torch.full((4, most), -1)
+        by_row = torch.zeros((5 + most, 4), dtype=torch.int64)
+        by_row[5:] = -1
         for row, span in enumerate(world.meta.spans):
             assert span.states is not None
-            told = (span.row, span.start, span.num_tokens, span.offset, span.states.source)
-            by_row[:, row] = torch.tensor(told)
             pages = [page for _, page in span.states.targets]
-            targets[row, : len(pages)] = torch.tensor(pages)
+            told = (span.row, span.start, span.num_tokens, span.offset, span.states.source, *pages)
+            by_row[: len(told), row] = torch.tensor(told)
         if plan is None:
-            plan = TritonRecurrentBackend(world.pools[0], DTYPE).plan_graph(4, most)
+            plan = TritonRecurrentBackend(world.pools[0], DTYPE).plan_graph(4, most, 64)
         plan = replace(plan, pool=world.pools[0])
-        *of_rows, sources = by_row.to(DEVICE).unbind(0)
-        plan.refresh(DeviceRows(*of_rows), sources, targets.to(DEVICE))
+        plan.refresh(DeviceRows.of(by_row.to(DEVICE)))
         world.assert_same(plan, RecurrentBackend(world.pools[1]).plan(world.meta))
 
 

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from cache.spec import Capacity
-from cache.types import TurnId
+from cache.types import NULL_PAGE, StateMoves, TurnId
 from session_server.attention.base import DeviceRows
-from session_server.core.batch import Batch, DecodeRows, GraphUse
+from session_server.core.batch import Batch, BatchRow, DecodeRows, GraphUse
 from session_server.models.registry import load_config
 from session_server.runner import decode_graphs
 from session_server.runner import graph_sizes as sizes_module
@@ -38,7 +39,7 @@ pytest.importorskip("triton", reason="triton has no wheel for this machine")
 
 PAGE_SIZE = 16
 NUM_ROWS = 6
-ATOL = 1e-5 if DEVICE.type == "cpu" else 1e-3
+ATOL = 5e-5 if DEVICE.type == "cpu" else 1e-3
 """cuBLAS may take another kernel for another number of rows."""
 
 DENSE = {"first_k_dense_replace": 2, "num_hidden_layers": 2}
@@ -46,6 +47,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"num_hidden_layers": 2},
     "gemma3_text": {"num_hidden_layers": 3},
     "deepseek_v3": DENSE,
+    "qwen3_5_text": {"num_hidden_layers": 4},
+    "lfm2": {},
 }
 PROMPTS = {1: 20, 2: 3, 3: 37, 4: 16, 5: 1}
 
@@ -82,7 +85,7 @@ def runner_of(checkpoint: Path, backend: BackendName = "triton") -> ModelRunner:
     config = load_config(checkpoint)
     decoder = load_decoder(checkpoint, config, device=DEVICE, dtype=torch.float32)
     pages = dict.fromkeys(config.pools, NUM_ROWS * PAGES_PER_ROW + 1)
-    capacity = Capacity(pages, NUM_ROWS, PAGES_PER_ROW * PAGE_SIZE, num_states=2)
+    capacity = Capacity(pages, NUM_ROWS, PAGES_PER_ROW * PAGE_SIZE, num_states=1 + NUM_ROWS * 4)
     return ModelRunner(decoder, config.cache_spec(PAGE_SIZE, "float32"), capacity, backend=backend)
 
 
@@ -93,21 +96,36 @@ class Talk:
         self.runner = runner
         self.rows = Rows(runner, PAGE_SIZE)
         self.lengths: dict[int, int] = {}
+        self.sources: dict[int, int] = {}
+        self.targets: dict[int, tuple[int, ...]] = {}
         self.num_steps = 0
         self.read(PROMPTS)
 
     def read(self, prompts: dict[int, int]) -> None:
         """Begin rows, or begin them anew with others' tokens in their pages."""
-        tokens = [
-            self.rows.row(row, prompt(length, row + length)) for row, length in prompts.items()
+        rows = [
+            self.with_states(self.rows.row(row, prompt(length, row + length)), NULL_PAGE)
+            for row, length in prompts.items()
         ]
-        self.rows.run(*tokens)
+        self.rows.run(*rows)
+        self.sources |= {row: self.targets[row][0] for row in prompts if self.targets}
         self.lengths |= prompts
+
+    def with_states(self, row: BatchRow, source: int) -> BatchRow:
+        """A row that leaves its state behind its certain tokens and behind each draft, in pages of
+        four that it does not read."""
+        if self.runner.states is None:
+            return row
+        own = [page for page in range(4 * row.row - 3, 4 * row.row + 1) if page != source]
+        first = row.start + row.num_tokens - row.num_drafts
+        self.targets[row.row] = tuple(own[: 1 + row.num_drafts])
+        targets = tuple(enumerate(self.targets[row.row], first))
+        return structs.replace(row, states=StateMoves(source, targets))
 
     def batch(self, step: Step) -> Batch:
         """One token of each row, in columns where no row has drafts and the step is even."""
         self.num_steps += 1
-        if any(step.values()) or self.num_steps % 2:
+        if any(step.values()) or self.num_steps % 2 or self.runner.states is not None:
             listed = [
                 self.rows.row(
                     row,
@@ -117,7 +135,9 @@ class Talk:
                 )
                 for row, num_drafts in step.items()
             ]
-            return self.rows.batch(*listed)
+            return self.rows.batch(
+                *[self.with_states(row, self.sources.get(row.row, NULL_PAGE)) for row in listed]
+            )
         ids = np.array([*step], dtype=np.int32)
         starts = np.array([self.lengths[row] for row in step], dtype=np.int32)
         names = tuple(TurnId(f"turn-{row}") for row in step)
@@ -131,6 +151,8 @@ class Talk:
         said = [row.token_ids for row in result.row_results()]
         for row, tokens in zip(step, said, strict=True):
             self.lengths[row] += len(tokens)
+            if row in self.targets:
+                self.sources[row] = self.targets[row][len(tokens) - 1]
         return said
 
     def stored(self) -> list[Tensor]:
@@ -139,6 +161,8 @@ class Talk:
         for pool in self.runner.pools.values():
             pages = pool.storage.movedim(pool.page_axis, 0)
             stored.append(pages[1:].clone())
+        if (states := self.runner.states) is not None:
+            stored += [part.movedim(states.page_axis, 0)[1:].clone() for part in states.storage]
         return stored
 
 
@@ -236,7 +260,6 @@ def test_what_no_graph_computes_is_computed_without_and_counted(qwen: Path, api:
     ("family", "why"),
     [
         ("deepseek_v3", "the host counts which experts are chosen"),
-        ("lfm2", "recurrent states are planned on the host"),
         ("qwen3", "the backend torch plans each batch on the host"),
     ],
 )
@@ -303,22 +326,18 @@ COPIES = (
     "        _copy_padded(bucket.by_token, inputs.by_token)\n"
     "        _copy_padded(bucket.by_row, inputs.by_row)\n"
 )
+UNPADDED = (
+    "        stale = bucket.by_{0}.clone()\n" + COPIES + "        n = inputs.by_{0}.shape[1]\n"
+    "        bucket.by_{0}[:, n:] = stale[:, n:]\n"
+)
 REPLAY = "        bucket.graph.replay()\n"
 REFRESH = "            for plan in plans.values():\n                plan.refresh(rows)\n"
 
 HOLDS = "GraphSize.holds"
 
 BUGS: dict[str, Seed] = {
-    "padding keeps the slots of an earlier batch": _replaced(
-        "    to[:, num_columns:].zero_()\n", ""
-    ),
-    "padding keeps the rows of an earlier batch": _replaced(
-        COPIES,
-        COPIES.replace(
-            "_copy_padded(bucket.by_row, inputs.by_row)",
-            "bucket.by_row[:, : inputs.num_rows] = inputs.by_row",
-        ),
-    ),
+    "padding keeps the slots of an earlier batch": _replaced(COPIES, UNPADDED.format("token")),
+    "padding keeps the rows of an earlier batch": _replaced(COPIES, UNPADDED.format("row")),
     "inputs are copied behind the replay": _replaced(COPIES + REPLAY, REPLAY + COPIES),
     "nothing is replayed": _replaced(REPLAY, ""),
     "the tables' rows are not refreshed": _of_tiles(0),
@@ -327,16 +346,16 @@ BUGS: dict[str, Seed] = {
     "offsets are not refreshed": _of_tiles(3),
     "attention is refreshed before the capture alone": _replaced(REFRESH, ""),
     "a token does not attend to itself": _replaced(
-        "DeviceRows(*by_row.unbind(0)), ",
-        "DeviceRows(by_row[0], by_row[1] - 1, by_row[2], by_row[3]), ",
+        "DeviceRows.of(by_row)",
+        "DeviceRows.of(by_row - (torch.arange(len(by_row)) == 1)[:, None].long())",
     ),
     "slots of a batch that is over are captured": _replaced(
-        "for pool, slots in zip(self._pools, slot_mappings, strict=True)",
-        "for pool, slots in zip(self._pools, [s.clone() for s in slot_mappings], strict=True)",
+        "dict(zip(self._pools, slots, strict=True))",
+        "dict(zip(self._pools, [each.clone() for each in slots], strict=True))",
     ),
     "token ids of a batch that is over are captured": _replaced(
-        "token_ids, positions, *slot_mappings = by_token.unbind(0)\n",
-        "token_ids, positions, *slot_mappings = by_token.unbind(0)\n"
+        "token_ids, positions, *slots = by_token.unbind(0)\n",
+        "token_ids, positions, *slots = by_token.unbind(0)\n"
         "        token_ids = token_ids.clone()\n",
     ),
     "the next smaller graph is taken": replaced(

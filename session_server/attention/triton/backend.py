@@ -7,6 +7,7 @@ table of its tiles, made once per step and copied to the device in one piece.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from cache.pool.mla import MlaPool
 from cache.pool.page_table import PageTable
 from cache.pool.storage import KvPool
 from cache.pool.upload import upload
+from cache.types import PoolName
 from session_server.attention.base import (
     AttentionMeta,
     AttentionPlan,
@@ -99,9 +101,10 @@ class TritonGraphPlan:
         for index, column in enumerate(columns):
             of_rows[:, :, index] = column[:, None]
 
-    def plan(self, slot_mapping: Tensor) -> AttentionPlan:
+    def plan(self, slot_mapping: Mapping[PoolName, Tensor]) -> AttentionPlan:
         """Return the plan over this table; implements `GraphPlan.plan`."""
-        return TritonPlan(self.kernel, slot_mapping, self.tiles, (self.launch,))
+        slots = slot_mapping[self.kernel.pool.name]
+        return TritonPlan(self.kernel, slots, self.tiles, (self.launch,))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cache.pool.recurrent import StatePool
 from cache.pool.upload import upload
-from cache.types import NULL_PAGE, NULL_ROW
+from cache.types import NULL_PAGE, NULL_ROW, PoolName
 from session_server.attention.base import (
     AttentionMeta,
     DeviceRows,
@@ -166,27 +166,26 @@ class TritonRecurrentPlan:
 
 
 class TritonRecurrentGraphPlan(TritonRecurrentPlan):
-    """Advance the states of rows that are told on the device."""
+    """Advance the states of rows that are told on the device; implements `GraphPlan`."""
 
     __slots__ = ()
 
-    def refresh(self, rows: DeviceRows, sources: Tensor, targets: Tensor) -> None:
-        """Go on from other states from now on. Reads nothing on the host, so it can be captured.
-
-        Args:
-            rows: where the tokens of each row are.
-            sources: int64 [rows], the page of each row's state, `NULL_PAGE` where that is zero.
-            targets: int64 [rows, most tokens of a row], the page for the state after each token,
-                `NULL_PAGE` to leave none.
-        """
+    def refresh(self, rows: DeviceRows) -> None:
+        """Go on from other states from now on; implements `GraphPlan.refresh`."""
+        targets = rows.targets
         indices = torch.arange(targets.shape[1], device=targets.device)
         is_token = indices < rows.lengths[:, None]
         table, offsets = self.pieces.view(*targets.shape, PIECE_COLUMNS), rows.offsets[:, None]
         table[:, :, 0] = offsets
         table[:, :, 1] = offsets + indices
         table[:, :, 2] = offsets + indices + is_token
-        table[:, :, 3] = sources[:, None]
+        table[:, :, 3] = rows.sources[:, None]
         table[:, :, 4] = targets.where(is_token, NULL_PAGE)
+
+    def plan(self, slot_mapping: Mapping[PoolName, Tensor]) -> TritonRecurrentPlan:
+        """Return itself; implements `GraphPlan.plan`."""
+        del slot_mapping
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,9 +203,12 @@ class TritonRecurrentBackend:
         max_steps = sys.maxsize if is_exact else MAX_STEPS
         return TritonRecurrentPlan(self.pool, *self._uploaded(cut_rows(meta.spans, max_steps)))
 
-    def plan_graph(self, num_rows: int, max_row_tokens: int) -> TritonRecurrentGraphPlan:
+    def plan_graph(
+        self, num_rows: int, max_row_tokens: int, longest: int
+    ) -> TritonRecurrentGraphPlan:
         """Prepare forwards of so many rows, of up to `max_row_tokens` tokens each, which may leave
-        a state after every token."""
+        a state after every token. `longest` is nothing to a state."""
+        del longest
         pieces = cut_graph(num_rows, max_row_tokens)
         return TritonRecurrentGraphPlan(self.pool, *self._uploaded(pieces))
 
