@@ -20,11 +20,10 @@ from session_server.demo import MODEL_DIR
 from session_server.engine_wiring import runner_options
 from session_server.inspector.report import Report, make_report, session_figures
 from session_server.local_server import LocalServer
-from session_server.models.layers.linear import LinearFactory, make_linear
 from session_server.models.registry import load_config
 from session_server.runner import native
 from session_server.runner.capacity import MemoryLimits
-from session_server.runner.loader import Quantization, RunnerOptions, load_runner
+from session_server.runner.loader import Quantization, RunnerOptions, layer_factories, load_runner
 from session_server.runner.measured_weights import packed_bytes
 from session_server.runner.paged_decoder import TORCH_DTYPES, BackendName
 from session_server.runner.survey import survey
@@ -188,14 +187,12 @@ def assert_foretold(path: Path, options: RunnerOptions) -> None:
     model = report(path, options).model
     foretold = model.weight_bytes
     cpu = torch.device("cpu")
-    linears: LinearFactory = make_linear
-    if options.backend == "native":
-        from session_server.runner.native.linear import NativeLinears
-
-        linears = NativeLinears(model.dtype if options.quantize == "none" else options.quantize)
+    assert options.backend != "auto"
+    stored = model.dtype if options.quantize == "none" else options.quantize
+    factories = layer_factories(options.backend, stored)
     dtype = TORCH_DTYPES[model.dtype]
     config = load_config(path)
-    decoder = load_decoder(path, config, device=cpu, dtype=dtype, make_linear=linears)
+    decoder = load_decoder(path, config, device=cpu, dtype=dtype, factories=factories)
     sizes: dict[int, int] = {}
     for tensor in parts_of(decoder, set(), torch.Tensor):
         is_packed = tensor.layout is torch._mkldnn
