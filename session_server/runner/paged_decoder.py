@@ -181,6 +181,11 @@ class PagedDecoder:
             cast(CapturableBackend | MlaBackend, self._backends[name]).compile_all(
                 has_sinks=has_sinks
             )
+        from session_server.runner.triton.experts import GroupedExperts
+
+        grouped = (each for each in self._experts() if isinstance(each, GroupedExperts))
+        for experts in {each.config: each for each in grouped}.values():
+            experts.compile_all(self.decoder.config.hidden_size, self.decoder.dtype)
 
     def _experts(self) -> Iterator[Experts]:
         """Yield the experts of each layer that has some."""
