@@ -1,9 +1,9 @@
 """A mixture of experts as Triton programs: every expert of a layer in one launch.
 
 A choice is one expert of one token: choice c is of token c // TOP_K. A program multiplies a tile of
-choices that went to the same expert, so an expert's last tile may have empty rows. Which tiles there
-are is told on the device: a launch has a program for each that there could be, and those beyond
-return at once (the padding to blocks is that of MegaBlocks, Gale et al. 2022, and of vLLM's
+choices that went to the same expert, so an expert's last tile may have empty rows. Which tiles
+there are is told on the device: a launch has a program for each that there could be, and those
+beyond return at once (the padding to blocks is that of MegaBlocks, Gale et al. 2022, and of vLLM's
 `moe_align_block_size`). Nothing is added up in an order that changes from run to run.
 """
 

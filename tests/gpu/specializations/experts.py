@@ -24,6 +24,9 @@ from session_server.runner.triton.experts import (
 )
 from tests.gpu.compiled import TL, Specialization
 
+SILU: Final = GateConfig()
+CLAMPED: Final = GateConfig(GateKind.CLAMPED, 1.702, 7.0)
+
 
 @dataclass(frozen=True)
 class Layers:
@@ -33,12 +36,11 @@ class Layers:
     top_k: int
     hidden: int
     inner: int
-    gate: GateConfig = GateConfig()
+    gate: GateConfig = SILU
     has_bias: bool = False
     is_mxfp4: bool = False
 
 
-CLAMPED: Final = GateConfig(GateKind.CLAMPED, 1.702, 7.0)
 FAMILIES: Final = {
     "qwen 3 30b": Layers(128, 8, 2048, 768),
     "deepseek v3": Layers(256, 8, 7168, 2048),
