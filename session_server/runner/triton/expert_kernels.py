@@ -48,13 +48,7 @@ def lay_out_choices(
         n = start + tl.arange(0, BLOCK_N)
         ids = tl.load(topk_ids + n, mask=n < num_choices, other=0).to(tl.int32)
         counts += tl.histogram(ids, BLOCK_E, mask=n < num_choices)
-    num_tiles = (counts + BLOCK_M - 1) // BLOCK_M
-    first = tl.sum(tl.where(e < expert, num_tiles, 0), 0)
-    end = first + tl.sum(tl.where(e == expert, num_tiles, 0), 0)
-    if expert == NUM_EXPERTS - 1:
-        tl.store(experts + max_tiles, end)
-    for start in range(first, end, BLOCK_E):
-        tl.store(experts + start + e, expert, mask=start + e < end)
+    first = tl.sum(tl.where(e < expert, (counts + BLOCK_M - 1) // BLOCK_M, 0), 0)
 
     row = first * BLOCK_M
     for start in range(0, num_choices, BLOCK_N):
@@ -63,9 +57,13 @@ def lay_out_choices(
         is_own = (ids == expert).to(tl.int32)
         tl.store(choices + row + tl.cumsum(is_own, 0) - 1, n, mask=is_own > 0)
         row += tl.sum(is_own, 0)
+    end = (row + BLOCK_M - 1) // BLOCK_M
     empty = row + tl.arange(0, BLOCK_M)
-    nobody = tl.zeros((BLOCK_M,), tl.int32) + num_choices
-    tl.store(choices + empty, nobody, mask=empty < end * BLOCK_M)
+    tl.store(choices + empty, num_choices, mask=empty < end * BLOCK_M)
+    for start in range(first, end, BLOCK_E):
+        tl.store(experts + start + e, expert, mask=start + e < end)
+    if expert == NUM_EXPERTS - 1:
+        tl.store(experts + max_tiles, end)
 
 
 @triton.jit(do_not_specialize=["num_choices", "max_tiles"])
@@ -208,31 +206,32 @@ def down_experts(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_numbers"])
 def sum_choices(
     out,
     mixed,
+    num_numbers,
     HIDDEN: tl.constexpr,
     TOP_K: tl.constexpr,
     HAS_BESIDE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Sum the choices of each token: grid (tokens, blocks of HIDDEN).
+    """Sum the choices of each token: grid (blocks of num_numbers,).
 
     Args:
         out: [tokens * TOP_K, HIDDEN].
         mixed: [tokens, HIDDEN], written; with HAS_BESIDE the sums are added to what is there.
+        num_numbers: tokens * HIDDEN.
     """
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_column = columns < HIDDEN
+    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_there = n < num_numbers
+    first = n // HIDDEN * (TOP_K * HIDDEN) + n % HIDDEN
     total = tl.zeros((BLOCK_N,), tl.float32)
-    for choice in tl.static_range(TOP_K):
-        each = tl.load(out + (token * TOP_K + choice) * HIDDEN + columns, mask=is_column, other=0.0)
-        total += each.to(tl.float32)
     if HAS_BESIDE:
-        total += tl.load(mixed + token * HIDDEN + columns, mask=is_column, other=0.0).to(tl.float32)
-    tl.store(mixed + token * HIDDEN + columns, total.to(mixed.dtype.element_ty), mask=is_column)
+        total += tl.load(mixed + n, mask=is_there, other=0.0).to(tl.float32)
+    for choice in tl.static_range(TOP_K):
+        total += tl.load(out + first + choice * HIDDEN, mask=is_there, other=0.0).to(tl.float32)
+    tl.store(mixed + n, total.to(mixed.dtype.element_ty), mask=is_there)
 
 
 @triton.jit

@@ -31,8 +31,8 @@ FEW_CHOICES: Final = 128
 MANY_CHOICES: Final = 2048
 """Choices that are looked at at a time, if there are more."""
 
-SUMMED_COLUMNS: Final = 512
-"""Columns of a token that a program sums."""
+SUMMED: Final = 1024
+"""Numbers that a program sums over the choices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,13 +218,14 @@ class GroupedExperts:
         mixed = x.new_empty(x.shape) if beside is None else beside
         launching.run(
             sum_choices,
-            (len(x), triton.cdiv(hidden, SUMMED_COLUMNS)),
+            (triton.cdiv(x.numel(), SUMMED),),
             out,
             mixed,
+            x.numel(),
             HIDDEN=hidden,
             TOP_K=moe.num_experts_per_tok,
             HAS_BESIDE=beside is not None,
-            BLOCK_N=SUMMED_COLUMNS,
+            BLOCK_N=SUMMED,
         )
         return mixed
 

@@ -18,7 +18,7 @@ from session_server.runner.triton.expert_kernels import (
 from session_server.runner.triton.experts import (
     FEW_CHOICES,
     MANY_CHOICES,
-    SUMMED_COLUMNS,
+    SUMMED,
     TileShape,
     every_shape,
 )
@@ -133,7 +133,7 @@ def _sum(family: str, layers: Layers, dtype: str) -> Specialization:
             "HIDDEN": layers.hidden,
             "TOP_K": layers.top_k,
             "HAS_BESIDE": "deepseek" in family,
-            "BLOCK_N": SUMMED_COLUMNS,
+            "BLOCK_N": SUMMED,
         },
     )
 
