@@ -237,6 +237,11 @@ def layer_factories(backend: ComputeBackend, weights: native.WeightFormat) -> La
     return LayerFactories(linear, stack_experts)
 
 
+def keeps_mxfp4(backend: ComputeBackend, dtype: torch.dtype) -> bool:
+    """Return whether experts in MXFP4 stay as they are; else they become numbers."""
+    return backend == "triton" and dtype == torch.bfloat16
+
+
 def linear_factory(backend: ComputeBackend, weights: native.WeightFormat) -> LinearFactory:
     """Return what creates the linears of a backend, `weights` being how native ones are stored."""
     if backend != "native":

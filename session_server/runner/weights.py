@@ -122,14 +122,16 @@ def weight_bytes(
     dtype: torch.dtype,
     native_format: WeightFormat | None = None,
     code_bits: CodeBits = no_codes,
+    names: Iterable[str] = (),
 ) -> int:
     """Return the bytes of the parameters once they are loaded.
 
     `native_format`: how kernels of our own hold dense matrices; None if torch computes, the padding
-    of whose layouts is left out. `code_bits`: which matrices come as codes.
+    of whose layouts is left out. `code_bits`: which matrices come as codes. `names`: the tensors
+    that exist, if experts in MXFP4 are kept as they are.
     """
     tensors = MeasuredTensors(
-        device=device, dtype=dtype, native_format=native_format, code_bits=code_bits
+        device=device, dtype=dtype, native_format=native_format, code_bits=code_bits, names=names
     )
     build_decoder(config, tensors)
     return tensors.num_held_bytes

@@ -20,6 +20,7 @@ from session_server.demo import MODEL_DIR
 from session_server.engine_wiring import runner_options
 from session_server.inspector.report import Report, make_report, session_figures
 from session_server.local_server import LocalServer
+from session_server.models.config import DTypeName
 from session_server.models.registry import load_config
 from session_server.runner import native
 from session_server.runner.capacity import MemoryLimits
@@ -208,6 +209,20 @@ def assert_foretold(path: Path, options: RunnerOptions) -> None:
     # These are not codes whatever matrices are.
     plain = report(path, replace(options, quantize="none")).model.weight_bytes
     assert foretold <= held <= foretold + 0.03 * plain, (foretold, held)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_experts_that_a_gpu_keeps_in_four_bits_are_as_large_as_foretold(
+    dtype: DTypeName, tmp_path: Path
+) -> None:
+    pytest.importorskip("triton", reason="triton has no wheel for this machine")
+    directory = write_checkpoint("gpt_oss", tmp_path, hidden_size=64, intermediate_size=96)
+    options = replace(OPTIONS, backend="triton", dtype=dtype)
+    dense = report(directory, options).model.weight_bytes
+    to_mxfp4(directory)
+    assert_foretold(directory, options)
+    kept = report(directory, options).model.weight_bytes
+    assert kept < 0.5 * dense if dtype == "bfloat16" else kept == dense
 
 
 native_only = pytest.mark.skipif(not native.is_available(), reason="the kernels were not built")
