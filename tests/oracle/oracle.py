@@ -13,7 +13,6 @@ from session_server.runner.loader import layer_factories
 from session_server.runner.model_runner import BackendName, ModelRunner
 from session_server.runner.paged_decoder import ComputeBackend
 from session_server.runner.weights import load_decoder
-from tests.depth import IS_PROOF
 from tests.models.raw_configs import VOCAB_SIZE
 from tests.oracle.checkpoints import reference_logits
 from tests.oracle.conversations import (
@@ -54,11 +53,9 @@ class Oracle:
         chunk: int,
         layout: Layout = Layout.CONSECUTIVE,
         backend: BackendName = "auto",
+        loaded_for: ComputeBackend = "torch",
     ) -> float:
         """Hold mixed conversations and compare every logit and every greedy token."""
-        # Experts in Triton's interpreter take minutes.
-        is_loaded_so = backend == "triton" and (IS_PROOF or DEVICE.type == "cuda")
-        loaded_for: ComputeBackend = "triton" if is_loaded_so else "torch"
         if (directory, loaded_for) not in self._decoders:
             self._decoders[directory, loaded_for] = load(directory, backend=loaded_for)
         decoder = self._decoders[directory, loaded_for]

@@ -109,9 +109,11 @@ def gate_up_experts(
     expert = tl.load(experts + tile).to(tl.int64)
     of_rows = tl.load(choices + tile * BLOCK_M + tl.arange(0, BLOCK_M))
     x_rows = x + (tl.minimum(of_rows, num_choices - 1) // TOP_K).to(tl.int64) * HIDDEN
+    weights += expert * 2 * INNER * _row_size(HIDDEN, IS_MXFP4)
+    scales += expert * 2 * INNER * (HIDDEN // SCALED)
     columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
     # What is beyond the last is multiplied once more, and not stored.
-    of_gate = expert * 2 * INNER + tl.minimum(columns, INNER - 1)
+    of_gate = tl.minimum(columns, INNER - 1)
     of_up = of_gate + INNER
 
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -128,6 +130,7 @@ def gate_up_experts(
             gate = _add_numbers(gate, rows, weights, of_gate, k, is_k, HIDDEN)
             up = _add_numbers(up, rows, weights, of_up, k, is_k, HIDDEN)
     if HAS_BIAS:
+        biases += expert * 2 * INNER
         gate += tl.load(biases + of_gate).to(tl.float32)[None, :]
         up += tl.load(biases + of_up).to(tl.float32)[None, :]
     if GATE == "clamped":
@@ -184,7 +187,9 @@ def down_experts(
     known = tl.minimum(of_rows, num_choices - 1)
     rows_of = gated + known.to(tl.int64) * INNER
     columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    of_columns = expert * HIDDEN + tl.minimum(columns, HIDDEN - 1)
+    weights += expert * HIDDEN * _row_size(INNER, IS_MXFP4)
+    scales += expert * HIDDEN * (INNER // SCALED)
+    of_columns = tl.minimum(columns, HIDDEN - 1)
 
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, INNER, BLOCK_K):
@@ -197,7 +202,7 @@ def down_experts(
             rows = rows.to(DOT_DTYPE)
             total = _add_numbers(total, rows, weights, of_columns, k, is_k, INNER)
     if HAS_BIAS:
-        total += tl.load(biases + of_columns).to(tl.float32)[None, :]
+        total += tl.load(biases + expert * HIDDEN + of_columns).to(tl.float32)[None, :]
     total *= tl.load(topk_weights + known).to(tl.float32)[:, None]
     tl.store(
         out + of_rows.to(tl.int64)[:, None] * HIDDEN + columns[None, :],
@@ -243,6 +248,12 @@ def _place(experts, max_tiles, num_blocks):
     num_grouped = tl.maximum(tl.minimum(num_tiles - first, GROUP_TILES), 1)
     in_group = program - first * num_blocks
     return first + in_group % num_grouped, in_group // num_grouped, program < num_tiles * num_blocks
+
+
+@triton.constexpr_function
+def _row_size(inputs, is_mxfp4):
+    """Return the elements of a row of weights, bytes of two codes in MXFP4."""
+    return inputs // 2 if is_mxfp4 else inputs
 
 
 @triton.jit

@@ -61,7 +61,7 @@ def every_shape(itemsize: int) -> tuple[TileShape, ...]:
         TileShape(16, 64, 128, 4, 4),
         TileShape(32, 64, 128, 4, 4),
         TileShape(64, 128, 64, 4, 4),
-        TileShape(128, 256, 64, 8, 3),
+        TileShape(128, 128, 64, 8, 4),
     )
 
 
@@ -156,9 +156,7 @@ class GroupedExperts:
         self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, beside: Tensor | None
     ) -> Tensor:
         """Sum the chosen experts of each token; see `Experts`."""
-        # The interpreter takes the tiles of halves, which are what is served.
-        itemsize = 2 if launching.IS_INTERPRETED else x.element_size()
-        shape = tile_shape(topk_ids.numel(), self.config.num_experts, itemsize)
+        shape = tile_shape(topk_ids.numel(), self.config.num_experts, _itemsize(x.dtype))
         return self._compute(x, topk_weights, topk_ids, beside, shape=shape)
 
     def compile_all(self, hidden: int, dtype: torch.dtype) -> None:
@@ -169,7 +167,7 @@ class GroupedExperts:
             weights = x.new_zeros((num_tokens, top_k))
             ids = weights.to(torch.int64)
             beside = None if self.config.shared_expert is None else x
-            for shape in every_shape(dtype.itemsize):
+            for shape in every_shape(_itemsize(dtype)):
                 self._compute(x, weights, ids, beside, shape=shape)
 
     def _compute(
@@ -263,6 +261,11 @@ class _Tiles:
     def arguments(self) -> tuple[Tensor, Tensor, int, int]:
         """Return what the kernels that multiply take of it."""
         return self.choices, self.experts, self.num_choices, self.most
+
+
+def _itemsize(dtype: torch.dtype) -> int:
+    """Return the bytes of an element; the interpreter takes the tiles of halves, as are served."""
+    return 2 if launching.IS_INTERPRETED else dtype.itemsize
 
 
 def _constants(shape: TileShape) -> dict[str, int]:

@@ -56,15 +56,16 @@ def specializations() -> Iterator[Specialization]:
     """Every family in every dtype it can be held in, for each shape of tile."""
     for family, layers in FAMILIES.items():
         for dtype in ("bf16",) if layers.is_mxfp4 else DTYPES:
-            shapes = every_shape(4 if dtype == "fp32" else 2)
-            for shape in shapes:
+            for shape in every_shape(4 if dtype == "fp32" else 2):
                 name = f"{family}, tiles of {shape.num_rows}"
                 yield _gate_up(name, layers, dtype, shape)
                 yield _down(name, layers, dtype, shape)
-            yield _sum(family, layers, dtype)
-        for num_rows in sorted({shape.num_rows for shape in every_shape(2)}):
-            for block in (FEW_CHOICES, MANY_CHOICES):
-                yield _lay_out(f"{family}, tiles of {num_rows}", layers, num_rows, block)
+            if not layers.is_mxfp4:  # as of numbers
+                yield _sum(family, layers, dtype)
+        if not layers.is_mxfp4:
+            for num_rows in sorted({shape.num_rows for shape in every_shape(2)}):
+                for block in (FEW_CHOICES, MANY_CHOICES):
+                    yield _lay_out(f"{family}, tiles of {num_rows}", layers, num_rows, block)
 
 
 def _constants(layers: Layers, dtype: str, shape: TileShape) -> dict[str, Any]:
@@ -142,7 +143,7 @@ def _lay_out(name: str, layers: Layers, num_rows: int, block: int) -> Specializa
     return Specialization(
         lay_out_choices,
         f"{name}, lay out by {block}",
-        (),
+        ("i64",),
         pointers={"topk_ids": "i64", **TILES},
         constants={
             "NUM_EXPERTS": layers.num_experts,
