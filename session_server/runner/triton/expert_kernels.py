@@ -43,7 +43,7 @@ def lay_out_choices(
     """
     expert = tl.program_id(0)
     e = tl.arange(0, BLOCK_E)
-    counts = tl.zeros((BLOCK_E,), tl.int32)
+    counts = tl.full((BLOCK_E,), 0, tl.int32)
     for start in range(0, num_choices, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         ids = tl.load(topk_ids + n, mask=n < num_choices, other=0).to(tl.int32)
@@ -109,15 +109,15 @@ def gate_up_experts(
     expert = tl.load(experts + tile).to(tl.int64)
     of_rows = tl.load(choices + tile * BLOCK_M + tl.arange(0, BLOCK_M))
     x_rows = x + (tl.minimum(of_rows, num_choices - 1) // TOP_K).to(tl.int64) * HIDDEN
-    weights += expert * 2 * INNER * _row_size(HIDDEN, IS_MXFP4)
+    weights += expert * 2 * INNER * (HIDDEN // 2 if IS_MXFP4 else HIDDEN)
     scales += expert * 2 * INNER * (HIDDEN // SCALED)
     columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
     # What is beyond the last is multiplied once more, and not stored.
     of_gate = tl.minimum(columns, INNER - 1)
     of_up = of_gate + INNER
 
-    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    gate = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
+    up = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
     for start in range(0, HIDDEN, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         is_k = (k < HIDDEN) | (HIDDEN % BLOCK_K == 0)
@@ -127,8 +127,11 @@ def gate_up_experts(
             up = _add_codes(up, rows, weights, scales, of_up, start, HIDDEN, BLOCK_K)
         else:
             rows = rows.to(DOT_DTYPE)
-            gate = _add_numbers(gate, rows, weights, of_gate, k, is_k, HIDDEN)
-            up = _add_numbers(up, rows, weights, of_up, k, is_k, HIDDEN)
+            at = weights + of_gate[None, :] * HIDDEN + k[:, None]
+            matrix = tl.load(at, mask=is_k[:, None], other=0.0).to(DOT_DTYPE)
+            gate = tl.dot(rows, matrix, gate, input_precision="ieee")
+            matrix = tl.load(at + INNER * HIDDEN, mask=is_k[:, None], other=0.0).to(DOT_DTYPE)
+            up = tl.dot(rows, matrix, up, input_precision="ieee")
     if HAS_BIAS:
         biases += expert * 2 * INNER
         gate += tl.load(biases + of_gate).to(tl.float32)[None, :]
@@ -187,11 +190,11 @@ def down_experts(
     known = tl.minimum(of_rows, num_choices - 1)
     rows_of = gated + known.to(tl.int64) * INNER
     columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    weights += expert * HIDDEN * _row_size(INNER, IS_MXFP4)
+    weights += expert * HIDDEN * (INNER // 2 if IS_MXFP4 else INNER)
     scales += expert * HIDDEN * (INNER // SCALED)
     of_columns = tl.minimum(columns, HIDDEN - 1)
 
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    total = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
     for start in range(0, INNER, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         is_k = (k < INNER) | (INNER % BLOCK_K == 0)
@@ -199,8 +202,9 @@ def down_experts(
         if IS_MXFP4:
             total = _add_codes(total, rows, weights, scales, of_columns, start, INNER, BLOCK_K)
         else:
-            rows = rows.to(DOT_DTYPE)
-            total = _add_numbers(total, rows, weights, of_columns, k, is_k, INNER)
+            at = weights + of_columns[None, :] * INNER + k[:, None]
+            matrix = tl.load(at, mask=is_k[:, None], other=0.0).to(DOT_DTYPE)
+            total = tl.dot(rows.to(DOT_DTYPE), matrix, total, input_precision="ieee")
     if HAS_BIAS:
         total += tl.load(biases + expert * HIDDEN + of_columns).to(tl.float32)[None, :]
     total *= tl.load(topk_weights + known).to(tl.float32)[:, None]
@@ -231,7 +235,7 @@ def sum_choices(
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_there = n < num_numbers
     first = n // HIDDEN * (TOP_K * HIDDEN) + n % HIDDEN
-    total = tl.zeros((BLOCK_N,), tl.float32)
+    total = tl.full((BLOCK_N,), 0.0, tl.float32)
     if HAS_BESIDE:
         total += tl.load(mixed + n, mask=is_there, other=0.0).to(tl.float32)
     for choice in tl.static_range(TOP_K):
@@ -248,21 +252,6 @@ def _place(experts, max_tiles, num_blocks):
     num_grouped = tl.maximum(tl.minimum(num_tiles - first, GROUP_TILES), 1)
     in_group = program - first * num_blocks
     return first + in_group % num_grouped, in_group // num_grouped, program < num_tiles * num_blocks
-
-
-@triton.constexpr_function
-def _row_size(inputs, is_mxfp4):
-    """Return the elements of a row of weights, bytes of two codes in MXFP4."""
-    return inputs // 2 if is_mxfp4 else inputs
-
-
-@triton.jit
-def _add_numbers(total, rows, weights, of_columns, k, is_k, INPUTS: tl.constexpr):
-    """Add rows [M, K] by weights [outputs, INPUTS] of some columns and inputs `k`."""
-    matrix = tl.load(
-        weights + of_columns[None, :] * INPUTS + k[:, None], mask=is_k[:, None], other=0.0
-    )
-    return tl.dot(rows, matrix.to(rows.dtype), total, input_precision="ieee")
 
 
 @triton.jit

@@ -140,7 +140,7 @@ def _room(first: Tensor, num_experts: int) -> Tensor:
     """Return room for what all experts have; if they are stored as one, the place they have."""
     shape, memory = (num_experts, *first.shape), first.untyped_storage()
     if memory.nbytes() == num_experts * first.nbytes and first.is_contiguous():
-        return first.new_empty(0).set_(memory, 0, shape)
+        return first.as_strided(shape, (first.numel(), *first.stride()), 0)
     return first.new_empty(shape)
 
 
