@@ -36,7 +36,7 @@ SUMMED: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class TileShape:
+class ExpertTile:
     """Say what a program multiplies at once: rows of the inputs, rows of the weights, and inputs.
 
     `num_outputs`: weight rows in all, so of gate and up half of them each.
@@ -49,23 +49,23 @@ class TileShape:
     num_stages: int
 
 
-def every_shape(itemsize: int) -> tuple[TileShape, ...]:
+def every_shape(itemsize: int) -> tuple[ExpertTile, ...]:
     """Return the shapes that tiles can have, the fewest rows first.
 
     What limits them are shared memory and registers. A tile of few rows is bound by the weights it
     reads: it reads long pieces of few rows of them. `itemsize`: bytes of an element.
     """
     if itemsize == 4:
-        return TileShape(16, 64, 32, 4, 2), TileShape(32, 64, 32, 4, 2)
+        return ExpertTile(16, 64, 32, 4, 2), ExpertTile(32, 64, 32, 4, 2)
     return (
-        TileShape(16, 64, 128, 4, 4),
-        TileShape(32, 64, 128, 4, 4),
-        TileShape(64, 128, 64, 4, 4),
-        TileShape(128, 128, 64, 8, 4),
+        ExpertTile(16, 64, 128, 4, 4),
+        ExpertTile(32, 64, 128, 4, 4),
+        ExpertTile(64, 128, 64, 4, 4),
+        ExpertTile(128, 128, 64, 8, 4),
     )
 
 
-def tile_shape(num_choices: int, num_experts: int, itemsize: int) -> TileShape:
+def tile_shape(num_choices: int, num_experts: int, itemsize: int) -> ExpertTile:
     """Return the shape of tiles where so many choices are of so many experts: as if each had
     equally many, and by half more rows than that: all that do not fit cost a tile more."""
     shapes = every_shape(itemsize)
@@ -177,7 +177,7 @@ class GroupedExperts:
         topk_ids: Tensor,
         beside: Tensor | None,
         *,
-        shape: TileShape,
+        shape: ExpertTile,
     ) -> Tensor:
         assert x.is_contiguous()
         assert topk_weights.is_contiguous()
@@ -268,7 +268,7 @@ def _itemsize(dtype: torch.dtype) -> int:
     return 2 if launching.IS_INTERPRETED else dtype.itemsize
 
 
-def _constants(shape: TileShape) -> dict[str, int]:
+def _constants(shape: ExpertTile) -> dict[str, int]:
     """Return what a shape makes of a kernel, beside the columns it computes."""
     return {
         "BLOCK_M": shape.num_rows,

@@ -19,7 +19,7 @@ from session_server.runner.triton.experts import (
     FEW_CHOICES,
     MANY_CHOICES,
     SUMMED,
-    TileShape,
+    ExpertTile,
     every_shape,
 )
 from tests.gpu.compiled import TL, Specialization
@@ -68,7 +68,7 @@ def specializations() -> Iterator[Specialization]:
                     yield _lay_out(f"{family}, tiles of {num_rows}", layers, num_rows, block)
 
 
-def _constants(layers: Layers, dtype: str, shape: TileShape) -> dict[str, Any]:
+def _constants(layers: Layers, dtype: str, shape: ExpertTile) -> dict[str, Any]:
     return {
         "HIDDEN": layers.hidden,
         "INNER": layers.inner,
@@ -90,11 +90,11 @@ def _weights(layers: Layers, dtype: str) -> dict[str, str]:
     }
 
 
-def _options(shape: TileShape) -> dict[str, int]:
+def _options(shape: ExpertTile) -> dict[str, int]:
     return {"num_warps": shape.num_warps, "num_stages": shape.num_stages}
 
 
-def _gate_up(name: str, layers: Layers, dtype: str, shape: TileShape) -> Specialization:
+def _gate_up(name: str, layers: Layers, dtype: str, shape: ExpertTile) -> Specialization:
     return Specialization(
         gate_up_experts,
         f"{name}, gate and up",
@@ -112,7 +112,7 @@ def _gate_up(name: str, layers: Layers, dtype: str, shape: TileShape) -> Special
     )
 
 
-def _down(name: str, layers: Layers, dtype: str, shape: TileShape) -> Specialization:
+def _down(name: str, layers: Layers, dtype: str, shape: ExpertTile) -> Specialization:
     pointers = {"gated": dtype, "topk_weights": dtype, "out": dtype}
     return Specialization(
         down_experts,
