@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -15,14 +16,23 @@ from torch.nn import functional
 
 from session_server.models.config import ExpertLayout, GateConfig, GateKind, MlpConfig, MoeConfig
 from session_server.models.layers.linear import make_linear
+from session_server.runner.capacity import MemoryLimits
 from session_server.runner.layer_factories import ExpertMatrices
+from session_server.runner.loader import RunnerOptions, load_runner
 from session_server.runner.mxfp4 import Mxfp4Weight
 from tests.depth import at_depth
+from tests.oracle.checkpoints import write_checkpoint
 from tests.oracle.device import DEVICE
 
 pytest.importorskip("triton", reason="triton has no wheel for this machine")
 
 from session_server.attention.triton import launching
+from session_server.runner.triton.expert_kernels import (
+    down_experts,
+    gate_up_experts,
+    lay_out_choices,
+    sum_choices,
+)
 from session_server.runner.triton.experts import (
     GroupedExperts,
     every_shape,
@@ -219,3 +229,18 @@ def test_compiling_all_launches_whatever_a_forward_does(
         experts(noise(num_tokens, layer.hidden), *layer.choices(num_tokens), None)
     assert launched == compiled
     assert shapes == {*every_shape(4)}
+
+
+def test_a_model_that_is_served_by_triton_has_its_experts_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = write_checkpoint("qwen3_moe", tmp_path)
+    memory = MemoryLimits(max_total_tokens=64)
+    options = RunnerOptions(
+        page_size=16, num_rows=1, device=str(DEVICE), backend="triton", memory=memory
+    )
+    runner = load_runner(directory, options).runner
+    launched: set[object] = set()
+    monkeypatch.setattr(launching, "run", lambda kernel, *_, **__: launched.add(kernel))
+    runner.compile_kernels()
+    assert {lay_out_choices, gate_up_experts, down_experts, sum_choices} <= launched
