@@ -4,7 +4,7 @@ interpreter, and on a GPU with TEST_DEVICE=cuda.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -16,12 +16,14 @@ from torch.nn import functional
 
 from session_server.models.config import ExpertLayout, GateConfig, GateKind, MlpConfig, MoeConfig
 from session_server.models.layers.linear import make_linear
+from session_server.models.registry import load_config
 from session_server.runner.capacity import MemoryLimits
 from session_server.runner.layer_factories import ExpertMatrices
-from session_server.runner.loader import RunnerOptions, load_runner
+from session_server.runner.loader import RunnerOptions, layer_factories, load_runner
 from session_server.runner.mxfp4 import Mxfp4Weight
+from session_server.runner.weights import load_decoder
 from tests.depth import at_depth
-from tests.oracle.checkpoints import write_checkpoint
+from tests.oracle.checkpoints import to_mxfp4, write_checkpoint
 from tests.oracle.device import DEVICE
 
 pytest.importorskip("triton", reason="triton has no wheel for this machine")
@@ -96,7 +98,7 @@ def activated(kind: GateKind, gate: Tensor, up: Tensor) -> Tensor:
     return (functional.silu(gate) if kind is GateKind.SILU else gelu) * up
 
 
-def expected(kind: GateKind, matrices: list[list[Matrix]], x: Tensor, of: Chosen) -> Tensor:
+def expected(kind: GateKind, matrices: Sequence[Sequence[Matrix]], x: Tensor, of: Chosen) -> Tensor:
     """Each token by itself, in float32."""
     mixed = torch.zeros_like(x)
     for token, (weights, ids) in enumerate(zip(*of, strict=True)):
@@ -177,6 +179,28 @@ def test_mxfp4_is_multiplied_as_it_is_stored(num_tokens: int, hidden: int, inner
     dense = [[(weight.dense().float(), bias.float()) for weight, bias in each] for each in matrices]
     mixed = expected(layer.kind, dense, x.float(), (weights.bfloat16().float(), ids))
     assert (ours - mixed).norm() <= 0.01 * mixed.norm()
+
+
+def test_a_checkpoint_in_mxfp4_says_the_same_kept_and_dequantized(tmp_path: Path) -> None:
+    directory = write_checkpoint(
+        "gpt_oss", tmp_path, hidden_size=64, intermediate_size=96, num_hidden_layers=1
+    )
+    to_mxfp4(directory)
+    config, x = load_config(directory), noise(3, 64).bfloat16()
+    kept, dense = (
+        load_decoder(
+            directory,
+            config,
+            device=DEVICE,
+            dtype=torch.bfloat16,
+            factories=layer_factories(backend, "bfloat16"),
+        )
+        .layers[0][0]
+        .ffn(x)
+        .float()
+        for backend in ("triton", "torch")
+    )
+    assert (kept - dense).norm() <= 0.02 * dense.norm()
 
 
 def test_what_is_stacked_is_not_copied_and_what_is_loaded_one_by_one_is_held_once() -> None:
