@@ -29,7 +29,7 @@ LIMITS = {
 }
 CAPS = LIMITS | {"file_lines": 555, "function_lines": 56}
 
-KERNELS = "session_server/attention/triton/*kernels.py"
+KERNELS = "session_server/*/triton/*kernels.py"
 """Triton's programs: one function each, with every pointer, stride and constant as a parameter."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

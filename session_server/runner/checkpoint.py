@@ -21,12 +21,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from session_server.models.config import MoeConfig
 from session_server.models.errors import CheckpointError
 from session_server.models.files import MAX_JSON_BYTES, find_file, find_files, read_object
 from session_server.models.layers.block_weight import Weight
-from session_server.models.layers.linear import Linear, LinearFactory, make_linear
+from session_server.models.layers.linear import Linear, make_linear
+from session_server.models.layers.moe import Experts
 from session_server.models.quantization import QuantizationConfig
 from session_server.runner import fp8
+from session_server.runner.layer_factories import (
+    BY_TORCH,
+    ExpertMatrices,
+    LayerFactories,
+    serial_experts,
+)
 from session_server.runner.packed_formats import PackedFormat, packed_format
 
 Progress = Callable[[int, int], None]
@@ -54,6 +62,10 @@ class WeightSource(ABC):
     def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """Return the linear of a weight [outputs, inputs] that was taken, and a bias [outputs]."""
         return make_linear(weight, bias)
+
+    def experts(self, moe: MoeConfig, experts: Iterable[ExpertMatrices]) -> Experts:
+        """Return the experts of a layer from the matrices of each."""
+        return serial_experts(moe, experts, self.linear)
 
     @abstractmethod
     def has(self, name: str) -> bool:
@@ -206,7 +218,7 @@ class CheckpointReader(WeightSource):
         """Create a reader; `take` returns copies of `dtype` on `device`."""
         self.device = device
         self.dtype = dtype
-        self.make_linear: LinearFactory = make_linear
+        self.factories: LayerFactories = BY_TORCH
         self._progress: Callable[[int], None] = lambda _: None
         self._num_read = 0
 
@@ -217,8 +229,12 @@ class CheckpointReader(WeightSource):
         """Close what is open."""
 
     def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
-        """Return what `make_linear` makes of a weight and a bias."""
-        return self.make_linear(weight, bias)
+        """Return what the backend makes of a weight and a bias."""
+        return self.factories.linear(weight, bias)
+
+    def experts(self, moe: MoeConfig, experts: Iterable[ExpertMatrices]) -> Experts:
+        """Return what the backend makes of the matrices of a layer's experts."""
+        return self.factories.experts(moe, experts, self.linear)
 
     def report_to(self, progress: Progress, num_tensors: int) -> None:
         """Call `progress` after every tensor read."""

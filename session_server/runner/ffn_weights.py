@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -12,10 +12,11 @@ from session_server.models.config import ExpertLayout, MlpConfig, MoeConfig, Sco
 from session_server.models.layers.block_weight import BlockWeight, Weight, concatenate
 from session_server.models.layers.linear import make_linear
 from session_server.models.layers.mlp import GatedMlp, make_gate
-from session_server.models.layers.moe import MixtureOfExperts
+from session_server.models.layers.moe import Experts, MixtureOfExperts
 from session_server.models.layers.routing import Router
 from session_server.runner.checkpoint import WeightSource
-from session_server.runner.mxfp4 import take_mxfp4
+from session_server.runner.layer_factories import ExpertMatrices
+from session_server.runner.mxfp4 import BLOCK, Mxfp4Weight
 from session_server.runner.weight_rows import as_dense, join_rows
 
 
@@ -38,45 +39,43 @@ def take_ffn(
     return MixtureOfExperts(
         # Never quantized: it is small, and decides everything behind it.
         Router(make_linear(weight, bias), ffn, correction),
-        list(experts(ffn, hidden, tensors, prefix + inner)),
+        experts(ffn, hidden, tensors, prefix + inner),
         shared,
     )
 
 
-def _dense(
-    mlp: MlpConfig,
-    hidden: int,
-    tensors: WeightSource,
-    prefix: str,
-    *,
-    see: Callable[[Weight], Weight] = lambda weight: weight,
-) -> GatedMlp:
-    """Load a gated MLP; `see` gets both of its matrices and returns what to make linears of."""
+def _dense(mlp: MlpConfig, hidden: int, tensors: WeightSource, prefix: str) -> GatedMlp:
+    """Load a gated MLP."""
+    matrices = _matrices(mlp, hidden, tensors, prefix)
+    gate_up, down = (tensors.linear(weight, bias) for weight, bias in matrices)
+    return GatedMlp(gate_up, down, make_gate(mlp.gate))
+
+
+def _matrices(
+    mlp: MlpConfig, hidden: int, tensors: WeightSource, prefix: str
+) -> Iterator[tuple[Weight, Tensor | None]]:
+    """Load weight and bias of gate and up as one, and then those of down."""
     inner = mlp.intermediate_size
     *sides, down = mlp.layout.value
     size = 2 * inner // len(sides)
 
     weights = [tensors.take_linear(f"{prefix}{name}.weight", size, hidden) for name in sides]
     biases = [tensors.take(f"{prefix}{name}.bias", size) for name in sides if mlp.bias]
-    gate_up = tensors.linear(see(join_rows(weights)), concatenate(biases) if mlp.bias else None)
-    del weights  # they lie in `gate_up` now
-    weight = see(tensors.take_linear(f"{prefix}{down}.weight", hidden, inner))
-    bias = tensors.take(f"{prefix}{down}.bias", hidden) if mlp.bias else None
-    return GatedMlp(gate_up, tensors.linear(weight, bias), make_gate(mlp.gate))
+    weight = join_rows(weights)
+    del weights  # they lie in `weight` now
+    yield weight, concatenate(biases) if mlp.bias else None
+    weight = tensors.take_linear(f"{prefix}{down}.weight", hidden, inner)
+    yield weight, tensors.take(f"{prefix}{down}.bias", hidden) if mlp.bias else None
 
 
-def _qwen_experts(
-    moe: MoeConfig, hidden: int, tensors: WeightSource, prefix: str
-) -> Iterator[GatedMlp]:
+def _qwen_experts(moe: MoeConfig, hidden: int, tensors: WeightSource, prefix: str) -> Experts:
     """Load experts stored one by one, as on the hub, or stacked, as v5 saves them."""
     if tensors.has(f"{prefix}gate_up_proj"):
         return _stacked(moe, hidden, tensors, (f"{prefix}gate_up_proj", f"{prefix}down_proj"))
     return _one_by_one(moe, hidden, tensors, prefix)
 
 
-def _one_by_one(
-    moe: MoeConfig, hidden: int, tensors: WeightSource, prefix: str
-) -> Iterator[GatedMlp]:
+def _one_by_one(moe: MoeConfig, hidden: int, tensors: WeightSource, prefix: str) -> Experts:
     """Load experts stored one by one. If not all are codes of one kind, all become dense.
 
     Kernels read the inputs of all experts of a layer in one form. Only a checkpoint whose experts
@@ -88,59 +87,64 @@ def _one_by_one(
         kinds.append(weight.num_bits if isinstance(weight, BlockWeight) else None)
         return weight
 
-    def load(see: Callable[[Weight], Weight]) -> list[GatedMlp]:
-        prefixes = (f"{prefix}{index}." for index in range(moe.num_experts))
-        return [_dense(moe.expert, hidden, tensors, of_expert, see=see) for of_expert in prefixes]
+    def matrices(index: int, see: Callable[[Weight], Weight]) -> ExpertMatrices:
+        stored = _matrices(moe.expert, hidden, tensors, f"{prefix}{index}.")
+        return ((see(weight), bias) for weight, bias in stored)
+
+    def load(see: Callable[[Weight], Weight]) -> Experts:
+        return tensors.experts(moe, (matrices(index, see) for index in range(moe.num_experts)))
 
     experts = load(note)
     # Each has two matrices.
     if len({*kinds[::2]}) > 1 or len({*kinds[1::2]}) > 1:
-        experts.clear()  # their memory is needed
+        del experts  # their memory is needed
         experts = load(as_dense)
-    return iter(experts)
+    return experts
 
 
-def _granite_experts(
-    moe: MoeConfig, hidden: int, tensors: WeightSource, prefix: str
-) -> Iterator[GatedMlp]:
+def _granite_experts(moe: MoeConfig, hidden: int, tensors: WeightSource, prefix: str) -> Experts:
     names = (f"{prefix}input_linear.weight", f"{prefix}output_linear.weight")
     return _stacked(moe, hidden, tensors, names)
 
 
-def _stacked(
-    moe: MoeConfig, hidden: int, tensors: WeightSource, names: tuple[str, str]
-) -> Iterator[GatedMlp]:
+def _stacked(moe: MoeConfig, hidden: int, tensors: WeightSource, names: tuple[str, str]) -> Experts:
     """Load experts from two stacked tensors, gates before ups."""
     inner = moe.expert.intermediate_size
     gate_up = tensors.take(names[0], moe.num_experts, 2 * inner, hidden)
     down = tensors.take(names[1], moe.num_experts, hidden, inner)
-    for of_gate_up, of_down in zip(gate_up, down, strict=True):
-        linears = tensors.linear(of_gate_up), tensors.linear(of_down)
-        yield GatedMlp(*linears, make_gate(moe.expert.gate))
+    pairs = zip(gate_up, down, strict=True)
+    return tensors.experts(moe, (((first, None), (second, None)) for first, second in pairs))
 
 
-def _gpt_oss_experts(
-    moe: MoeConfig, hidden: int, tensors: WeightSource, prefix: str
-) -> Iterator[GatedMlp]:
-    num, inner, gate = moe.num_experts, moe.expert.intermediate_size, make_gate(moe.expert.gate)
-    gate_up = _gpt_oss_matrices(tensors, f"{prefix}gate_up_proj", (num, 2 * inner, hidden))
+def _gpt_oss_experts(moe: MoeConfig, hidden: int, tensors: WeightSource, prefix: str) -> Experts:
+    num, inner = moe.num_experts, moe.expert.intermediate_size
+    gate_up = _gpt_oss_weights(tensors, f"{prefix}gate_up_proj", (num, 2 * inner, hidden))
     gate_up_bias = tensors.take(f"{prefix}gate_up_proj_bias", num, 2 * inner)
-    down = _gpt_oss_matrices(tensors, f"{prefix}down_proj", (num, hidden, inner))
+    down = _gpt_oss_weights(tensors, f"{prefix}down_proj", (num, hidden, inner))
     down_bias = tensors.take(f"{prefix}down_proj_bias", num, hidden)
-    for index in range(num):
-        yield GatedMlp(
-            tensors.linear(_gate_first(gate_up[index]), _gate_first(gate_up_bias[index])),
-            tensors.linear(down[index], down_bias[index]),
-            gate,
-        )
+
+    def matrices(index: int) -> ExpertMatrices:
+        weight = gate_up[index]
+        first = _gate_first(weight) if isinstance(weight, Tensor) else weight.rows(_gate_first)
+        yield first, _gate_first(gate_up_bias[index])
+        yield down[index], down_bias[index]
+
+    return tensors.experts(moe, map(matrices, range(num)))
 
 
-def _gpt_oss_matrices(tensors: WeightSource, name: str, shape: tuple[int, int, int]) -> Tensor:
-    """Load stacked matrices as [experts, outputs, inputs]."""
-    if tensors.has(f"{name}_blocks"):
-        return take_mxfp4(tensors, name, shape)
+def _gpt_oss_weights(
+    tensors: WeightSource, name: str, shape: tuple[int, int, int]
+) -> Sequence[Tensor] | Sequence[Mxfp4Weight]:
+    """Load stacked matrices [experts, outputs, inputs]: each as numbers, or as MXFP4."""
     num_experts, outputs, inputs = shape
-    return tensors.take(name, num_experts, inputs, outputs).transpose(1, 2).contiguous()
+    if not tensors.has(f"{name}_blocks"):
+        stored = tensors.take(name, num_experts, inputs, outputs)
+        return stored.transpose(1, 2).contiguous().unbind()
+    shape = (num_experts, outputs, inputs // BLOCK)
+    blocks = tensors.take_as(torch.uint8, f"{name}_blocks", *shape, BLOCK // 2)
+    scales = tensors.take_as(torch.uint8, f"{name}_scales", *shape)
+    parts = zip(blocks, scales, strict=True)
+    return [Mxfp4Weight(of_blocks, of_scales, tensors.dtype) for of_blocks, of_scales in parts]
 
 
 def _gate_first(rows: Tensor) -> Tensor:
@@ -148,7 +152,7 @@ def _gate_first(rows: Tensor) -> Tensor:
     return concatenate((rows[::2], rows[1::2]))
 
 
-_TakeExperts = Callable[[MoeConfig, int, WeightSource, str], Iterator[GatedMlp]]
+_TakeExperts = Callable[[MoeConfig, int, WeightSource, str], Experts]
 
 _MOE: Final = "block_sparse_moe."
 

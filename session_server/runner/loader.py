@@ -20,6 +20,7 @@ from session_server.runner.capacity import CapacityPlan, MemoryLimits, free_byte
 from session_server.runner.checkpoint import Progress
 from session_server.runner.decode_graphs import CudaGraphs
 from session_server.runner.graph_sizes import graph_sizes
+from session_server.runner.layer_factories import LayerFactories
 from session_server.runner.model_runner import ModelRunner
 from session_server.runner.paged_decoder import (
     TORCH_DTYPES,
@@ -157,14 +158,13 @@ def load_runner(
         checkpoints.append(draft_of((directory, config), options.draft, resolved.max_context_len))
 
     def load(source: Path, of: ModelConfig, stored_as: native.WeightFormat) -> Decoder:
-        linears = linear_factory(resolved.backend, stored_as)
         return load_decoder(
             source,
             of,
             device=device,
             dtype=TORCH_DTYPES[dtype],
             progress=progress,
-            make_linear=linears,
+            factories=layer_factories(resolved.backend, stored_as),
         )
 
     before = None
@@ -225,6 +225,21 @@ def capture_graphs(
             "--mem-fraction-static leaves"
         )
     return told
+
+
+def layer_factories(backend: ComputeBackend, weights: native.WeightFormat) -> LayerFactories:
+    """Return what creates the layers of a backend; see `linear_factory`."""
+    linear = linear_factory(backend, weights)
+    if backend != "triton":
+        return LayerFactories(linear)
+    from session_server.runner.triton.experts import stack_experts
+
+    return LayerFactories(linear, stack_experts)
+
+
+def keeps_mxfp4(backend: ComputeBackend, dtype: torch.dtype) -> bool:
+    """Return whether experts in MXFP4 stay as they are; else they become numbers."""
+    return backend == "triton" and dtype == torch.bfloat16
 
 
 def linear_factory(backend: ComputeBackend, weights: native.WeightFormat) -> LinearFactory:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import torch
@@ -57,9 +57,10 @@ class MeasuredTensors(ExpectedTensors):
         dtype: torch.dtype,
         native_format: WeightFormat | None,
         code_bits: CodeBits,
+        names: Iterable[str],
     ) -> None:
         """Create a source; see `weights.weight_bytes`."""
-        super().__init__((), dtype)
+        super().__init__(names, dtype)
         self._device = device
         self._native_format = native_format
         self._code_bits = code_bits

@@ -1,4 +1,4 @@
-"""Dequantize MXFP4 weights (OCP Microscaling Formats 1.0, 2023) to the model's dtype.
+"""Hold and dequantize MXFP4 weights (OCP Microscaling Formats 1.0, 2023).
 
 32 numbers of a row share a power of two, stored with a bias of 127 in one byte. Each number is four
 bits, two to a byte, the lower half first: a sign, two bits of exponent and one of mantissa.
@@ -6,12 +6,12 @@ bits, two to a byte, the lower half first: a sign, two bits of exponent and one 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
 from torch import Tensor
-
-from session_server.runner.checkpoint import WeightSource
 
 BLOCK: Final = 32
 """Numbers that share a scale."""
@@ -22,24 +22,30 @@ MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of the three bits after the sign."""
 
 
-def take_mxfp4(tensors: WeightSource, name: str, shape: tuple[int, int, int]) -> Tensor:
-    """Load `NAME_blocks` and `NAME_scales`.
+@dataclass(frozen=True, slots=True)
+class Mxfp4Weight:
+    """Hold a matrix [outputs, inputs] as it is stored.
 
-    `shape`: [experts, outputs, inputs] of the result; inputs are whole blocks.
+    `blocks`: uint8 [outputs, inputs / 32, 16]. `scales`: uint8 [outputs, inputs / 32]. `dtype`:
+    that of a dense copy.
     """
-    num_experts, outputs, inputs = shape
-    num_blocks = inputs // BLOCK
-    blocks = tensors.take_as(
-        torch.uint8, f"{name}_blocks", num_experts, outputs, num_blocks, BLOCK // 2
-    )
-    scales = tensors.take_as(torch.uint8, f"{name}_scales", num_experts, outputs, num_blocks)
-    weights = torch.empty(shape, dtype=tensors.dtype, device=blocks.device)
-    if weights.is_meta:
-        return weights  # the ops below would import torch's compiler
-    # One expert at a time: intermediate tensors take several times the memory of the result.
-    for expert in range(num_experts):
-        weights[expert] = dequantize(blocks[expert], scales[expert]).view(outputs, inputs)
-    return weights
+
+    blocks: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+
+    def rows(self, reorder: Callable[[Tensor], Tensor]) -> Mxfp4Weight:
+        """Return the outputs that `reorder` chooses along the first dimension."""
+        return replace(self, blocks=reorder(self.blocks), scales=reorder(self.scales))
+
+    def dense(self) -> Tensor:
+        """Return the numbers, in `dtype` [outputs, inputs]."""
+        outputs, num_blocks = self.scales.shape
+        numbers = self.blocks.new_empty((outputs, num_blocks * BLOCK), dtype=self.dtype)
+        if numbers.is_meta:
+            return numbers  # the ops below would import torch's compiler
+        numbers.view(outputs, num_blocks, BLOCK).copy_(dequantize(self.blocks, self.scales))
+        return numbers
 
 
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Final, Literal, cast
 
@@ -31,7 +31,7 @@ from session_server.attention.recurrent import RecurrentBackend
 from session_server.attention.reference import ReferenceBackend
 from session_server.models.config import AttentionConfig, MlaConfig
 from session_server.models.decoder import Decoder
-from session_server.models.layers.moe import MixtureOfExperts
+from session_server.models.layers.moe import Experts, MixtureOfExperts, SerialExperts
 from session_server.runner import native
 from session_server.runner.decode_graphs import DecodeGraphs, GraphApi
 from session_server.runner.graph_sizes import GraphSize
@@ -196,6 +196,7 @@ class PagedDecoder:
             )
         if self.states is not None:
             self._compile_recurrent(self.states.name)
+        self._compile_experts()
 
     def _compile_recurrent(self, name: PoolName) -> None:
         """Compile the kernels of recurrent layers, all of one kind, by running one."""
@@ -208,13 +209,26 @@ class PagedDecoder:
 
         cast("TritonRecurrentBackend", self._backends[name]).compile_all(mix)
 
+    def _compile_experts(self) -> None:
+        from session_server.runner.triton.experts import GroupedExperts
+
+        grouped = (each for each in self._experts() if isinstance(each, GroupedExperts))
+        for experts in {each.config: each for each in grouped}.values():
+            experts.compile_all(self.decoder.config.hidden_size, self.decoder.dtype)
+
+    def _experts(self) -> Iterator[Experts]:
+        """Yield the experts of each layer that has some."""
+        for layer, _, _ in self.decoder.layers:
+            if isinstance(layer.ffn, MixtureOfExperts):
+                yield layer.ffn.experts
+
     def capture_graphs(
         self, sizes: Sequence[GraphSize], api: GraphApi, on_progress: Callable[[GraphSize], None]
     ) -> str | None:
         """Capture graphs for forwards of these sizes. Return why not, if so; see
         `DecodeGraphs.capture`."""
         backends = self._backends
-        if any(isinstance(layer.ffn, MixtureOfExperts) for layer, _, _ in self.decoder.layers):
+        if any(isinstance(each, SerialExperts) for each in self._experts()):
             return "the host counts which experts are chosen"
         if self.backend_name != "triton":
             return f"the backend {self.backend_name} plans each batch on the host"

@@ -10,7 +10,7 @@ from cache.spec import CacheSpec
 from session_server.models.config import DTypeName, ModelConfig
 from session_server.models.registry import load_config
 from session_server.runner.capacity import CapacityPlan, free_bytes
-from session_server.runner.loader import RunnerOptions, resolve_options
+from session_server.runner.loader import RunnerOptions, keeps_mxfp4, resolve_options
 from session_server.runner.paged_decoder import TORCH_DTYPES
 from session_server.runner.weights import expected_tensors, open_checkpoint, weight_bytes
 
@@ -45,13 +45,15 @@ def survey(directory: Path, options: RunnerOptions) -> Survey:
     resolved = resolve_options(load_config(directory), options)
     config = resolved.config
     checkpoint = open_checkpoint(directory, config)
+    dtype = TORCH_DTYPES[resolved.dtype]
     native_format = resolved.dtype if options.quantize == "none" else options.quantize
     in_memory = weight_bytes(
         config,
         device=resolved.device,
-        dtype=TORCH_DTYPES[resolved.dtype],
+        dtype=dtype,
         native_format=native_format if resolved.backend == "native" else None,
         code_bits=checkpoint.code_bits,
+        names=checkpoint.tensors if keeps_mxfp4(resolved.backend, dtype) else (),
     )
     limits = options.memory
     if limits.free_bytes is None:

@@ -24,7 +24,6 @@ from session_server.models.decoder import Decoder, DecoderLayer, Mixer, Norms
 from session_server.models.layers.attention import GqaMixer, GqaWeights
 from session_server.models.layers.block_weight import Weight, concatenate
 from session_server.models.layers.gated_delta import GatedDeltaMixer
-from session_server.models.layers.linear import LinearFactory, make_linear
 from session_server.models.layers.mamba2 import Mamba2Mixer
 from session_server.models.layers.mla import MlaMixer
 from session_server.models.layers.norm import ProjectionNorm, RmsNorm, Scale
@@ -40,6 +39,7 @@ from session_server.runner.checkpoint import (
 from session_server.runner.ffn_weights import take_ffn
 from session_server.runner.gguf_checkpoint import GgufCheckpoint
 from session_server.runner.host_memory import return_freed_memory
+from session_server.runner.layer_factories import BY_TORCH, LayerFactories
 from session_server.runner.measured_weights import CodeBits, MeasuredTensors, no_codes
 from session_server.runner.mla_weights import take_mla
 from session_server.runner.native import WeightFormat
@@ -69,11 +69,11 @@ def load_decoder(
     device: torch.device,
     dtype: torch.dtype,
     progress: Progress | None = None,
-    make_linear: LinearFactory = make_linear,
+    factories: LayerFactories = BY_TORCH,
 ) -> Decoder:
     """Load a checkpoint, sharded or not, to weights of `dtype`; report every tensor to `progress`.
 
-    `make_linear`: decides how the weights of linears are kept.
+    `factories`: decide how the weights of linears and experts are kept.
 
     Raises:
         CheckpointError: files or tensors are missing, unexpected, unreadable or of the wrong shape;
@@ -81,7 +81,7 @@ def load_decoder(
     """
     checkpoint = open_checkpoint(directory, config)
     reader = checkpoint.reader(device=device, dtype=dtype)
-    reader.make_linear = make_linear
+    reader.factories = factories
     with return_freed_memory(), reader:
         if progress is not None:
             expected = expected_tensors(config, checkpoint.tensors)
@@ -122,14 +122,16 @@ def weight_bytes(
     dtype: torch.dtype,
     native_format: WeightFormat | None = None,
     code_bits: CodeBits = no_codes,
+    names: Iterable[str] = (),
 ) -> int:
     """Return the bytes of the parameters once they are loaded.
 
     `native_format`: how kernels of our own hold dense matrices; None if torch computes, the padding
-    of whose layouts is left out. `code_bits`: which matrices come as codes.
+    of whose layouts is left out. `code_bits`: which matrices come as codes. `names`: the tensors
+    that exist, if experts in MXFP4 are kept as they are.
     """
     tensors = MeasuredTensors(
-        device=device, dtype=dtype, native_format=native_format, code_bits=code_bits
+        device=device, dtype=dtype, native_format=native_format, code_bits=code_bits, names=names
     )
     build_decoder(config, tensors)
     return tensors.num_held_bytes

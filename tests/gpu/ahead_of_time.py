@@ -14,10 +14,11 @@ from typing import Final
 
 from session_server.attention.triton.launching import IS_INTERPRETED
 from tests.gpu.compiled import ARCHITECTURES, Specialization, too_much
-from tests.gpu.specializations import attention, recurrent
+from tests.gpu.specializations import attention, experts, recurrent
 
 KINDS: Final[Mapping[str, Callable[[], Iterator[Specialization]]]] = {
     "attention": attention.specializations,
+    "experts": experts.specializations,
     "recurrent": recurrent.specializations,
 }
 
@@ -28,7 +29,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kinds", nargs="*", default=[*KINDS], choices=[*KINDS])
-    parser.add_argument("--names", default="", help="only what has this in its name")
+    parser.add_argument("--names", nargs="*", help="only what has one of these in its name")
     parser.add_argument("--dtypes", nargs="*", help="only what has no other dtype")
     parser.add_argument(
         "--architectures", nargs="*", type=int, default=[*ARCHITECTURES], choices=ARCHITECTURES
@@ -39,9 +40,8 @@ def main() -> int:
     num_compiled, found = 0, []
     for architecture in args.architectures:
         for each in (each for kind in args.kinds for each in KINDS[kind]()):
-            is_asked = args.names in each.name and set(each.dtypes) <= set(
-                args.dtypes or each.dtypes
-            )
+            is_named = any(name in each.name for name in args.names or [""])
+            is_asked = is_named and set(each.dtypes) <= set(args.dtypes or each.dtypes)
             if not (is_asked and each.runs_on(architecture)):
                 continue
             taken = each.compile(architecture)

@@ -86,8 +86,8 @@ PARTS: Final = (
     ),
     Part(
         "kernels",
-        "attention by Triton against the reference, in bf16 and fp16",
-        (*_PYTEST, "tests/attention/test_triton.py"),
+        "attention by Triton against the reference, in bf16 and fp16, and experts",
+        (*_PYTEST, "tests/attention/test_triton.py", "tests/runner/test_triton_experts.py"),
         300,
     ),
     Part(

@@ -24,8 +24,9 @@ from session_server.runner import decode_graphs
 from session_server.runner import graph_sizes as sizes_module
 from session_server.runner.decode_graphs import CudaGraphs, GraphApi
 from session_server.runner.graph_sizes import GraphSize, bucket_sizes, graph_sizes
+from session_server.runner.loader import layer_factories
 from session_server.runner.model_runner import ModelRunner
-from session_server.runner.paged_decoder import BackendName
+from session_server.runner.paged_decoder import ComputeBackend
 from session_server.runner.weights import load_decoder
 from tests.depth import at_depth
 from tests.gpu.recorded_graphs import NotCapturableError, RecordedGraphs
@@ -42,13 +43,21 @@ NUM_ROWS = 6
 ATOL = 5e-5 if DEVICE.type == "cpu" else 1e-3
 """cuBLAS may take another kernel for another number of rows."""
 
-DENSE = {"first_k_dense_replace": 2, "num_hidden_layers": 2}
+EXPERTS = {
+    "first_k_dense_replace": 0,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"num_hidden_layers": 2},
     "gemma3_text": {"num_hidden_layers": 3},
-    "deepseek_v3": DENSE,
-    "qwen3_5_text": {"num_hidden_layers": 4},
     "lfm2": {},
+    "deepseek_v3": EXPERTS | at_depth({"num_hidden_layers": 1}, proof={"num_hidden_layers": 2}),
+    **at_depth(
+        {}, proof={"gpt_oss": {"num_hidden_layers": 2}, "qwen3_5_text": {"num_hidden_layers": 4}}
+    ),
 }
 PROMPTS = {1: 20, 2: 3, 3: 37, 4: 16, 5: 1}
 
@@ -81,9 +90,17 @@ only_recorded = pytest.mark.skipif(
 )
 
 
-def runner_of(checkpoint: Path, backend: BackendName = "triton") -> ModelRunner:
+def runner_of(
+    checkpoint: Path,
+    backend: ComputeBackend = "triton",
+    *,
+    loaded_for: ComputeBackend | None = None,
+) -> ModelRunner:
     config = load_config(checkpoint)
-    decoder = load_decoder(checkpoint, config, device=DEVICE, dtype=torch.float32)
+    factories = layer_factories(loaded_for or backend, "float32")
+    decoder = load_decoder(
+        checkpoint, config, device=DEVICE, dtype=torch.float32, factories=factories
+    )
     pages = dict.fromkeys(config.pools, NUM_ROWS * PAGES_PER_ROW + 1)
     capacity = Capacity(pages, NUM_ROWS, PAGES_PER_ROW * PAGE_SIZE, num_states=1 + NUM_ROWS * 4)
     return ModelRunner(decoder, config.cache_spec(PAGE_SIZE, "float32"), capacity, backend=backend)
@@ -267,7 +284,7 @@ def test_what_cannot_be_captured_says_why(
     family: str, why: str, tmp_path: Path, api: GraphApi
 ) -> None:
     checkpoint = write_checkpoint(family, tmp_path / family)
-    runner = runner_of(checkpoint, "torch" if "torch" in why else "triton")
+    runner = runner_of(checkpoint, "torch" if "torch" in why else "triton", loaded_for="torch")
     assert runner.capture_graphs(SOME_SIZES, api) == why
     assert runner.graphs is None
 

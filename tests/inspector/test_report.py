@@ -20,11 +20,11 @@ from session_server.demo import MODEL_DIR
 from session_server.engine_wiring import runner_options
 from session_server.inspector.report import Report, make_report, session_figures
 from session_server.local_server import LocalServer
-from session_server.models.layers.linear import LinearFactory, make_linear
+from session_server.models.config import DTypeName
 from session_server.models.registry import load_config
 from session_server.runner import native
 from session_server.runner.capacity import MemoryLimits
-from session_server.runner.loader import Quantization, RunnerOptions, load_runner
+from session_server.runner.loader import Quantization, RunnerOptions, layer_factories, load_runner
 from session_server.runner.measured_weights import packed_bytes
 from session_server.runner.paged_decoder import TORCH_DTYPES, BackendName
 from session_server.runner.survey import survey
@@ -188,14 +188,12 @@ def assert_foretold(path: Path, options: RunnerOptions) -> None:
     model = report(path, options).model
     foretold = model.weight_bytes
     cpu = torch.device("cpu")
-    linears: LinearFactory = make_linear
-    if options.backend == "native":
-        from session_server.runner.native.linear import NativeLinears
-
-        linears = NativeLinears(model.dtype if options.quantize == "none" else options.quantize)
+    assert options.backend != "auto"
+    stored = model.dtype if options.quantize == "none" else options.quantize
+    factories = layer_factories(options.backend, stored)
     dtype = TORCH_DTYPES[model.dtype]
     config = load_config(path)
-    decoder = load_decoder(path, config, device=cpu, dtype=dtype, make_linear=linears)
+    decoder = load_decoder(path, config, device=cpu, dtype=dtype, factories=factories)
     sizes: dict[int, int] = {}
     for tensor in parts_of(decoder, set(), torch.Tensor):
         is_packed = tensor.layout is torch._mkldnn
@@ -211,6 +209,20 @@ def assert_foretold(path: Path, options: RunnerOptions) -> None:
     # These are not codes whatever matrices are.
     plain = report(path, replace(options, quantize="none")).model.weight_bytes
     assert foretold <= held <= foretold + 0.03 * plain, (foretold, held)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_experts_that_a_gpu_keeps_in_four_bits_are_as_large_as_foretold(
+    dtype: DTypeName, tmp_path: Path
+) -> None:
+    pytest.importorskip("triton", reason="triton has no wheel for this machine")
+    directory = write_checkpoint("gpt_oss", tmp_path, hidden_size=64, intermediate_size=96)
+    options = replace(OPTIONS, backend="triton", dtype=dtype)
+    dense = report(directory, options).model.weight_bytes
+    to_mxfp4(directory)
+    assert_foretold(directory, options)
+    kept = report(directory, options).model.weight_bytes
+    assert kept < 0.5 * dense if dtype == "bfloat16" else kept == dense
 
 
 native_only = pytest.mark.skipif(not native.is_available(), reason="the kernels were not built")

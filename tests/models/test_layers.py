@@ -25,7 +25,7 @@ from session_server.models.layers.linear import (
     make_linear,
 )
 from session_server.models.layers.mlp import make_gate
-from session_server.models.layers.moe import MixtureOfExperts
+from session_server.models.layers.moe import MixtureOfExperts, SerialExperts
 from session_server.models.layers.norm import ProjectionNorm, RmsNorm
 from session_server.models.layers.rope import Rope, interleave_pairs
 from session_server.models.layers.routing import Router
@@ -133,7 +133,7 @@ def test_a_mixture_is_the_weighted_sum_of_the_best_experts(
     common = torch.randn(16, 16) if has_shared else torch.zeros(16, 16)
     mixture = MixtureOfExperts(
         Router(PlainLinear(router, None), config, None),
-        [expert(index) for index in range(5)],
+        SerialExperts([expert(index) for index in range(5)]),
         PlainLinear(common.T, None) if has_shared else None,
     )
     shares = (x @ router.T).softmax(-1)

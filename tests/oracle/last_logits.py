@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cache.types import Tokens
 from session_server.models.registry import load_config
-from session_server.runner.loader import linear_factory
+from session_server.runner.loader import layer_factories
 from session_server.runner.model_runner import ModelRunner
 from session_server.runner.paged_decoder import ComputeBackend
 from session_server.runner.weights import load_decoder
@@ -31,7 +31,7 @@ def last_logits(path: Path, tokens: Tokens, *, backend: ComputeBackend = "cpu") 
         config,
         device=torch.device("cpu"),
         dtype=torch.float32,
-        make_linear=linear_factory(backend, "float32"),
+        factories=layer_factories(backend, "float32"),
     )
     spec = config.cache_spec(16, "float32")
     runner = ModelRunner(decoder, spec, capacity(config, 16), backend=backend)

@@ -9,7 +9,9 @@ import torch
 
 from session_server.models.decoder import Decoder
 from session_server.models.registry import load_config
+from session_server.runner.loader import layer_factories
 from session_server.runner.model_runner import BackendName, ModelRunner
+from session_server.runner.paged_decoder import ComputeBackend
 from session_server.runner.weights import load_decoder
 from tests.models.raw_configs import VOCAB_SIZE
 from tests.oracle.checkpoints import reference_logits
@@ -28,9 +30,9 @@ from tests.oracle.device import DEVICE
 TOLERANCE = 1e-4
 
 
-def load(directory: Path) -> Decoder:
-    config = load_config(directory)
-    return load_decoder(directory, config, device=DEVICE, dtype=torch.float32)
+def load(directory: Path, *, backend: ComputeBackend = "torch") -> Decoder:
+    config, factories = load_config(directory), layer_factories(backend, "float32")
+    return load_decoder(directory, config, device=DEVICE, dtype=torch.float32, factories=factories)
 
 
 class Oracle:
@@ -38,7 +40,7 @@ class Oracle:
 
     def __init__(self, checkpoints: Mapping[str, Path]) -> None:
         self._checkpoints = checkpoints
-        self._decoders: dict[Path, Decoder] = {}
+        self._decoders: dict[tuple[Path, ComputeBackend], Decoder] = {}
 
     def directory(self, family: str) -> Path:
         return self._checkpoints[family]
@@ -51,11 +53,12 @@ class Oracle:
         chunk: int,
         layout: Layout = Layout.CONSECUTIVE,
         backend: BackendName = "auto",
+        loaded_for: ComputeBackend = "torch",
     ) -> float:
         """Hold mixed conversations and compare every logit and every greedy token."""
-        if directory not in self._decoders:
-            self._decoders[directory] = load(directory)
-        decoder = self._decoders[directory]
+        if (directory, loaded_for) not in self._decoders:
+            self._decoders[directory, loaded_for] = load(directory, backend=loaded_for)
+        decoder = self._decoders[directory, loaded_for]
         spec = decoder.config.cache_spec(page_size, "float32")
         runner = ModelRunner(decoder, spec, capacity(decoder.config, page_size), backend=backend)
         sessions = conversations(seed=7, vocab_size=VOCAB_SIZE)

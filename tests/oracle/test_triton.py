@@ -29,6 +29,13 @@ CHUNK = at_depth(64, proof=7)
 def test_the_kernels_give_the_logits_of_one_full_forward(
     family: str, page_size: int, layout: Layout, oracle: Oracle
 ) -> None:
+    is_whole = DEVICE.type == "cuda" or (IS_PROOF and page_size == 16 and layout is Layout.RUNS)
     oracle.talk(
-        oracle.directory(family), page_size=page_size, chunk=CHUNK, layout=layout, backend="triton"
+        oracle.directory(family),
+        page_size=page_size,
+        chunk=CHUNK,
+        layout=layout,
+        backend="triton",
+        # Experts take the interpreter minutes, and do not see how pages lie.
+        loaded_for="triton" if is_whole else "torch",
     )

@@ -30,7 +30,7 @@ from session_server.models.layers.linear import Linear
 from session_server.models.layers.mamba2 import Mamba2Mixer
 from session_server.models.layers.mla import MlaMixer
 from session_server.models.layers.mlp import GatedMlp
-from session_server.models.layers.moe import MixtureOfExperts
+from session_server.models.layers.moe import MixtureOfExperts, SerialExperts
 from session_server.models.layers.norm import ProjectionNorm, RmsNorm, Scale
 from session_server.models.layers.short_conv import ShortConvMixer
 from session_server.runner.inputs import ForwardInputs
@@ -255,13 +255,14 @@ def _ffn(
         return _mlp(ffn, config.gate)
     assert isinstance(config, MoeConfig), "a layer is what its configuration says"
     routing, router, shared = config.routing, ffn.router, None
+    experts = cast(SerialExperts, ffn.experts)
     if ffn.shared is not None:
         assert config.shared_expert is not None
         shared = _mlp(cast(GatedMlp, ffn.shared), config.shared_expert.gate)
     gate: Linear = router.gate
     return _native.Experts(
         router=packed(gate),
-        experts=[_mlp(cast(GatedMlp, expert), config.expert.gate) for expert in ffn.experts],
+        experts=[_mlp(cast(GatedMlp, each), config.expert.gate) for each in experts.each],
         shared=shared,
         num_experts_per_tok=config.num_experts_per_tok,
         sigmoid_and_norm=(routing.scoring_func is ScoringFunc.SIGMOID, config.norm_topk_prob),

@@ -16,7 +16,7 @@ from cache.types import Tokens
 from session_server.models.bounds import MAX_CONV_WIDTH
 from session_server.models.config import DTypeName
 from session_server.models.registry import load_config
-from session_server.runner.loader import linear_factory
+from session_server.runner.loader import layer_factories
 from session_server.runner.model_runner import ModelRunner
 from session_server.runner.native import _native
 from session_server.runner.paged_decoder import ComputeBackend
@@ -64,7 +64,7 @@ def rows_of(
         config,
         device=torch.device("cpu"),
         dtype=getattr(torch, dtype),
-        make_linear=linear_factory(backend, dtype),
+        factories=layer_factories(backend, dtype),
     )
     pages_per_row = MAX_LEN // page_size
     capacity = Capacity(

@@ -12,7 +12,7 @@ import torch
 
 from session_server.models.registry import load_config
 from session_server.runner.capacity import MemoryLimits
-from session_server.runner.loader import RunnerOptions, linear_factory, load_runner
+from session_server.runner.loader import RunnerOptions, layer_factories, load_runner
 from session_server.runner.native import WeightFormat
 from session_server.runner.quantization import QuantizationEffect, sequence_logits
 from session_server.runner.weights import load_decoder
@@ -42,7 +42,7 @@ def effect(checkpoint: Path, format: WeightFormat) -> QuantizationEffect:
                 config,
                 device=torch.device("cpu"),
                 dtype=torch.float32,
-                make_linear=linear_factory("native", stored),
+                factories=layer_factories("native", stored),
             )
         )
         for stored in ("float32", format)

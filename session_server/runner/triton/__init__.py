@@ -1,0 +1,1 @@
+"""Layers on GPUs, by kernels in Triton."""
