@@ -116,9 +116,13 @@ class PagedDecoder:
             # cuDNN makes a plan for every new length of a history, so for every token: 50 of 65 ms
             # of a step of an 8B model on an H100 (docs/benchmarks.md). The switch is process-wide.
             torch.backends.cuda.enable_cudnn_sdp(False)
-        self.decoder = decoder
         self.page_size = spec.page_size
         self.backend_name = resolve_backend(backend, device)
+        if self.backend_name == "triton":
+            from session_server.runner.triton.fused import fused
+
+            decoder = fused(decoder)
+        self.decoder = decoder
         self.pools: dict[PoolName, KvPool] = {}
         self.states: StatePool | None = None
         self._backends: dict[PoolName, AttentionBackend | MlaBackend | RecurrentBackend] = {}
