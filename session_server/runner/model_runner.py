@@ -105,7 +105,10 @@ class ModelRunner:
             self._tables, page_size=page_size, last_tokens=self._last_tokens
         )
         self._sampler = Sampler(
-            decoder.config.vocab_size, device=device, eos_token_ids=eos_token_ids
+            decoder.config.vocab_size,
+            device=device,
+            eos_token_ids=eos_token_ids,
+            has_kernels=self._model.backend_name == "triton",
         )
         self._constraints = Constraints(decoder.config.vocab_size, eos_token_ids)
         self._draft: DraftModel | None = None

@@ -260,36 +260,62 @@ def gate_rows(
     tl.store(out + rows * SIZE + n, (x * y).to(out.dtype.element_ty), mask=is_in)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def best_of_blocks(
     logits,
     tops,
     ids,
     finite,
+    num_rows,
     stride_logits,
     VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """Find the largest logit of each block of the vocabulary: grid (rows, blocks).
+    """Find the largest logit of each block of the vocabulary: grid (blocks of rows, NUM_BLOCKS).
 
     Args:
-        logits: float32 [rows, VOCAB].
-        tops: float32 [rows, blocks], written: the largest; `ids`: int32, the lowest id that has it.
-        finite: int32 [rows, blocks], written: whether all of the block is.
+        logits: float32 [num_rows, VOCAB].
+        tops: float32 [num_rows, NUM_BLOCKS], written: the largest; `ids`: int32, the lowest id that
+            has it.
+        finite: int32 [num_rows, NUM_BLOCKS], written: whether all of the block is.
     """
-    row, block, num_blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    n = block * BLOCK + tl.arange(0, BLOCK)
-    each = tl.load(logits + row * stride_logits + n, mask=n < VOCAB, other=float("-inf"))
-    top = tl.max(each, 0)
-    at = row * num_blocks + block
-    tl.store(tops + at, top)
-    tl.store(ids + at, tl.min(tl.where(each == top, n, VOCAB), 0))
+    rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    n = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+    is_row = rows < num_rows
+    is_in = is_row[:, None] & (n < VOCAB)
+    at = logits + (rows * stride_logits)[:, None] + n
+    each = tl.load(at, mask=is_in, other=float("-inf"))
+    top = tl.max(each, 1)
+    to = rows * NUM_BLOCKS + tl.program_id(1)
+    tl.store(tops + to, top, mask=is_row)
+    tl.store(ids + to, tl.min(tl.where(each == top[:, None], n, VOCAB), 1), mask=is_row)
     # A comparison with NaN is false.
-    is_finite = (n >= VOCAB) | (tl.abs(each) < float("inf"))
-    tl.store(finite + at, tl.min(is_finite.to(tl.int32), 0))
+    is_lost = is_in & ~(tl.abs(each) < float("inf"))
+    tl.store(finite + to, 1 - tl.max(is_lost.to(tl.int32), 1), mask=is_row)
 
 
 @triton.jit
+def _noise(keys, token_ids, IS_INTERPRETED: tl.constexpr):
+    """The logarithm of `TokenNoise.exponentials`, operation by operation: [rows, tokens] of int64
+    keys [rows, 1] and int32 [1, tokens]."""
+    bits = keys.to(tl.uint64) + (token_ids + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9
+    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB
+    bits = bits ^ (bits >> 31)
+    minus = ((bits >> 11) + 1).to(tl.int64).to(tl.float32) * -1.1102230246251565e-16
+    if not IS_INTERPRETED:
+        return libdevice.log(-libdevice.log1p(minus))
+    # The interpreter has no library of functions. Kahan's log1p: what 1 + x loses by rounding, the
+    # logarithm must lose too.
+    one = 1.0 + minus
+    is_one, is_zero = one == 1.0, one == 0.0
+    slope = tl.log(tl.where(is_zero, 0.5, one)) / tl.where(is_one, 1.0, one - 1.0)
+    return tl.log(tl.where(is_zero, float("inf"), -minus * tl.where(is_one, 1.0, slope)))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
 def draw_of_blocks(
     logits,
     tops,
@@ -297,79 +323,78 @@ def draw_of_blocks(
     temperatures,
     scores,
     ids,
+    num_rows,
     stride_logits,
     VOCAB: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """Find the best of each block of the vocabulary by Gumbel-max: grid (rows, NUM_BLOCKS).
-
-    Every number is that of `Sampler` and `TokenNoise`, operation by operation.
+    """Find the best of each block of the vocabulary by Gumbel-max: grid as of `best_of_blocks`.
 
     Args:
-        logits: float32 [rows, VOCAB].
-        tops: float32 [rows, NUM_BLOCKS], from `best_of_blocks`.
-        keys: int64 [rows].
-        temperatures: float32 [rows]; where it is 0, the score of a token is its logit.
-        scores: float32 [rows, NUM_BLOCKS], written: the largest; `ids`: int32, the lowest id that
-            has it.
+        logits: float32 [num_rows, VOCAB].
+        tops: float32 [num_rows, NUM_BLOCKS], from `best_of_blocks`.
+        keys: int64 [num_rows].
+        temperatures: float32 [num_rows]; where it is 0, the score of a token is its logit.
+        scores: float32 [num_rows, NUM_BLOCKS], written: the largest; `ids`: int32, the lowest id
+            that has it.
         BLOCKS: a power of two, not less than NUM_BLOCKS.
     """
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    b, n = tl.arange(0, BLOCKS), block * BLOCK + tl.arange(0, BLOCK)
-    of_blocks = tl.load(tops + row * NUM_BLOCKS + b, mask=b < NUM_BLOCKS, other=float("-inf"))
-    temperature = tl.load(temperatures + row)
-    each = tl.load(logits + row * stride_logits + n, mask=n < VOCAB, other=float("-inf"))
-    if temperature > 0.0:
-        bits = tl.load(keys + row).to(tl.uint64) + (n + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
-        bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9
-        bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB
-        bits = bits ^ (bits >> 31)
-        minus = ((bits >> 11) + 1).to(tl.int64).to(tl.float32) * -1.1102230246251565e-16
-        if IS_INTERPRETED:  # it has no library of functions
-            # Kahan's log1p: what rounding takes from 1 + x is taken from the logarithm, too.
-            one = 1.0 + minus
-            is_one = one == 1.0
-            slope = tl.log(tl.where(one == 0.0, 0.5, one)) / tl.where(is_one, 1.0, one - 1.0)
-            logs = tl.where(is_one, minus, minus * slope)
-            noise = tl.log(-tl.where(one == 0.0, float("-inf"), logs))
-        else:
-            noise = libdevice.log(-libdevice.log1p(minus))
-        each = tl.div_rn(each - tl.max(of_blocks, 0), temperature) - noise
-    score = tl.max(each, 0)
-    at = row * NUM_BLOCKS + block
-    tl.store(scores + at, score)
-    tl.store(ids + at, tl.min(tl.where(each == score, n, VOCAB), 0))
+    rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    b = tl.arange(0, BLOCKS)[None, :]
+    n = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+    is_row = rows < num_rows
+    is_in = is_row[:, None] & (n < VOCAB)
+    of_blocks = tops + (rows * NUM_BLOCKS)[:, None] + b
+    is_block = is_row[:, None] & (b < NUM_BLOCKS)
+    top = tl.max(tl.load(of_blocks, mask=is_block, other=float("-inf")), 1)
+    top = tl.where(is_row, top, 0.0)[:, None]
+    temperature = tl.load(temperatures + rows, mask=is_row, other=0.0)[:, None]
+    key = tl.load(keys + rows, mask=is_row, other=0)[:, None]
+    at = logits + (rows * stride_logits)[:, None] + n
+    each = tl.load(at, mask=is_in, other=float("-inf"))
+    is_greedy = temperature == 0.0
+    scaled = tl.div_rn(each - top, tl.where(is_greedy, 1.0, temperature))
+    each = tl.where(is_greedy, each, scaled - _noise(key, n, IS_INTERPRETED))
+    score = tl.max(each, 1)
+    to = rows * NUM_BLOCKS + tl.program_id(1)
+    tl.store(scores + to, score, mask=is_row)
+    tl.store(ids + to, tl.min(tl.where(each == score[:, None], n, VOCAB), 1), mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def best_of_rows(
     scores,
     ids,
     finite,
     tokens,
     is_finite,
+    num_rows,
     VOCAB: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Choose among what blocks of the vocabulary have: grid (rows).
+    """Choose among what blocks of the vocabulary have: grid (blocks of rows).
 
     Args:
-        scores, ids, finite: [rows, NUM_BLOCKS], of `best_of_blocks`, or `draw_of_blocks`.
-        tokens: int64 [rows], written: the best, the lowest id among equals; of a row that is not
-            finite any.
-        is_finite: bool [rows], written.
+        scores, ids, finite: [num_rows, NUM_BLOCKS], of `best_of_blocks`, or `draw_of_blocks`.
+        tokens: int64 [num_rows], written: the best, the lowest id among equals; of a row that is
+            not finite any.
+        is_finite: bool [num_rows], written.
         BLOCKS: a power of two, not less than NUM_BLOCKS.
     """
-    row, b = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
-    is_block = b < NUM_BLOCKS
-    at = row * NUM_BLOCKS + b
+    rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    b = tl.arange(0, BLOCKS)[None, :]
+    is_row = rows < num_rows
+    is_block = is_row[:, None] & (b < NUM_BLOCKS)
+    at = (rows * NUM_BLOCKS)[:, None] + b
     each = tl.load(scores + at, mask=is_block, other=float("-inf"))
     of_blocks = tl.load(ids + at, mask=is_block, other=VOCAB)
-    token = tl.min(tl.where(each == tl.max(each, 0), of_blocks, VOCAB), 0)
-    tl.store(tokens + row, tl.minimum(token, VOCAB - 1).to(tl.int64))
+    token = tl.min(tl.where(each == tl.max(each, 1)[:, None], of_blocks, VOCAB), 1)
+    tl.store(tokens + rows, tl.minimum(token, VOCAB - 1).to(tl.int64), mask=is_row)
     are_finite = tl.load(finite + at, mask=is_block, other=1)
-    tl.store(is_finite + row, tl.min(are_finite, 0) != 0)
+    tl.store(is_finite + rows, tl.min(are_finite, 1) != 0, mask=is_row)
