@@ -89,12 +89,12 @@ def runner_of(checkpoint: Path, backend: BackendName = "triton") -> ModelRunner:
 class Talk:
     """Rows that have read their prompts, and decode together."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, prompts: dict[int, int] = PROMPTS) -> None:
         self.runner = runner
         self.rows = Rows(runner, PAGE_SIZE)
         self.lengths: dict[int, int] = {}
         self.num_steps = 0
-        self.read(PROMPTS)
+        self.read(prompts)
 
     def read(self, prompts: dict[int, int]) -> None:
         """Begin rows, or begin them anew with others' tokens in their pages."""
