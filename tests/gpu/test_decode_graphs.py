@@ -36,6 +36,8 @@ from tests.runner.test_model_runner import prompt
 
 pytest.importorskip("triton", reason="triton has no wheel for this machine")
 
+from session_server.runner.triton import fused
+
 PAGE_SIZE = 16
 NUM_ROWS = 6
 ATOL = 1e-5 if DEVICE.type == "cpu" else 1e-3
@@ -43,7 +45,7 @@ ATOL = 1e-5 if DEVICE.type == "cpu" else 1e-3
 
 DENSE = {"first_k_dense_replace": 2, "num_hidden_layers": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3": {"num_hidden_layers": 2},
+    "qwen3": {"num_hidden_layers": 1},
     "gemma3_text": {"num_hidden_layers": 3},
     "deepseek_v3": DENSE,
 }
@@ -379,14 +381,16 @@ def expected(qwen: Path) -> list[Told]:
 @only_recorded
 @pytest.mark.parametrize("name", BUGS)
 def test_a_bug_is_found(name: str, qwen: Path, api: GraphApi, expected: list[Told]) -> None:
-    graphed = Talk(runner_of(qwen))
-
-    def try_it() -> None:
-        graphed.runner.capture_graphs(SOME_SIZES, api)
-        assert_alike(graphed, expected, SOME_STEPS)
-
     with pytest.MonkeyPatch.context() as patch:
+        # None of the bugs is in a layer, and torch's are interpreted in no time.
+        patch.setattr(fused, "fused", lambda decoder: decoder)
+        graphed = Talk(runner_of(qwen))
         BUGS[name](patch)
+
+        def try_it() -> None:
+            graphed.runner.capture_graphs(SOME_SIZES, api)
+            assert_alike(graphed, expected, SOME_STEPS)
+
         with pytest.raises((AssertionError, NotCapturableError, RuntimeError, IndexError)):
             try_it()
     assert len(BUGS) >= 15
