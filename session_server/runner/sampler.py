@@ -209,8 +209,8 @@ class Sampler:
         ]
         return self._draw(
             adjusted,
-            upload(torch.tensor(temperatures, dtype=torch.float32), self._device),
-            upload(torch.tensor(of_rows, dtype=torch.int64), self._device),
+            upload_values(temperatures, torch.float32, self._device),
+            upload_values(of_rows, torch.int64, self._device),
         )
 
     def _gumbel_max(self, adjusted: Tensor, states: list[_RowState], keys: list[int]) -> Tensor:

@@ -386,7 +386,7 @@ def launches_of_a_layer(checkpoint: Path) -> Counter[str]:
     """What one more layer launches in a decode step."""
     runner = runner_of(checkpoint)
     talk = Talk(runner, {1: 3})
-    batch, counts = talk.batch(1), []
+    batch, counts = talk.batch({1: 0}), []
     decoder = runner._model.decoder
     for layers in (decoder.layers, decoder.layers * 2):
         decoder.layers = layers
