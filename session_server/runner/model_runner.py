@@ -160,6 +160,8 @@ class ModelRunner:
         with torch.inference_mode(), self._on_device():
             for model in self._models:
                 model.compile_kernels()
+                if self._others is None:  # they would have to compute it along
+                    self._sampler.compile_kernels(model.logits(model.compute_padding()))
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Make the runner's GPU the current one, on which kernels and events are launched."""

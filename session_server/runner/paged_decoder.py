@@ -19,10 +19,12 @@ from cache.types import PoolName
 from session_server.attention import triton
 from session_server.attention.base import (
     AttentionBackend,
+    AttentionMeta,
     AttentionRule,
     BackendFactory,
     CapturableBackend,
     GraphPlan,
+    Span,
 )
 from session_server.attention.cpu import CpuBackend
 from session_server.attention.mla import MlaBackend, MlaGraphPlan, MlaShape
@@ -185,6 +187,13 @@ class PagedDecoder:
             cast(CapturableBackend | MlaBackend, self._backends[name]).compile_all(
                 has_sinks=has_sinks
             )
+
+    def compute_padding(self) -> Tensor:
+        """Compute one token in the padding page, which nobody reads: [1, hidden]."""
+        zeros = torch.zeros(1, dtype=torch.int64, device=self.decoder.device)
+        attention = AttentionMeta((Span(0, 0, 1, 0),), dict.fromkeys(self._backends, zeros))
+        plans = {name: backend.plan(attention) for name, backend in self._backends.items()}
+        return self.decoder.forward(zeros, zeros, attention=plans, logits_indices=zeros)
 
     def capture_graphs(
         self, sizes: Sequence[GraphSize], api: GraphApi, on_progress: Callable[[GraphSize], None]

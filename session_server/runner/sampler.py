@@ -62,6 +62,13 @@ class Sampler:
 
             self._most_likely, self._draw = sampling.most_likely, sampling.draw
 
+    def compile_kernels(self, logits: Tensor) -> None:
+        """Compile what may be launched to choose from logits [n, vocab], by launching it."""
+        if self._draw is not None:
+            self._most_likely(logits)
+            keys = torch.zeros(len(logits), dtype=torch.int64, device=self._device)
+            self._draw(logits, keys.float(), keys)
+
     def start(self, row: int, start: SamplingStart) -> None:
         """Start a turn on a row, and drop the state of the row's previous turn."""
         params = start.params

@@ -43,6 +43,8 @@ from tests.depth import at_depth, cases
 from tests.gpu.test_decode_graphs import Talk, runner_of
 from tests.oracle.checkpoints import write_checkpoint
 from tests.oracle.device import DEVICE
+from tests.runner.rows import Rows
+from tests.runner.test_model_runner import prompt
 
 pytest.importorskip("triton", reason="triton has no wheel for this machine")
 
@@ -410,6 +412,34 @@ def test_a_layer_of_qwen3_is_nine_launches(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(fusing, "fused", lambda decoder: decoder)
     without = launches_of_a_layer(checkpoint).total()
     assert without == 23 if DEVICE.type == "cpu" else without > 16
+
+
+def test_all_that_a_step_launches_is_compiled_beforehand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TritonBackend, "compile_all", lambda self, *, has_sinks: None)
+    runner = runner_of(write_checkpoint("qwen3", tmp_path, num_hidden_layers=1))
+    stored = [pool.storage.clone() for pool in runner.pools.values()]
+    launched: list[set[Any]] = []
+    launch = launching.run
+
+    def noted(kernel: Any, *args: Any, **constants: Any) -> None:
+        launched[-1].add((kernel.__name__, *constants.items()))
+        launch(kernel, *args, **constants)
+
+    monkeypatch.setattr(launching, "run", noted)
+    launched.append(set())
+    runner.compile_kernels()
+    for before, pool in zip(stored, runner.pools.values(), strict=True):
+        pages = pool.storage.movedim(pool.page_axis, 0)
+        assert torch.equal(pages[1:], before.movedim(pool.page_axis, 0)[1:])
+    rows = Rows(runner, 16)
+    launched.append(set())
+    rows.run(rows.row(1, prompt(5, 1)), rows.row(2, prompt(1, 2), params=SamplingParams(), seed=3))
+    rows.run(rows.row(1, None, start=5))
+    compiled, used = launched
+    assert len({name for name, *_ in used}) == 8
+    assert used <= compiled
 
 
 def test_a_fused_decoder_shares_its_weights_and_leaves_the_other_as_it_is(tmp_path: Path) -> None:
