@@ -342,8 +342,10 @@ def test_a_seed_gives_the_same_tokens_with_kernels(vocab_size: int) -> None:
     num_positions = sum(span.num_tokens for span in spans)
     inputs = torch.zeros(num_positions, dtype=torch.int64, device=DEVICE)
     drawn: Counter[int] = Counter()
-    for _ in range(at_depth(2, proof=40)):
+    for index in range(at_depth(2, proof=40)):
         logits = noise(num_positions, vocab_size)
+        if index % 2:  # at a low temperature a difference of an ulp decides
+            logits = 50 + 1e-5 * logits
         tokens, finite = with_kernels.choose(logits, spans, inputs)
         assert finite.all()
         assert torch.equal(tokens, plain.choose(logits, spans, inputs)[0])
@@ -352,11 +354,12 @@ def test_a_seed_gives_the_same_tokens_with_kernels(vocab_size: int) -> None:
 
 
 def test_a_row_draws_what_it_draws_beside_a_truncated_one() -> None:
-    _, with_kernels = samplers(50, SamplingParams(), SamplingParams(top_p=0.5))
+    plain, with_kernels = samplers(50, SamplingParams(), SamplingParams(top_p=0.5))
     for position in range(at_depth(5, proof=50)):
         logits = noise(2, 50)
         spans = [SampleSpan(row, position) for row in range(2)]
         together = with_kernels.sample(logits, spans)
+        assert torch.equal(together, plain.sample(logits, spans))
         assert torch.equal(together[:1], with_kernels.sample(logits[:1], spans[:1]))
 
 
