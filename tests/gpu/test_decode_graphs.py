@@ -84,7 +84,7 @@ def runner_of(checkpoint: Path, backend: BackendName = "triton") -> ModelRunner:
     config = load_config(checkpoint)
     decoder = load_decoder(checkpoint, config, device=DEVICE, dtype=torch.float32)
     pages = dict.fromkeys(config.pools, NUM_ROWS * PAGES_PER_ROW + 1)
-    capacity = Capacity(pages, NUM_ROWS, PAGES_PER_ROW * PAGE_SIZE, num_states=2)
+    capacity = Capacity(pages, NUM_ROWS, PAGES_PER_ROW * PAGE_SIZE, num_states=4)
     return ModelRunner(decoder, config.cache_spec(PAGE_SIZE, "float32"), capacity, backend=backend)
 
 

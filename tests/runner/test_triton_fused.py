@@ -42,6 +42,7 @@ from session_server.runner.weights import load_decoder
 from tests.depth import at_depth, cases
 from tests.gpu.test_decode_graphs import Talk, runner_of
 from tests.oracle.checkpoints import write_checkpoint
+from tests.oracle.conftest import ALL_FAMILIES
 from tests.oracle.device import DEVICE
 from tests.runner.rows import Rows
 from tests.runner.test_model_runner import prompt
@@ -385,6 +386,15 @@ class Launches(TorchDispatchMode):
         if not func.is_view and name not in {"empty", "empty_like", "new_empty", "_unsafe_view"}:
             self.counts[name] += 1
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", at_depth(("gpt_oss",), proof=ALL_FAMILIES))
+def test_a_family_has_the_logits_it_has_with_torch(family: str, tmp_path: Path) -> None:
+    checkpoint, logits = write_checkpoint(family, tmp_path), []
+    for backend in ("triton", "torch"):
+        talk = Talk(runner_of(checkpoint, backend), {1: 20})
+        logits.append(talk.runner.logits(talk.batch({1: 0})))
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
 def launches_of_a_layer(checkpoint: Path) -> Counter[str]:
