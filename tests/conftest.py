@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -61,6 +62,12 @@ if "PYTEST_XDIST_WORKER" not in os.environ and _needs_no_disk():
 # What a server keeps unless it is told otherwise is kept in nobody's home.
 _state = tempfile.TemporaryDirectory(prefix="state-")
 os.environ["XDG_STATE_HOME"] = _state.name
+
+
+def pytest_collection_finish() -> None:
+    """Have kernels interpreted faster, if some are."""
+    if "triton.runtime.interpreter" in sys.modules:
+        from tests.gpu import interpreted  # noqa: F401
 
 
 @pytest.hookimpl(wrapper=True)

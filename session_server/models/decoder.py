@@ -26,12 +26,33 @@ Takes the hidden states, the rotations of the positions (the positions themselve
 rotary embeddings) and the plan of the layer's pool, of the type that this kind of layer needs."""
 
 
+AfterNorm = Callable[[Tensor], Tensor] | None
+"""A norm or a factor behind a mixer or an ffn; None where a family has none."""
+
+
 @dataclass(frozen=True, slots=True)
 class Norms:
     """Hold the norms before and after a mixer or an ffn; None where a family has none."""
 
     before: RmsNorm | None
-    after: Callable[[Tensor], Tensor] | None
+    after: AfterNorm
+
+
+AddAndNorm = Callable[[Tensor, Tensor | None, AfterNorm, RmsNorm | None], Tensor]
+"""What `add_and_norm` is: on some devices one kernel."""
+
+
+def add_and_norm(
+    hidden: Tensor, y: Tensor | None, after: AfterNorm, before: RmsNorm | None
+) -> Tensor:
+    """Add what a mixer or an ffn computed to the hidden states, and normalize them for the next.
+
+    `hidden`: [tokens, hidden], changed in place, and returned where no norm comes `before` the
+    next. `y`: the same shape, to be normed by `after`; None in front of the first layer.
+    """
+    if y is not None:
+        hidden.add_(y if after is None else after(y))
+    return hidden if before is None else before(hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +72,7 @@ class Decoder:
     """
 
     __slots__ = (
+        "add_and_norm",
         "config",
         "embed",
         "embedding",
@@ -79,6 +101,7 @@ class Decoder:
         self.embed: Callable[[Tensor], Tensor] = partial(functional.embedding, weight=embedding)
         self.norm = norm
         self.head = head
+        self.add_and_norm: AddAndNorm = add_and_norm
         # Rounded to the embedding's dtype: families are trained with the rounded factor.
         multiplier = torch.tensor(config.embedding_multiplier, dtype=embedding.dtype)
         self.embedding_scale: float = multiplier.item()
@@ -125,18 +148,18 @@ class Decoder:
         Returns:
             [n, hidden], normalized for the LM head.
         """
-        hidden = self.embed(token_ids)
+        hidden, add_and_norm = self.embed(token_ids), self.add_and_norm
         if self.embedding_scale != 1.0:
             hidden.mul_(self.embedding_scale)
         phases = [*[rope.phases(positions) for rope in self.ropes], positions]
+        y, after = None, None
         for layer, rope, pool in self.layers:
-            norms = layer.mixer_norms
-            x = hidden if norms.before is None else norms.before(hidden)
+            of_mixer, of_ffn = layer.mixer_norms, layer.ffn_norms
+            x = add_and_norm(hidden, y, after, of_mixer.before)
             y = layer.mixer(x, phases[rope], attention[pool])
-            hidden = hidden.add_(y if norms.after is None else norms.after(y))
-            norms = layer.ffn_norms
-            y = layer.ffn(hidden if norms.before is None else norms.before(hidden))
-            hidden = hidden.add_(y if norms.after is None else norms.after(y))
+            x = add_and_norm(hidden, y, of_mixer.after, of_ffn.before)
+            y, after = layer.ffn(x), of_ffn.after
+        add_and_norm(hidden, y, after, None)
         if logits_indices is not None:
             hidden = hidden.index_select(0, logits_indices)
         return self.norm(hidden)

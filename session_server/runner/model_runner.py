@@ -105,7 +105,10 @@ class ModelRunner:
             self._tables, page_size=page_size, last_tokens=self._last_tokens
         )
         self._sampler = Sampler(
-            decoder.config.vocab_size, device=device, eos_token_ids=eos_token_ids
+            decoder.config.vocab_size,
+            device=device,
+            eos_token_ids=eos_token_ids,
+            has_kernels=self._model.backend_name == "triton",
         )
         self._constraints = Constraints(decoder.config.vocab_size, eos_token_ids)
         self._draft: DraftModel | None = None
@@ -157,6 +160,8 @@ class ModelRunner:
         with torch.inference_mode(), self._on_device():
             for model in self._models:
                 model.compile_kernels()
+                if self._others is None:  # they would have to compute it along
+                    self._sampler.compile_kernels(model.logits(model.compute_padding()))
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Make the runner's GPU the current one, on which kernels and events are launched."""

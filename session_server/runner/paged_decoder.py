@@ -19,11 +19,13 @@ from cache.types import PoolName
 from session_server.attention import triton
 from session_server.attention.base import (
     AttentionBackend,
+    AttentionMeta,
     AttentionRule,
     BackendFactory,
     CapturableBackend,
     GraphPlan,
     RecurrentPlan,
+    Span,
 )
 from session_server.attention.cpu import CpuBackend
 from session_server.attention.mla import MlaBackend, MlaShape
@@ -118,9 +120,13 @@ class PagedDecoder:
             # cuDNN makes a plan for every new length of a history, so for every token: 50 of 65 ms
             # of a step of an 8B model on an H100 (docs/benchmarks.md). The switch is process-wide.
             torch.backends.cuda.enable_cudnn_sdp(False)
-        self.decoder = decoder
         self.page_size = spec.page_size
         self.backend_name = resolve_backend(backend, device)
+        if self.backend_name == "triton":
+            from session_server.runner.triton.fused import fused
+
+            decoder = fused(decoder)
+        self.decoder = decoder
         self.pools: dict[PoolName, KvPool] = {}
         self.states: StatePool | None = None
         self._backends: dict[
@@ -221,6 +227,13 @@ class PagedDecoder:
         for layer, _, _ in self.decoder.layers:
             if isinstance(layer.ffn, MixtureOfExperts):
                 yield layer.ffn.experts
+
+    def compute_padding(self) -> Tensor:
+        """Compute one token in the padding page, which nobody reads: [1, hidden]."""
+        zeros = torch.zeros(1, dtype=torch.int64, device=self.decoder.device)
+        attention = AttentionMeta((Span(0, 0, 1, 0),), dict.fromkeys(self._backends, zeros))
+        plans = {name: backend.plan(attention) for name, backend in self._backends.items()}
+        return self.decoder.forward(zeros, zeros, attention=plans, logits_indices=zeros)
 
     def capture_graphs(
         self, sizes: Sequence[GraphSize], api: GraphApi, on_progress: Callable[[GraphSize], None]

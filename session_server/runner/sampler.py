@@ -39,14 +39,35 @@ class Sampler:
     """Sample tokens for the rows of a page table."""
 
     def __init__(
-        self, vocab_size: int, *, device: torch.device, eos_token_ids: Sequence[int] = ()
+        self,
+        vocab_size: int,
+        *,
+        device: torch.device,
+        eos_token_ids: Sequence[int] = (),
+        has_kernels: bool = False,
     ) -> None:
-        """Create the sampler. `eos_token_ids`: held back until `min_tokens`, if not ignored."""
+        """Create the sampler.
+
+        `eos_token_ids`: held back until `min_tokens`, if not ignored. `has_kernels`: choose by
+        kernels in Triton what is not truncated; the tokens are the same.
+        """
         self._vocab_size = vocab_size
         self._device = device
         self._eos_token_ids = tuple(eos_token_ids)
         self._noise = TokenNoise(vocab_size, device=device)
         self._rows: dict[int, _RowState] = {}
+        self._most_likely, self._draw = most_likely, None
+        if has_kernels:
+            from session_server.runner.triton import sampling
+
+            self._most_likely, self._draw = sampling.most_likely, sampling.draw
+
+    def compile_kernels(self, logits: Tensor) -> None:
+        """Compile what may be launched to choose from logits [n, vocab], by launching it."""
+        if self._draw is not None:
+            self._most_likely(logits)
+            keys = torch.zeros(len(logits), dtype=torch.int64, device=self._device)
+            self._draw(logits, keys.float(), keys)
 
     def start(self, row: int, start: SamplingStart) -> None:
         """Start a turn on a row, and drop the state of the row's previous turn."""
@@ -83,7 +104,7 @@ class Sampler:
             state.adjusts(span) or not state.params.is_greedy
             for state, span in zip(states, spans, strict=True)
         ):
-            return most_likely(logits)
+            return self._most_likely(logits)
         return self.sample(logits, spans, inputs, masks=masks), all_finite(logits)
 
     def sample(
@@ -112,6 +133,8 @@ class Sampler:
             return adjusted.argmax(dim=-1)
         positions = [span.position + i for span in spans for i in range(span.num_tokens)]
         keys = [noise_key(states[i].seed, positions[i]) for i in sampled]
+        if self._draw is not None and all(states[i].truncation is None for i in sampled):
+            return self._drawn(adjusted, states, dict(zip(sampled, keys, strict=True)))
         if len(sampled) == len(states):
             return self._gumbel_max(adjusted, states, keys)
         index = upload_values(sampled, torch.int64, self._device)
@@ -181,6 +204,21 @@ class Sampler:
         index = upload_values(masks.rows, torch.int64, self._device)
         masked = adjusted.index_select(0, index).masked_fill_(forbidden, -math.inf)
         return adjusted.index_copy(0, index, masked)
+
+    def _drawn(self, adjusted: Tensor, states: list[_RowState], keys: dict[int, int]) -> Tensor:
+        """Sample by kernels from `adjusted` [n, vocab], with `keys` of the rows that are not
+        greedy."""
+        assert self._draw is not None, "`sample` asks for the kernels"
+        of_rows = [keys.get(i, 0) for i in range(len(states))]
+        temperatures = [
+            max(state.params.temperature, MIN_TEMPERATURE) if i in keys else 0.0
+            for i, state in enumerate(states)
+        ]
+        return self._draw(
+            adjusted,
+            upload_values(temperatures, torch.float32, self._device),
+            upload_values(of_rows, torch.int64, self._device),
+        )
 
     def _gumbel_max(self, adjusted: Tensor, states: list[_RowState], keys: list[int]) -> Tensor:
         """Sample by Gumbel-max from `adjusted` [n, vocab], with the state and key of each row."""

@@ -210,7 +210,6 @@ def test_pages_may_have_any_size(family: str, page_size: int) -> None:
     World(FAMILIES[family], page_size, batch, dtype, computed=dtype).assert_alike()
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # nothing is attended to, and merged
 @pytest.mark.parametrize("family", ["llama", "gpt-oss", "latent, few heads"])
 def test_compiling_all_launches_every_shape_and_changes_nothing(
     family: str, monkeypatch: pytest.MonkeyPatch

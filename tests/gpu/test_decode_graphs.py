@@ -38,6 +38,8 @@ from tests.runner.test_model_runner import prompt
 
 pytest.importorskip("triton", reason="triton has no wheel for this machine")
 
+from session_server.runner.triton import fused
+
 PAGE_SIZE = 16
 NUM_ROWS = 6
 ATOL = 5e-5 if DEVICE.type == "cpu" else 1e-3
@@ -51,7 +53,7 @@ EXPERTS = {
     "topk_group": 1,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3": {"num_hidden_layers": 2},
+    "qwen3": {"num_hidden_layers": 1},
     "gemma3_text": {"num_hidden_layers": 3},
     "lfm2": {},
     "deepseek_v3": EXPERTS | at_depth({"num_hidden_layers": 1}, proof={"num_hidden_layers": 2}),
@@ -109,14 +111,14 @@ def runner_of(
 class Talk:
     """Rows that have read their prompts, and decode together."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, prompts: dict[int, int] = PROMPTS) -> None:
         self.runner = runner
         self.rows = Rows(runner, PAGE_SIZE)
         self.lengths: dict[int, int] = {}
         self.sources: dict[int, int] = {}
         self.targets: dict[int, tuple[int, ...]] = {}
         self.num_steps = 0
-        self.read(PROMPTS)
+        self.read(prompts)
 
     def read(self, prompts: dict[int, int]) -> None:
         """Begin rows, or begin them anew with others' tokens in their pages."""
@@ -415,14 +417,16 @@ def expected(qwen: Path) -> list[Told]:
 @only_recorded
 @pytest.mark.parametrize("name", BUGS)
 def test_a_bug_is_found(name: str, qwen: Path, api: GraphApi, expected: list[Told]) -> None:
-    graphed = Talk(runner_of(qwen))
-
-    def try_it() -> None:
-        graphed.runner.capture_graphs(SOME_SIZES, api)
-        assert_alike(graphed, expected, SOME_STEPS)
-
     with pytest.MonkeyPatch.context() as patch:
+        # None of the bugs is in a layer, and torch's are interpreted in no time.
+        patch.setattr(fused, "fused", lambda decoder: decoder)
+        graphed = Talk(runner_of(qwen))
         BUGS[name](patch)
+
+        def try_it() -> None:
+            graphed.runner.capture_graphs(SOME_SIZES, api)
+            assert_alike(graphed, expected, SOME_STEPS)
+
         with pytest.raises((AssertionError, NotCapturableError, RuntimeError, IndexError)):
             try_it()
     assert len(BUGS) >= 15

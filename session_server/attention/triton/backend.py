@@ -124,14 +124,22 @@ class TritonPlan:
 
         Over latents the result has the latent part only: [tokens, q_heads * kv_lora_rank].
         """
+        self.kernel.pool.write(layer, self.slot_mapping, kv)
+        return self.attend_stored(layer, q, sinks)
+
+    def attend_stored(self, layer: int, q: Tensor, sinks: Tensor | None) -> Tensor:
+        """Attend as `attend` does; the new K and V are in the layer's `pages` already."""
         kernel = self.kernel
-        kernel.pool.write(layer, self.slot_mapping, kv)
         out = q.new_empty((len(q), kernel.rule.num_heads, kernel.value_dim))
         sinks = None if sinks is None else sinks.contiguous()
         for launch in self.launches:
             tiles = self.tiles[launch.first : launch.end]
             kernel.launch(layer, launch, tiles, Attended(q, out, sinks))
         return out.flatten(1)
+
+    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return where a layer's K and V are stored, each [kv_heads, slots, head_dim]."""
+        return self.kernel.keys[layer], self.kernel.values[layer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +164,9 @@ class PoolKernel:
         self.value_dim = pool.kv_lora_rank if isinstance(pool, MlaPool) else pool.head_dim
         self._table = table
         keys_values = pool.run(0, pool.num_pages * pool.page_size)
-        self._keys, self._values = keys_values[::2], keys_values[1::2]
-        keys = self._keys[0]
-        self._strides = (keys.stride(1), keys.stride(2), table.stride(0))
+        of_layers = [each[0] for each in keys_values]
+        self.keys, self.values = of_layers[::2], of_layers[1::2]
+        self._strides = (*self.keys[0].stride()[:2], table.stride(0))
         rope_dim = pool.head_dim - self.value_dim
         self._constants: dict[str, Any] = {
             "NUM_HEADS": rule.num_heads,
@@ -185,8 +193,8 @@ class PoolKernel:
             attend_tiles,
             (len(tiles), self.pool.num_kv_heads, num_splits),
             q,
-            self._keys[layer],
-            self._values[layer],
+            self.keys[layer],
+            self.values[layer],
             parts,
             lse,
             out if sinks is None else sinks,

@@ -62,6 +62,10 @@ class MlaMixer:
             q = weights.query.up(weights.query.norm(q))
         q = q.view(len(x), config.num_heads, -1)
         weights.norm.apply_(rows[:, : config.kv_lora_rank])
-        Rope.rotate_(q[..., config.qk_nope_head_dim :], phases)
-        Rope.rotate_(rows[:, None, config.kv_lora_rank :], phases)
+        self.rotate_(q[..., config.qk_nope_head_dim :], rows[:, config.kv_lora_rank :], phases)
         return weights.output(attention.attend(self.layer, q, rows, weights.up))
+
+    def rotate_(self, q: Tensor, keys: Tensor, phases: Tensor) -> None:
+        """Rotate in place: `q` [tokens, heads, rope], and `keys` [tokens, rope]."""
+        Rope.rotate_(q, phases)
+        Rope.rotate_(keys[:, None], phases)

@@ -33,21 +33,38 @@ class GatedMlp:
         return self.down(self.gate(*self.gate_up(x).chunk(2, dim=-1)))
 
 
+def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
+    """Compute `silu(gate) * up`."""
+    return functional.silu(gate).mul_(up)
+
+
+def gelu_tanh_gate(gate: Tensor, up: Tensor) -> Tensor:
+    """Compute `gelu(gate) * up`, with the approximation by a tanh."""
+    return functional.gelu(gate, approximate="tanh").mul_(up)
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedGate:
+    """Compute gpt-oss's `(up + 1) * gate * sigmoid(alpha * gate)`, both inputs clamped."""
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Combine, each [tokens, intermediate]; a `Gate`."""
+        bounded = gate.clamp(max=self.limit)
+        opened = bounded * torch.sigmoid(bounded * self.alpha)
+        return opened.mul_(up.clamp(-self.limit, self.limit).add_(1))
+
+
 def make_gate(config: GateConfig) -> Gate:
     """Return the activation that a config describes."""
     match config.kind:
         case GateKind.SILU:
-            return lambda gate, up: functional.silu(gate).mul_(up)
+            return silu_gate
         case GateKind.GELU_TANH:
-            return lambda gate, up: functional.gelu(gate, approximate="tanh").mul_(up)
+            return gelu_tanh_gate
         case GateKind.CLAMPED:
-            return lambda gate, up: _clamped(gate, up, config)
+            return ClampedGate(config.alpha, config.swiglu_limit)
         case _:
             assert_never(config.kind)
-
-
-def _clamped(gate: Tensor, up: Tensor, config: GateConfig) -> Tensor:
-    """Compute gpt-oss's `(up + 1) * gate * sigmoid(alpha * gate)`, both inputs clamped."""
-    bounded = gate.clamp(max=config.swiglu_limit)
-    opened = bounded * torch.sigmoid(bounded * config.alpha)
-    return opened.mul_(up.clamp(-config.swiglu_limit, config.swiglu_limit).add_(1))
