@@ -20,6 +20,12 @@ from session_server.runner.capacity import CapacityPlan, MemoryLimits, free_byte
 from session_server.runner.checkpoint import Progress
 from session_server.runner.decode_graphs import CudaGraphs
 from session_server.runner.graph_sizes import graph_sizes
+from session_server.runner.measured_weights import (
+    HeldBytes,
+    held_by_torch,
+    held_by_triton,
+    held_natively,
+)
 from session_server.runner.model_runner import ModelRunner
 from session_server.runner.paged_decoder import (
     TORCH_DTYPES,
@@ -229,11 +235,22 @@ def capture_graphs(
 
 def linear_factory(backend: ComputeBackend, weights: native.WeightFormat) -> LinearFactory:
     """Return what creates the linears of a backend, `weights` being how native ones are stored."""
-    if backend != "native":
-        return make_linear
-    from session_server.runner.native.linear import NativeLinears
+    if backend == "native":
+        from session_server.runner.native.linear import NativeLinears
 
-    return NativeLinears(weights)
+        return NativeLinears(weights)
+    if backend == "triton":
+        from session_server.runner.triton.linear import TritonLinears
+
+        return TritonLinears()
+    return make_linear
+
+
+def linear_bytes(backend: ComputeBackend, weights: native.WeightFormat) -> HeldBytes:
+    """Return what measures the linears that `linear_factory` creates."""
+    if backend == "native":
+        return held_natively(weights)
+    return held_by_triton if backend == "triton" else held_by_torch
 
 
 def _fits_besides(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:

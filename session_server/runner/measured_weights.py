@@ -12,6 +12,7 @@ from session_server.models.layers.block_weight import BLOCK, BlockWeight, Weight
 from session_server.models.layers.linear import Linear, PlainLinear, is_packed
 from session_server.runner.checkpoint import ExpectedTensors, Shape
 from session_server.runner.native import WeightFormat
+from session_server.runner.triton import packing
 
 _PANEL: Final = 16
 """Outputs that lie side by side, `kPanel` of the kernels."""
@@ -36,6 +37,36 @@ def no_codes(name: str, shape: Shape) -> int:
     return 0
 
 
+HeldBytes = Callable[[Weight], int | None]
+"""Return the bytes that kernels of our own hold of a weight; None if torch computes with it."""
+
+
+def held_by_torch(weight: Weight) -> int | None:
+    """Say of every weight that torch computes with it. A `HeldBytes`."""
+    del weight
+    return None
+
+
+def held_by_triton(weight: Weight) -> int | None:
+    """Return the bytes of codes; torch computes with the rest. A `HeldBytes`."""
+    if isinstance(weight, Tensor):
+        return None
+    has_minimums = weight.minimums is not None
+    return packing.packed_bytes(*weight.shape, weight.num_bits, has_minimums=has_minimums)
+
+
+def held_natively(dense: WeightFormat) -> HeldBytes:
+    """Return the `HeldBytes` of the native kernels, which hold dense weights in a format."""
+
+    def held(weight: Weight) -> int:
+        outputs, inputs = weight.shape
+        if isinstance(weight, Tensor):
+            return packed_bytes(outputs, inputs, dense)
+        return packed_bytes(outputs, inputs, "int4" if weight.num_bits == 4 else "int8")
+
+    return held
+
+
 def packed_bytes(outputs: int, inputs: int, weights: WeightFormat) -> int:
     """Return the bytes of a matrix in the layout of the kernels, without its bias.
 
@@ -55,13 +86,13 @@ class MeasuredTensors(ExpectedTensors):
         *,
         device: torch.device,
         dtype: torch.dtype,
-        native_format: WeightFormat | None,
+        held_bytes: HeldBytes,
         code_bits: CodeBits,
     ) -> None:
         """Create a source; see `weights.weight_bytes`."""
         super().__init__((), dtype)
         self._device = device
-        self._native_format = native_format
+        self._held_bytes = held_bytes
         self._code_bits = code_bits
         self._num_linear_bytes = 0
         self._embedding: Tensor | None = None
@@ -99,12 +130,8 @@ class MeasuredTensors(ExpectedTensors):
         outputs, inputs = weight.shape
         num_dense = outputs * inputs * self.dtype.itemsize
         is_shared = weight is self._embedding  # it is read by rows too
-        if self._native_format is not None:
-            held = self._native_format
-            if isinstance(weight, BlockWeight):
-                held = "int4" if weight.num_bits == 4 else "int8"
-            num_held = packed_bytes(outputs, inputs, held)
-        else:
+        num_held = self._held_bytes(weight)
+        if num_held is None:
             is_copied = is_packed(outputs * inputs, self.dtype, self._device)
             num_held = 0 if is_shared and not is_copied else num_dense
         self._num_linear_bytes += num_held - (0 if is_shared else num_dense)

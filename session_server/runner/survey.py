@@ -10,7 +10,7 @@ from cache.spec import CacheSpec
 from session_server.models.config import DTypeName, ModelConfig
 from session_server.models.registry import load_config
 from session_server.runner.capacity import CapacityPlan, free_bytes
-from session_server.runner.loader import RunnerOptions, resolve_options
+from session_server.runner.loader import RunnerOptions, linear_bytes, resolve_options
 from session_server.runner.paged_decoder import TORCH_DTYPES
 from session_server.runner.weights import expected_tensors, open_checkpoint, weight_bytes
 
@@ -45,12 +45,11 @@ def survey(directory: Path, options: RunnerOptions) -> Survey:
     resolved = resolve_options(load_config(directory), options)
     config = resolved.config
     checkpoint = open_checkpoint(directory, config)
-    native_format = resolved.dtype if options.quantize == "none" else options.quantize
     in_memory = weight_bytes(
         config,
         device=resolved.device,
         dtype=TORCH_DTYPES[resolved.dtype],
-        native_format=native_format if resolved.backend == "native" else None,
+        held_bytes=linear_bytes(resolved.backend, resolved.weights),
         code_bits=checkpoint.code_bits,
     )
     limits = options.memory

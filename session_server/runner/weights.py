@@ -40,9 +40,14 @@ from session_server.runner.checkpoint import (
 from session_server.runner.ffn_weights import take_ffn
 from session_server.runner.gguf_checkpoint import GgufCheckpoint
 from session_server.runner.host_memory import return_freed_memory
-from session_server.runner.measured_weights import CodeBits, MeasuredTensors, no_codes
+from session_server.runner.measured_weights import (
+    CodeBits,
+    HeldBytes,
+    MeasuredTensors,
+    held_by_torch,
+    no_codes,
+)
 from session_server.runner.mla_weights import take_mla
-from session_server.runner.native import WeightFormat
 from session_server.runner.recurrent_weights import take_gated_delta, take_mamba2, take_short_conv
 from session_server.runner.weight_rows import join_rows, reorder_rows
 
@@ -120,16 +125,16 @@ def weight_bytes(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    native_format: WeightFormat | None = None,
+    held_bytes: HeldBytes = held_by_torch,
     code_bits: CodeBits = no_codes,
 ) -> int:
     """Return the bytes of the parameters once they are loaded.
 
-    `native_format`: how kernels of our own hold dense matrices; None if torch computes, the padding
-    of whose layouts is left out. `code_bits`: which matrices come as codes.
+    `held_bytes`: what linears hold; the padding of torch's layouts is left out. `code_bits`: which
+    matrices come as codes.
     """
     tensors = MeasuredTensors(
-        device=device, dtype=dtype, native_format=native_format, code_bits=code_bits
+        device=device, dtype=dtype, held_bytes=held_bytes, code_bits=code_bits
     )
     build_decoder(config, tensors)
     return tensors.num_held_bytes

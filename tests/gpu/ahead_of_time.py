@@ -14,10 +14,11 @@ from typing import Final
 
 from session_server.attention.triton.launching import IS_INTERPRETED
 from tests.gpu.compiled import ARCHITECTURES, Specialization, too_much
-from tests.gpu.specializations import attention
+from tests.gpu.specializations import attention, linears
 
 KINDS: Final[Mapping[str, Callable[[], Iterator[Specialization]]]] = {
     "attention": attention.specializations,
+    "linears": linears.specializations,
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import is_dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,15 @@ from session_server.demo import MODEL_DIR
 from session_server.engine_wiring import runner_options
 from session_server.inspector.report import Report, make_report, session_figures
 from session_server.local_server import LocalServer
-from session_server.models.layers.linear import LinearFactory, make_linear
 from session_server.models.registry import load_config
 from session_server.runner import native
 from session_server.runner.capacity import MemoryLimits
-from session_server.runner.loader import Quantization, RunnerOptions, load_runner
+from session_server.runner.loader import Quantization, RunnerOptions, linear_factory, load_runner
 from session_server.runner.measured_weights import packed_bytes
-from session_server.runner.paged_decoder import TORCH_DTYPES, BackendName
+from session_server.runner.paged_decoder import TORCH_DTYPES, BackendName, resolve_backend
 from session_server.runner.survey import survey
 from session_server.runner.weights import load_decoder
+from tests.depth import at_depth
 from tests.oracle.checkpoints import FAMILIES, LAYERED_FAMILIES, to_mxfp4, write_checkpoint
 from tests.oracle.gguf_files import Choose, write_gguf
 from tests.oracle.test_packed import FORMATS
@@ -188,11 +189,8 @@ def assert_foretold(path: Path, options: RunnerOptions) -> None:
     model = report(path, options).model
     foretold = model.weight_bytes
     cpu = torch.device("cpu")
-    linears: LinearFactory = make_linear
-    if options.backend == "native":
-        from session_server.runner.native.linear import NativeLinears
-
-        linears = NativeLinears(model.dtype if options.quantize == "none" else options.quantize)
+    stored = model.dtype if options.quantize == "none" else options.quantize
+    linears = linear_factory(resolve_backend(options.backend, cpu), stored)
     dtype = TORCH_DTYPES[model.dtype]
     config = load_config(path)
     decoder = load_decoder(path, config, device=cpu, dtype=dtype, make_linear=linears)
@@ -215,9 +213,11 @@ def assert_foretold(path: Path, options: RunnerOptions) -> None:
 
 native_only = pytest.mark.skipif(not native.is_available(), reason="the kernels were not built")
 WIDE = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "head_dim": 32}
+triton_only = pytest.mark.skipif(find_spec("triton") is None, reason="triton has no wheel here")
 BACKENDS = (
     "cpu",
     pytest.param("native", marks=native_only),
+    *at_depth((), proof=(pytest.param("triton", marks=triton_only),)),
 )
 
 
@@ -266,6 +266,13 @@ def test_codes_of_gguf_files_are_as_large_as_foretold(
     twin = write_checkpoint(family, tmp_path / "twin", **{**WIDE, **own})
     path = write_gguf(twin, tmp_path / "m.gguf", choose)
     assert_foretold(path, replace(OPTIONS, backend=backend))
+
+
+@triton_only
+def test_codes_on_a_gpu_are_as_large_as_foretold(tmp_path: Path) -> None:
+    twin = write_checkpoint("llama", tmp_path / "twin", **WIDE, num_hidden_layers=1)
+    path = write_gguf(twin, tmp_path / "m.gguf", mixed)
+    assert_foretold(path, replace(OPTIONS, backend="triton"))
 
 
 @native_only
