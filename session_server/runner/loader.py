@@ -10,7 +10,7 @@ from typing import Final, Literal
 import torch
 
 from cache.spec import CacheSpec
-from session_server.models.config import STATE_POOL, DTypeName, ModelConfig
+from session_server.models.config import STATE_POOL, DTypeName, KvDTypeName, ModelConfig
 from session_server.models.decoder import Decoder
 from session_server.models.errors import DraftMismatch
 from session_server.models.layers.linear import LinearFactory, make_linear
@@ -28,6 +28,7 @@ from session_server.runner.measured_weights import (
 )
 from session_server.runner.model_runner import ModelRunner
 from session_server.runner.paged_decoder import (
+    KV_DTYPES,
     TORCH_DTYPES,
     BackendName,
     ComputeBackend,
@@ -59,7 +60,7 @@ class RunnerOptions:
     num_rows: int
     device: str = "auto"
     dtype: DTypeName | Literal["auto"] = "auto"
-    kv_dtype: DTypeName | Literal["auto"] = "auto"
+    kv_dtype: KvDTypeName | Literal["auto"] = "auto"
     max_context_len: int | None = None
     memory: MemoryLimits = field(default_factory=MemoryLimits)
     backend: BackendName = "auto"
@@ -84,7 +85,7 @@ class LoadedRunner:
     plan: CapacityPlan
     device: str
     dtype: DTypeName
-    kv_dtype: DTypeName
+    kv_dtype: KvDTypeName
     weights: native.WeightFormat
     draft_config: ModelConfig | None = None
     quantization: QuantizationEffect | None = None
@@ -97,7 +98,7 @@ class ResolvedOptions:
     config: ModelConfig
     device: torch.device
     dtype: DTypeName
-    kv_dtype: DTypeName
+    kv_dtype: KvDTypeName
     weights: native.WeightFormat
     max_context_len: int
     num_rows: int
@@ -122,7 +123,8 @@ def resolve_options(config: ModelConfig, options: RunnerOptions) -> ResolvedOpti
     """Resolve the options for a model on this machine.
 
     Raises:
-        ValueError: the device does not exist, or the backend does not run on it.
+        ValueError: the device does not exist, or the backend does not run on it, or does not read
+            KV of the dtype.
     """
     device = choose_device(options.device)
     backend = resolve_backend(options.backend, device)
@@ -130,11 +132,13 @@ def resolve_options(config: ModelConfig, options: RunnerOptions) -> ResolvedOpti
         why = native.WHY_MISSING or f"the backend is {backend}, on {device}"
         raise ValueError(f"--quantize {options.quantize} needs the native kernels: {why}")
     dtype = choose_dtype(options.dtype, config.dtype, device, backend)
+    kv_dtype = dtype if options.kv_dtype == "auto" else options.kv_dtype
+    check_kv_dtype(kv_dtype, device, backend)
     return ResolvedOptions(
         config=config,
         device=device,
         dtype=dtype,
-        kv_dtype=dtype if options.kv_dtype == "auto" else options.kv_dtype,
+        kv_dtype=kv_dtype,
         weights=dtype if options.quantize == "none" else options.quantize,
         max_context_len=min(
             config.max_position_embeddings,
@@ -329,3 +333,26 @@ def choose_dtype(
     if device.type == "cpu":
         return of_checkpoint if backend == "native" else "float32"
     return "bfloat16" if of_checkpoint == "float32" else of_checkpoint
+
+
+def check_kv_dtype(name: KvDTypeName, device: torch.device, backend: ComputeBackend) -> None:
+    """Refuse 8-bit floats where no kernel reads them.
+
+    Raises:
+        ValueError: the backend does not, or not on this device.
+    """
+    if KV_DTYPES[name].itemsize > 1:
+        return
+    flag = f"--kv-cache-dtype {name}"
+    if backend != "triton":
+        raise ValueError(
+            f"{flag} needs the kernels of --attention-backend triton, and the backend is "
+            f"{backend}, on {device}; ask for those on a GPU, or for bfloat16"
+        )
+    if name == "fp8_e4m3" and device.type == "cuda" and not has_e4m3(device):
+        raise ValueError(f"{flag} needs a GPU of compute capability 8.9; take fp8_e5m2 on this one")
+
+
+def has_e4m3(device: torch.device) -> bool:
+    """Return whether kernels on a CUDA device convert 8-bit floats of 3 bits of mantissa."""
+    return torch.cuda.get_device_capability(device) >= (8, 9)
