@@ -574,6 +574,8 @@ BOUND_NOTHING = frozenset(
         "session_server.attention.recurrent:CHUNK",
         "session_server.attention.triton.launching:INTERPRETED_NUM_SMS",
         "session_server.attention.triton.tiles:TILE_COLUMNS",
+        "session_server.runner.triton.linear:SUMMED_OUTPUTS",
+        "session_server.runner.triton.packing:BLOCK_K",
         "session_server.runner.decode_graphs:NUM_WARM_UPS",
         "session_server.engine_host.child:READ_BYTES",
         "session_server.engine_host.process:READ_BYTES",

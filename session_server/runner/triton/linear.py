@@ -23,7 +23,7 @@ SUMMED_OUTPUTS: Final = 512
 
 
 @dataclass(frozen=True, slots=True)
-class TileShape:
+class LinearTile:
     """Say how much a program computes at once: rows of x and outputs, and the threads it has."""
 
     num_rows: int
@@ -32,19 +32,19 @@ class TileShape:
     num_stages: int
 
 
-def tile_shapes(dtype: torch.dtype) -> tuple[TileShape, ...]:
+def tile_shapes(dtype: torch.dtype) -> tuple[LinearTile, ...]:
     """Return the shapes of tiles for activations of a dtype, those of the fewest rows first.
 
     Products of float32 are no matrix instructions: their operands are in registers. The interpreter
     takes the tiles of halves, which are larger, and what is served.
     """
     if dtype == torch.float32 and not launching.IS_INTERPRETED:
-        return (TileShape(16, 32, 4, 2),)
+        return (LinearTile(16, 32, 4, 2),)
     return (
-        TileShape(16, 64, 4, 4),
-        TileShape(32, 64, 4, 4),
-        TileShape(64, 128, 4, 3),
-        TileShape(128, 128, 8, 3),
+        LinearTile(16, 64, 4, 4),
+        LinearTile(32, 64, 4, 4),
+        LinearTile(64, 128, 4, 3),
+        LinearTile(128, 128, 8, 3),
     )
 
 
@@ -108,7 +108,7 @@ class TritonLinear:
         """Return whether outputs and inputs are multiples of 16, for which Triton compiles anew."""
         return self.codes.num_outputs % 16 == 0, self.codes.num_inputs % 16 == 0
 
-    def _num_splits(self, num_rows: int, shape: TileShape) -> int:
+    def _num_splits(self, num_rows: int, shape: LinearTile) -> int:
         """Return among how many programs the inputs are split: as many as fill a device twice,
         while each has enough to do."""
         codes = self.codes
@@ -116,7 +116,7 @@ class TritonLinear:
         wanted = -(-2 * launching.num_sms(codes.codes.device) // num_tiles)
         return max(1, min(wanted, codes.width // BLOCK_K // MIN_SPLIT_BLOCKS))
 
-    def _launch(self, rows: Tensor, out: Tensor, shape: TileShape, num_splits: int) -> None:
+    def _launch(self, rows: Tensor, out: Tensor, shape: LinearTile, num_splits: int) -> None:
         codes, (num_rows, num_outputs) = self.codes, out.shape
         parts = out
         if num_splits > 1:

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 from session_server.models.layers.block_weight import BLOCK
-from session_server.runner.triton.linear import SUMMED_OUTPUTS, TileShape, tile_shapes
+from session_server.runner.triton.linear import SUMMED_OUTPUTS, LinearTile, tile_shapes
 from session_server.runner.triton.linear_kernels import multiply_codes, sum_splits
 from session_server.runner.triton.packing import BLOCK_K
 from tests.gpu.compiled import TL, Specialization
@@ -31,7 +31,7 @@ def specializations() -> Iterator[Specialization]:
         yield _sum(dtype)
 
 
-def _multiply(kind: str, dtype: str, shape: TileShape, *, is_split: bool) -> Specialization:
+def _multiply(kind: str, dtype: str, shape: LinearTile, *, is_split: bool) -> Specialization:
     """`multiply_codes`, as `TritonLinear` has it compiled."""
     num_bits, has_minimums = KINDS[kind]
     out = "fp32" if is_split else dtype
