@@ -10,6 +10,7 @@ from typing import Final, Literal
 import torch
 
 from cache.spec import CacheSpec
+from session_server.attention import triton
 from session_server.models.config import STATE_POOL, DTypeName, KvDTypeName, ModelConfig
 from session_server.models.decoder import Decoder
 from session_server.models.errors import DraftMismatch
@@ -250,11 +251,13 @@ def linear_factory(backend: ComputeBackend, weights: native.WeightFormat) -> Lin
     return make_linear
 
 
-def linear_bytes(backend: ComputeBackend, weights: native.WeightFormat) -> HeldBytes:
+def linear_bytes(
+    backend: ComputeBackend, weights: native.WeightFormat, device: torch.device
+) -> HeldBytes:
     """Return what measures the linears that `linear_factory` creates."""
     if backend == "native":
         return held_natively(weights)
-    return held_by_triton if backend == "triton" else held_by_torch
+    return held_by_triton(device) if backend == "triton" else held_by_torch
 
 
 def _fits_besides(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
@@ -349,10 +352,5 @@ def check_kv_dtype(name: KvDTypeName, device: torch.device, backend: ComputeBack
             f"{flag} needs the kernels of --attention-backend triton, and the backend is "
             f"{backend}, on {device}; ask for those on a GPU, or for bfloat16"
         )
-    if name == "fp8_e4m3" and device.type == "cuda" and not has_e4m3(device):
+    if name == "fp8_e4m3" and not triton.has_e4m3(device):
         raise ValueError(f"{flag} needs a GPU of compute capability 8.9; take fp8_e5m2 on this one")
-
-
-def has_e4m3(device: torch.device) -> bool:
-    """Return whether kernels on a CUDA device convert 8-bit floats of 3 bits of mantissa."""
-    return torch.cuda.get_device_capability(device) >= (8, 9)

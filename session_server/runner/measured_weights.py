@@ -8,7 +8,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from session_server.models.layers.block_weight import BLOCK, BlockWeight, Weight
+from session_server.models.layers.block_weight import (
+    BLOCK,
+    FP8_BLOCK,
+    BlockWeight,
+    Fp8Weight,
+    Weight,
+)
 from session_server.models.layers.linear import Linear, PlainLinear, is_packed
 from session_server.runner.checkpoint import ExpectedTensors, Shape
 from session_server.runner.native import WeightFormat
@@ -31,6 +37,16 @@ CodeBits = Callable[[str, Shape], int]
 """Return the bits of a matrix's codes, 4 with minimums or 8; 0 if it comes as numbers."""
 
 
+IsFp8 = Callable[[str], bool]
+"""Return whether a matrix is stored in 8-bit floats."""
+
+
+def no_fp8(name: str) -> bool:
+    """Say of every matrix that it is not. An `IsFp8`."""
+    del name
+    return False
+
+
 def no_codes(name: str, shape: Shape) -> int:
     """Say of every matrix that it comes as numbers. A `CodeBits`."""
     del name, shape
@@ -47,12 +63,15 @@ def held_by_torch(weight: Weight) -> int | None:
     return None
 
 
-def held_by_triton(weight: Weight) -> int | None:
-    """Return the bytes of codes; torch computes with the rest. A `HeldBytes`."""
-    if isinstance(weight, Tensor):
-        return None
-    has_minimums = weight.minimums is not None
-    return packing.packed_bytes(*weight.shape, weight.num_bits, has_minimums=has_minimums)
+def held_by_triton(device: torch.device) -> HeldBytes:
+    """Return the `HeldBytes` of the kernels for a GPU: those of codes; torch has the rest."""
+
+    def held(weight: Weight) -> int | None:
+        if isinstance(weight, Tensor) or not packing.has_kernel(weight, device):
+            return None
+        return packing.packed_bytes(weight)
+
+    return held
 
 
 def held_natively(dense: WeightFormat) -> HeldBytes:
@@ -60,7 +79,7 @@ def held_natively(dense: WeightFormat) -> HeldBytes:
 
     def held(weight: Weight) -> int:
         outputs, inputs = weight.shape
-        if isinstance(weight, Tensor):
+        if not isinstance(weight, BlockWeight):
             return packed_bytes(outputs, inputs, dense)
         return packed_bytes(outputs, inputs, "int4" if weight.num_bits == 4 else "int8")
 
@@ -88,12 +107,14 @@ class MeasuredTensors(ExpectedTensors):
         dtype: torch.dtype,
         held_bytes: HeldBytes,
         code_bits: CodeBits,
+        is_fp8: IsFp8,
     ) -> None:
         """Create a source; see `weights.weight_bytes`."""
         super().__init__((), dtype)
         self._device = device
         self._held_bytes = held_bytes
         self._code_bits = code_bits
+        self._is_fp8 = is_fp8
         self._num_linear_bytes = 0
         self._embedding: Tensor | None = None
 
@@ -112,6 +133,10 @@ class MeasuredTensors(ExpectedTensors):
     def take_linear(self, name: str, outputs: int, inputs: int) -> Weight:
         """Record a matrix [outputs, inputs]."""
         dense = self.take(name, outputs, inputs)
+        if self._is_fp8(name):
+            codes = torch.empty((outputs, inputs), dtype=torch.uint8, device="meta")
+            scales = torch.empty((outputs, -(-inputs // FP8_BLOCK)), device="meta")
+            return Fp8Weight(codes, scales, self.dtype)
         num_bits = self._code_bits(name, (outputs, inputs))
         if num_bits == 0:
             return dense

@@ -49,8 +49,9 @@ def survey(directory: Path, options: RunnerOptions) -> Survey:
         config,
         device=resolved.device,
         dtype=TORCH_DTYPES[resolved.dtype],
-        held_bytes=linear_bytes(resolved.backend, resolved.weights),
+        held_bytes=linear_bytes(resolved.backend, resolved.weights, resolved.device),
         code_bits=checkpoint.code_bits,
+        is_fp8=checkpoint.is_fp8,
     )
     limits = options.memory
     if limits.free_bytes is None:

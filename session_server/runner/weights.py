@@ -43,9 +43,11 @@ from session_server.runner.host_memory import return_freed_memory
 from session_server.runner.measured_weights import (
     CodeBits,
     HeldBytes,
+    IsFp8,
     MeasuredTensors,
     held_by_torch,
     no_codes,
+    no_fp8,
 )
 from session_server.runner.mla_weights import take_mla
 from session_server.runner.recurrent_weights import take_gated_delta, take_mamba2, take_short_conv
@@ -127,14 +129,15 @@ def weight_bytes(
     dtype: torch.dtype,
     held_bytes: HeldBytes = held_by_torch,
     code_bits: CodeBits = no_codes,
+    is_fp8: IsFp8 = no_fp8,
 ) -> int:
     """Return the bytes of the parameters once they are loaded.
 
-    `held_bytes`: what linears hold; the padding of torch's layouts is left out. `code_bits`: which
-    matrices come as codes.
+    `held_bytes`: what linears hold; the padding of torch's layouts is left out. `code_bits`,
+    `is_fp8`: which matrices come as codes.
     """
     tensors = MeasuredTensors(
-        device=device, dtype=dtype, held_bytes=held_bytes, code_bits=code_bits
+        device=device, dtype=dtype, held_bytes=held_bytes, code_bits=code_bits, is_fp8=is_fp8
     )
     build_decoder(config, tensors)
     return tensors.num_held_bytes

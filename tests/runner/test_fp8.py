@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,20 @@ from torch import Tensor
 
 from session_server.models.decoder import Decoder
 from session_server.models.errors import CheckpointError, UnsupportedModel
+from session_server.models.layers.block_weight import Fp8Weight
+from session_server.models.layers.linear import Linear, PlainLinear
 from session_server.models.registry import load_config
-from session_server.runner import fp8
+from session_server.runner import fp8, native
+from session_server.runner.loader import linear_factory
 from session_server.runner.model_runner import ModelRunner
+from session_server.runner.paged_decoder import ComputeBackend
+from session_server.runner.survey import survey
 from session_server.runner.weights import load_decoder
+from tests.inspector.test_report import OPTIONS, assert_foretold
 from tests.models.raw_configs import VOCAB_SIZE
 from tests.oracle.checkpoints import write_checkpoint
 from tests.oracle.conversations import capacity
+from tests.oracle.last_logits import last_logits
 from tests.runner.rows import Rows
 
 SIZES = {"hidden_size": 160, "intermediate_size": 300, "moe_intermediate_size": 130}
@@ -89,6 +97,48 @@ def logits(directory: Path) -> Tensor:
 def test_an_fp8_checkpoint_is_the_model_its_weights_stand_for(twins: tuple[Path, Path]) -> None:
     quantised, twin = twins
     assert logits(quantised).equal(logits(twin))
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("native", marks=pytest.mark.skipif(not native.is_available(), reason="none")),
+        "triton",
+    ],
+)
+def test_so_it_is_by_other_kernels(twins: tuple[Path, Path], backend: ComputeBackend) -> None:
+    if backend == "triton":
+        pytest.importorskip("triton", reason="triton has no wheel for this machine")
+    tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, 5).astype(np.int32)
+    ours = last_logits(twins[0], tokens, backend=backend)
+    # Kernels for CPUs get numbers, which are the same.
+    is_exact = backend == "native"
+    meant = last_logits(twins[1], tokens, backend=backend if is_exact else "cpu")
+    assert (ours - meant).abs().max() <= (0 if is_exact else 1e-4)
+    assert_foretold(twins[0], replace(OPTIONS, backend=backend))
+
+
+def test_weights_stay_in_8_bits_on_a_gpu_that_reads_them(
+    twins: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="triton has no wheel for this machine")
+    from session_server.runner.triton import packing
+    from session_server.runner.triton.linear import TritonLinear
+
+    def load_weight() -> Linear:
+        weight = torch.randn(40, 160)
+        codes, scales = quantise(weight)
+        return linear_factory("triton", "float32")(
+            Fp8Weight(codes.view(torch.uint8), fp8.by_output(scales, 40)), None
+        )
+
+    assert isinstance(load_weight(), TritonLinear)
+    options = replace(OPTIONS, backend="triton")
+    whole, small = (survey(path, options).weight_bytes for path in reversed(twins))
+    assert small < 0.7 * whole
+    monkeypatch.setattr(packing, "has_e4m3", lambda _: False)
+    assert isinstance(load_weight(), PlainLinear)
+    assert survey(twins[0], options).weight_bytes == whole
 
 
 def test_the_largest_number_of_a_block_comes_back() -> None:

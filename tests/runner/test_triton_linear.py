@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from session_server.attention.triton import launching
-from session_server.models.layers.block_weight import BlockWeight
+from session_server.models.layers.block_weight import BlockWeight, CodedWeight, Fp8Weight
 from session_server.models.layers.linear import PlainLinear
 from tests.depth import at_depth, cases
 from tests.models.raw_configs import VOCAB_SIZE
@@ -33,14 +33,19 @@ SHAPES: Final = ((1, 32), (65, 96), *at_depth((), proof=((40, 544), (130, 1056))
 """Outputs and inputs: one block, halves of 4 bits that are not whole blocks, splits with a rest."""
 
 NUM_ROWS: Final = at_depth((1, 17, 140), proof=(1, 5, 16, 17, 32, 33, 64, 65, 128, 140))
-KINDS: Final = ("int4", "int4 without minimums", "int8")
+KINDS: Final = ("int4", "int4 without minimums", "int8", "fp8")
 EPSILON: Final = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 """Rounding, or cutting off as the interpreter does."""
 
 
-def coded(kind: str, shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> BlockWeight:
+def coded(kind: str, shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> CodedWeight:
     """Codes of every value, whose scales and minimums 16 bits hold."""
     (outputs, inputs), generator = shape, torch.Generator().manual_seed(0)
+    if kind == "fp8":
+        inputs += 2  # blocks end within a row
+        numbers = torch.randn((outputs, inputs), generator=generator).to(torch.float8_e4m3fn)
+        scales = torch.rand((outputs, -(-inputs // 128)), generator=generator)
+        return Fp8Weight(numbers.view(torch.uint8), scales, dtype).to(DEVICE)
     scales = torch.rand((outputs, inputs // 32), generator=generator).half().float()
     minimums = (scales * 7.4).half().float() if kind == "int4" else None
     num_bits = 8 if kind == "int8" else 4
@@ -61,7 +66,8 @@ def random(*shape: int, seed: int = 1) -> Tensor:
 def test_codes_are_multiplied_as_the_numbers_they_stand_for(
     kind: str, shape: tuple[int, int], num_rows: int, dtype: torch.dtype, *, has_bias: bool
 ) -> None:
-    weight, x = coded(kind, shape, dtype), random(num_rows, shape[1]).to(dtype)
+    weight = coded(kind, shape, dtype)
+    x = random(num_rows, weight.shape[1]).to(dtype)
     bias = random(shape[0], seed=2).to(dtype) if has_bias else None
     y = TritonLinear(pack(weight), bias)(x)
     assert y.dtype == dtype
@@ -75,7 +81,8 @@ def test_codes_are_multiplied_as_the_numbers_they_stand_for(
 
 @pytest.mark.parametrize("kind", at_depth(("int4",), proof=KINDS))
 def test_a_row_of_a_decode_step_does_not_notice_the_others(kind: str) -> None:
-    weight, x = coded(kind, (65, 1056)), random(16, 1056)
+    weight = coded(kind, (65, 1056))
+    x = random(16, weight.shape[1])
     linear = TritonLinear(pack(weight), random(65, seed=2))
     together = linear(x)
     assert together.sub(functional.linear(x, weight.dense(), linear.bias)).abs().max() < 1e-3

@@ -10,10 +10,10 @@ import triton
 from torch import Tensor
 
 from session_server.attention.triton import launching
-from session_server.models.layers.block_weight import BLOCK, Weight
+from session_server.models.layers.block_weight import Weight
 from session_server.models.layers.linear import Linear, make_linear
 from session_server.runner.triton.linear_kernels import multiply_codes, sum_splits
-from session_server.runner.triton.packing import BLOCK_K, PackedCodes, pack
+from session_server.runner.triton.packing import BLOCK_K, PackedCodes, has_kernel, pack
 
 MIN_SPLIT_BLOCKS: Final = 4
 """The fewest blocks of a split: below, summing costs more than the other programs save."""
@@ -75,10 +75,10 @@ class TritonLinear:
         of_16, inputs_of_16 = self._are_multiples()
         num_outputs, num_inputs = 16 if of_16 else 17, 32 if inputs_of_16 else 33
         codes = self.codes
-        groups = codes.scales.new_zeros((2 * BLOCK_K // BLOCK, num_outputs))
+        groups = codes.scales.new_zeros((-(-2 * BLOCK_K // codes.group), num_outputs))
         least = replace(
             codes,
-            codes=codes.codes.new_zeros((num_outputs, BLOCK_K)),
+            codes=torch.zeros_like(codes.codes[:1, :BLOCK_K]).expand(num_outputs, -1).contiguous(),
             scales=groups,
             minimums=None if codes.minimums is None else groups,
             num_inputs=num_inputs,
@@ -96,7 +96,8 @@ class TritonLinear:
             "IS_PACKED": self.codes.num_bits == 4,
             "HAS_MINIMUMS": self.codes.minimums is not None,
             "HAS_BIAS": self.bias is not None,
-            "GROUP": BLOCK,
+            "IS_FLOAT": self.codes.codes.dtype.is_floating_point,
+            "GROUP": self.codes.group,
             "BLOCK_K": BLOCK_K,
         }
 
@@ -174,7 +175,7 @@ class TritonLinears:
 
     def __call__(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """Pack `weight` [outputs, inputs] if it is codes, else leave it to torch."""
-        if isinstance(weight, Tensor):
+        if isinstance(weight, Tensor) or not has_kernel(weight, weight.codes.device):
             return make_linear(weight, bias)
         linear = TritonLinear(pack(weight), bias)
         needed = (weight.dtype, *linear.compiled_for())

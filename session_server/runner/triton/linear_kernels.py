@@ -14,11 +14,14 @@ import triton.language as tl
 
 
 @triton.jit
-def _as_numbers(codes, ZERO: tl.constexpr):
-    """Return unsigned codes of up to 8 bits less their zero, in float32. A float32 of 2^23 has the
-    integer in its last bits: conversions of integers are a quarter as fast, or slower."""
-    bits = codes.to(tl.int32) | 0x4B000000
-    return bits.to(tl.float32, bitcast=True) - (8388608.0 + ZERO)
+def _as_numbers(codes, ZERO: tl.constexpr, IS_FLOAT: tl.constexpr):
+    """Return 8-bit floats, or unsigned codes of up to 8 bits less their zero, in float32. A float32
+    of 2^23 has the integer in its last bits: conversions of integers are a quarter as fast."""
+    if IS_FLOAT:
+        return codes.to(tl.float32)
+    else:
+        bits = codes.to(tl.int32) | 0x4B000000
+        return bits.to(tl.float32, bitcast=True) - (8388608.0 + ZERO)
 
 
 @triton.jit
@@ -36,14 +39,20 @@ def _scaled(
 ):
     """Return scale * number - minimum; scales of numbers [BLOCK_N, BLOCK_K] are shared by GROUP
     inputs. Groups beyond the last have scales of zero."""
-    NUM_GROUPS: tl.constexpr = BLOCK_K // GROUP
-    at = (first_group + tl.arange(0, NUM_GROUPS))[None, :] * num_outputs + n[:, None]
-    is_there = n[:, None] < num_outputs
-    by_group = tl.reshape(numbers, (BLOCK_N, NUM_GROUPS, GROUP))
-    by_group *= tl.load(scales + at, mask=is_there, other=0.0).to(tl.float32)[:, :, None]
-    if HAS_MINIMUMS:
-        by_group -= tl.load(minimums + at, mask=is_there, other=0.0).to(tl.float32)[:, :, None]
-    return tl.reshape(by_group, (BLOCK_N, BLOCK_K))
+    is_n = n < num_outputs
+    if GROUP >= BLOCK_K:  # 8-bit floats, which have no minimums
+        of_outputs = tl.load(scales + first_group * num_outputs + n, mask=is_n, other=0.0)
+        return numbers * of_outputs[:, None]
+    else:
+        NUM_GROUPS: tl.constexpr = BLOCK_K // GROUP
+        at = (first_group + tl.arange(0, NUM_GROUPS))[None, :] * num_outputs + n[:, None]
+        by_group = tl.reshape(numbers, (BLOCK_N, NUM_GROUPS, GROUP))
+        of_groups = tl.load(scales + at, mask=is_n[:, None], other=0.0).to(tl.float32)
+        by_group *= of_groups[:, :, None]
+        if HAS_MINIMUMS:
+            of_groups = tl.load(minimums + at, mask=is_n[:, None], other=0.0).to(tl.float32)
+            by_group -= of_groups[:, :, None]
+        return tl.reshape(by_group, (BLOCK_N, BLOCK_K))
 
 
 # What differs from launch to launch is not compiled in: to compile takes a second, for everybody.
@@ -61,6 +70,7 @@ def multiply_codes(
     width,
     num_blocks,
     IS_PACKED: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
     HAS_MINIMUMS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
@@ -75,9 +85,9 @@ def multiply_codes(
 
     Args:
         x: [rows, num_inputs].
-        codes: uint8 [num_outputs, width], the width a multiple of BLOCK_K. 8 bits are stored plus
-            128; of 4 bits, a byte has the code of input k in its low half and the code of input
-            width + k in its high half.
+        codes: [num_outputs, width], the width a multiple of BLOCK_K: 8-bit floats if IS_FLOAT, else
+            uint8. Integers of 8 bits are stored plus 128; of 4 bits, a byte has the code of input k
+            in its low half and the code of input width + k in its high half.
         scales, minimums: [inputs / GROUP, num_outputs], of all inputs that there are codes of.
         bias: [num_outputs], added unless there are splits.
         out: [rows, num_outputs]; with splits float32 [splits, rows, num_outputs].
@@ -95,10 +105,12 @@ def multiply_codes(
     first_block = split * num_blocks
     for index in range(first_block, tl.minimum(first_block + num_blocks, width // BLOCK_K)):
         block = index * BLOCK_K
-        stored = tl.load(codes_of + block, mask=is_n[:, None], other=0)
+        stored = tl.load(codes_of + block, mask=is_n[:, None], other=0.0)
         is_x = is_m[None, :] & (block + k < num_inputs)[:, None]
         rows = tl.load(x_of + block, mask=is_x, other=0.0).to(DOT_DTYPE)
-        numbers = _as_numbers(stored & 15, 0) if IS_PACKED else _as_numbers(stored, 128)
+        numbers = _as_numbers(
+            stored & 15 if IS_PACKED else stored, 0 if IS_PACKED else 128, IS_FLOAT
+        )
         weight = _scaled(
             numbers,
             scales,
@@ -116,7 +128,7 @@ def multiply_codes(
             is_x = is_m[None, :] & (width + block + k < num_inputs)[:, None]
             rows = tl.load(x_of + width + block, mask=is_x, other=0.0).to(DOT_DTYPE)
             weight = _scaled(
-                _as_numbers(stored >> 4, 0),
+                _as_numbers(stored >> 4, 0, IS_FLOAT),
                 scales,
                 minimums,
                 (width + block) // GROUP,

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from session_server.models.layers.block_weight import BLOCK, BlockWeight
+from session_server.attention.triton import has_e4m3
+from session_server.models.layers.block_weight import (
+    BLOCK,
+    FP8_BLOCK,
+    BlockWeight,
+    CodedWeight,
+    Fp8Weight,
+)
 
 BLOCK_K: Final = 64
 """Bytes of a row of codes that a program reads at a time; rows are padded to whole ones."""
@@ -19,8 +26,8 @@ BLOCK_K: Final = 64
 class PackedCodes:
     """Hold a weight [num_outputs, num_inputs]; `multiply_codes` describes the layout.
 
-    `codes`: uint8 [num_outputs, width]. `scales` and, if there are any, `minimums`: float16, of
-    BLOCK inputs each, [width / BLOCK, num_outputs] for 8 bits and twice as many for 4.
+    `codes`: uint8, or 8-bit floats, [num_outputs, width]. `scales` and, if there are any,
+    `minimums`: of `group` inputs each, [groups, num_outputs]; float16, of 8-bit floats float32.
     """
 
     codes: Tensor
@@ -28,6 +35,7 @@ class PackedCodes:
     minimums: Tensor | None
     num_inputs: int
     num_bits: int
+    group: int
 
     @property
     def num_outputs(self) -> int:
@@ -40,8 +48,24 @@ class PackedCodes:
         return self.codes.shape[1]
 
 
-def pack(weight: BlockWeight) -> PackedCodes:
-    """Copy codes into the kernels' layout; scales and minimums are rounded to 16 bits."""
+def has_kernel(weight: CodedWeight, device: torch.device) -> bool:
+    """Return whether the device has what converts the codes; else torch computes with numbers."""
+    return not isinstance(weight, Fp8Weight) or has_e4m3(device)
+
+
+def pack(weight: CodedWeight) -> PackedCodes:
+    """Copy codes into the kernels' layout."""
+    if isinstance(weight, BlockWeight):
+        return _pack_blocks(weight)
+    assert isinstance(weight, Fp8Weight)
+    codes = functional.pad(weight.codes, (0, _width(weight.shape[1], 8) - weight.shape[1]))
+    scales = weight.scales.t().contiguous()
+    codes = codes.view(torch.float8_e4m3fn)
+    return PackedCodes(codes, scales, None, weight.shape[1], 8, FP8_BLOCK)
+
+
+def _pack_blocks(weight: BlockWeight) -> PackedCodes:
+    """Copy integers; their scales and minimums are rounded to 16 bits."""
     num_inputs, width = weight.shape[1], _width(weight.shape[1], weight.num_bits)
     padding = width * 8 // weight.num_bits - num_inputs
     codes = functional.pad(weight.codes, (0, padding))
@@ -54,14 +78,19 @@ def pack(weight: BlockWeight) -> PackedCodes:
         return functional.pad(numbers, (0, padding // BLOCK)).half().t().contiguous()
 
     minimums = None if weight.minimums is None else by_group(weight.minimums)
-    return PackedCodes(codes, by_group(weight.scales), minimums, num_inputs, weight.num_bits)
+    scales = by_group(weight.scales)
+    return PackedCodes(codes, scales, minimums, num_inputs, weight.num_bits, BLOCK)
 
 
-def packed_bytes(outputs: int, inputs: int, num_bits: int, *, has_minimums: bool) -> int:
-    """Return the bytes of codes in this layout."""
-    width = _width(inputs, num_bits)
-    num_groups = width * 8 // num_bits // BLOCK
-    return outputs * (width + num_groups * torch.float16.itemsize * (1 + has_minimums))
+def packed_bytes(weight: CodedWeight) -> int:
+    """Return the bytes of a weight in this layout."""
+    outputs, inputs = weight.shape
+    if not isinstance(weight, BlockWeight):
+        return outputs * _width(inputs, 8) + weight.scales.nbytes
+    width = _width(inputs, weight.num_bits)
+    num_groups = width * 8 // weight.num_bits // BLOCK
+    num_sides = 1 if weight.minimums is None else 2
+    return outputs * (width + num_groups * torch.float16.itemsize * num_sides)
 
 
 def _width(inputs: int, num_bits: int) -> int:

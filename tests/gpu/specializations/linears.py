@@ -7,15 +7,14 @@ from typing import Final
 
 import torch
 
-from session_server.models.layers.block_weight import BLOCK
+from session_server.models.layers.block_weight import BLOCK, FP8_BLOCK
 from session_server.runner.triton.linear import SUMMED_OUTPUTS, LinearTile, tile_shapes
 from session_server.runner.triton.linear_kernels import multiply_codes, sum_splits
 from session_server.runner.triton.packing import BLOCK_K
 from tests.gpu.compiled import TL, Specialization
 
 DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-KINDS: Final = {"int4": (4, True), "int4 without minimums": (4, False), "int8": (8, False)}
-"""Bits of codes, and whether they have minimums."""
+KINDS: Final = ("int4", "int4 without minimums", "int8", "fp8")
 
 SIZES: Final = ("num_outputs", "num_inputs", "width")
 """Multiples of 16 in every model of some size."""
@@ -33,27 +32,28 @@ def specializations() -> Iterator[Specialization]:
 
 def _multiply(kind: str, dtype: str, shape: LinearTile, *, is_split: bool) -> Specialization:
     """`multiply_codes`, as `TritonLinear` has it compiled."""
-    num_bits, has_minimums = KINDS[kind]
+    is_float = kind == "fp8"
     out = "fp32" if is_split else dtype
     return Specialization(
         multiply_codes,
         f"{kind}, {shape.num_rows} rows{', split' * is_split}",
-        (dtype,),
+        (dtype, "fp8e4nv") if is_float else (dtype,),
         pointers={
             "x": dtype,
-            "codes": "u8",
-            "scales": "fp16",
-            "minimums": "fp16",
+            "codes": "fp8e4nv" if is_float else "u8",
+            "scales": "fp32" if is_float else "fp16",
+            "minimums": "fp32" if is_float else "fp16",
             "bias": dtype,
             "out": out,
         },
         constants={
-            "IS_PACKED": num_bits == 4,
-            "HAS_MINIMUMS": has_minimums,
+            "IS_PACKED": kind.startswith("int4"),
+            "IS_FLOAT": is_float,
+            "HAS_MINIMUMS": kind == "int4",
             "HAS_BIAS": True,
             "IS_SPLIT": is_split,
             "DOT_DTYPE": TL[dtype],
-            "GROUP": BLOCK,
+            "GROUP": FP8_BLOCK if is_float else BLOCK,
             "BLOCK_M": shape.num_rows,
             "BLOCK_N": shape.num_outputs,
             "BLOCK_K": BLOCK_K,
