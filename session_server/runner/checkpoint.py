@@ -263,7 +263,8 @@ class TensorReader(CheckpointReader):
             return weight if isinstance(weight, Tensor) else weight.dense()
         tensor = self._read(name)
         if self._tensors[name].is_fp8:
-            tensor = fp8.dequantize(tensor, self._read(name + fp8.SCALES_SUFFIX))
+            scales = self._read(name + fp8.SCALES_SUFFIX).to(self.device)
+            tensor = fp8.dequantize(tensor.to(self.device), scales)
         copied = tensor.to(device=self.device, dtype=dtype, copy=True)
         self.count_read()
         return copied
