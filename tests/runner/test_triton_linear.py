@@ -42,7 +42,7 @@ def coded(kind: str, shape: tuple[int, int], dtype: torch.dtype = torch.float32)
     """Codes of every value, whose scales and minimums 16 bits hold."""
     (outputs, inputs), generator = shape, torch.Generator().manual_seed(0)
     if kind == "fp8":
-        inputs += 2  # blocks end within a row
+        inputs += 98  # of two blocks at least, one of which ends within a row
         numbers = torch.randn((outputs, inputs), generator=generator).to(torch.float8_e4m3fn)
         scales = torch.rand((outputs, -(-inputs // 128)), generator=generator)
         return Fp8Weight(numbers.view(torch.uint8), scales, dtype).to(DEVICE)
