@@ -475,6 +475,7 @@ BOUND_NOTHING = frozenset(
         "session_server.models.gguf.reader:_STRING",
         "session_server.models.gguf.reader:_PLACE_BYTES",
         "session_server.models.layers.block_weight:BLOCK",
+        "session_server.models.layers.block_weight:FP8_BLOCK",
         "session_server.runner.measured_weights:_PANEL",
         "session_server.runner.packed_formats:WORD_BITS",
         # How much is converted at a time.
