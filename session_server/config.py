@@ -141,8 +141,10 @@ class ModelOptions(_Section):
         "dtype of weights and KV; auto: the checkpoint's; float32 on a CPU without native kernels, "
         "bfloat16 on a GPU if the checkpoint has float32",
     )
-    kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = _setting(
-        "auto", "dtype of the stored KV; auto: the dtype of the model"
+    kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"] = _setting(
+        "auto",
+        "dtype of the stored KV; auto: the dtype of the model; 8-bit floats with "
+        "`--attention-backend triton`",
     )
     device: str = _setting(
         "auto", "device to run on: auto, cpu, cuda or cuda:N", pattern=r"^(auto|cpu|cuda(:\d+)?)$"

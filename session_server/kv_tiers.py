@@ -16,7 +16,7 @@ from session_server.core.kv_place import KV_DIRECTORY
 from session_server.core.tier_orders import TierCarrier
 from session_server.engine.config import TierPolicy
 from session_server.engine_host.tier_threads import NoTiers
-from session_server.models.config import DTypeName, ModelConfig
+from session_server.models.config import DTypeName, KvDTypeName, ModelConfig
 from session_server.models.layers.block_weight import BLOCK
 from session_server.runner.capacity import free_host_bytes
 from session_server.runner.kv_carrier import KvCarrier
@@ -67,7 +67,7 @@ class KvIdentity:
     spec: CacheSpec
     weights: WeightFormat
     dtype: DTypeName
-    kv_dtype: DTypeName
+    kv_dtype: KvDTypeName
     codes_per_scale: int = BLOCK
 
 

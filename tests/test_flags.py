@@ -69,7 +69,7 @@ def test_our_own_flags_fill_settings_too() -> None:
         ("--mem-fraction-static", "nan"),
         ("--max-running-requests", "many"),
         ("--dtype", "int3"),
-        ("--kv-cache-dtype", "fp8_e4m3"),
+        ("--kv-cache-dtype", "fp8"),
         ("--device", "tpu"),
         ("--session-ttl", "0"),
     ],

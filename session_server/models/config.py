@@ -35,6 +35,17 @@ STATE_BYTES: Final = 4
 DTypeName = Literal["float32", "float16", "bfloat16"]
 DTYPE_BYTES: Final[dict[DTypeName, int]] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
+KvDTypeName = Literal[DTypeName, "fp8_e4m3", "fp8_e5m2"]
+"""What K, V and latents can be stored in: 8-bit floats too, by vLLM's and SGLang's names."""
+
+KV_DTYPE_BYTES: Final[dict[KvDTypeName, int]] = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "fp8_e4m3": 1,
+    "fp8_e5m2": 1,
+}
+
 
 class RopeKind(Enum):
     """Select how rotary frequencies are scaled beyond the trained context (`rope_type`)."""
@@ -464,7 +475,7 @@ class ModelConfig:
         return mixers[0]
 
     def cache_spec(
-        self, page_size: int, dtype: DTypeName, kv_dtype: DTypeName | None = None
+        self, page_size: int, dtype: DTypeName, kv_dtype: KvDTypeName | None = None
     ) -> CacheSpec:
         """Describe what the layers store per position.
 
@@ -478,7 +489,7 @@ class ModelConfig:
             groups = (
                 group
                 if group.kind is LayerKind.RECURRENT
-                else replace(group, dtype_bytes=DTYPE_BYTES[kv_dtype], kv_dtype=kv_dtype)
+                else replace(group, dtype_bytes=KV_DTYPE_BYTES[kv_dtype], kv_dtype=kv_dtype)
                 for group in groups
             )
         return CacheSpec(tuple(groups), page_size)

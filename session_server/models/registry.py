@@ -48,8 +48,16 @@ FAMILIES: Final[Mapping[str, Callable[[RawConfig], ModelConfig]]] = {
 }
 """Parser of every implemented `model_type`."""
 
-QUANTIZATION_METHODS: Final[Mapping[str, str]] = {"deepseek_v3": "fp8", "gpt_oss": "mxfp4"}
-"""The `quant_method` that a family's weights may have. They are dequantized on load."""
+QUANTIZATION_METHODS: Final[Mapping[str, str]] = {
+    "deepseek_v3": "fp8",
+    "gpt_oss": "mxfp4",
+    "qwen3": "fp8",
+    "qwen3_moe": "fp8",
+}
+"""The `quant_method` that a family's weights may have, in floats."""
+
+FP8_BLOCK: Final = [128, 128]
+"""Outputs and inputs that share a scale, of 8-bit floats."""
 
 PACKED_METHODS: Final = frozenset(method.value for method in PackedMethod)
 
@@ -118,6 +126,9 @@ def parse_config(raw: RawConfig) -> ModelConfig:
         raise UnsupportedModel(
             f"quantization_config: {model_type} quantized with {method!r} is not implemented"
         )
+    block = (quantization or {}).get("weight_block_size", FP8_BLOCK)
+    if method == "fp8" and block != FP8_BLOCK:
+        raise UnsupportedModel(f"weight_block_size {block} is not implemented; known: {FP8_BLOCK}")
     try:
         config = describe(raw)
         if is_packed:

@@ -12,7 +12,7 @@ from msgspec.msgpack import Decoder, Encoder
 from cache.spec import Capacity
 from cache.types import PoolName, RowId, StateMoves, TableWrite
 from session_server.attention.base import Span
-from session_server.models.config import DTypeName
+from session_server.models.config import DTypeName, KvDTypeName
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
@@ -36,7 +36,7 @@ class LoadPart(msgspec.Struct, frozen=True, tag=True):
 
     directories: tuple[str, ...]
     dtype: DTypeName
-    kv_dtype: DTypeName
+    kv_dtype: KvDTypeName
     page_size: int
     num_threads: int
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from session_server.models.config import MoeConfig
 from session_server.models.errors import CheckpointError
 from session_server.models.files import MAX_JSON_BYTES, find_file, find_files, read_object
-from session_server.models.layers.block_weight import Weight
+from session_server.models.layers.block_weight import Fp8Weight, Weight
 from session_server.models.layers.linear import Linear, make_linear
 from session_server.models.layers.moe import Experts
 from session_server.models.quantization import QuantizationConfig
@@ -175,6 +175,10 @@ class Checkpoint:
         with self.reader(device=torch.device("cpu"), dtype=torch.float32) as reader:
             return self.packed.code_bits(name, (shape[0], shape[1]), reader.read)
 
+    def is_fp8(self, name: str) -> bool:
+        """Return whether a tensor is stored in 8-bit floats. An `IsFp8`."""
+        return name in self.tensors and self.tensors[name].is_fp8
+
     def reader(self, *, device: torch.device, dtype: torch.dtype) -> TensorReader:
         """Return a reader of a checked checkpoint."""
         return TensorReader(self, device=device, dtype=dtype)
@@ -275,16 +279,17 @@ class TensorReader(CheckpointReader):
             return weight if isinstance(weight, Tensor) else weight.dense()
         tensor = self._read(name)
         if self._tensors[name].is_fp8:
-            tensor = fp8.dequantize(tensor, self._read(name + fp8.SCALES_SUFFIX))
+            scales = self._read(name + fp8.SCALES_SUFFIX).to(self.device)
+            tensor = fp8.dequantize(tensor.to(self.device), scales)
         copied = tensor.to(device=self.device, dtype=dtype, copy=True)
         self.count_read()
         return copied
 
     def take_linear(self, name: str, outputs: int, inputs: int) -> Weight:
         """Return a matrix, as codes if it is stored as such."""
-        if self._packed is None or not self._packed.holds(name, self._tensors):
-            return self.take(name, outputs, inputs)
-        return self._quantized(self._packed, name, (outputs, inputs), self.dtype)
+        if self._packed is not None and self._packed.holds(name, self._tensors):
+            return self._quantized(self._packed, name, (outputs, inputs), self.dtype)
+        return self._fp8(name) if self._tensors[name].is_fp8 else self.take(name, outputs, inputs)
 
     def has_codes(self, name: str) -> bool:
         """Return whether a matrix is stored as codes."""
@@ -300,6 +305,12 @@ class TensorReader(CheckpointReader):
         weight = packed.codes(name, shape, self.read).weight(dtype)
         self.count_read()
         return weight.to(self.device)
+
+    def _fp8(self, name: str) -> Fp8Weight:
+        numbers, scales = self._read(name), self._read(name + fp8.SCALES_SUFFIX)
+        codes = numbers.view(torch.uint8).to(self.device, copy=True)
+        self.count_read()
+        return Fp8Weight(codes, fp8.by_output(scales, len(codes)).to(self.device), self.dtype)
 
     def _read(self, name: str) -> Tensor:
         path = self._tensors[name].path

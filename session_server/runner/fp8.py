@@ -10,8 +10,7 @@ from typing import Final
 
 from torch import Tensor
 
-BLOCK: Final = 128
-"""Rows, and columns, that share a scale."""
+from session_server.models.layers.block_weight import FP8_BLOCK as BLOCK
 
 STORED_DTYPE: Final = "F8_E4M3"
 """The name of this dtype in safetensors headers."""
@@ -26,7 +25,10 @@ def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def dequantize(weight: Tensor, scales: Tensor) -> Tensor:
     """Convert FP8 [outputs, inputs] with its scales to float32 [outputs, inputs]."""
-    outputs, inputs = weight.shape
-    by_row = scales.float().repeat_interleave(BLOCK, dim=0)[:outputs]
-    factors = by_row.repeat_interleave(BLOCK, dim=1)[:, :inputs]
-    return weight.float().mul_(factors)
+    factors = by_output(scales, len(weight)).repeat_interleave(BLOCK, dim=1)
+    return weight.float().mul_(factors[:, : weight.shape[1]])
+
+
+def by_output(scales: Tensor, num_outputs: int) -> Tensor:
+    """Return the scales of blocks as those of single outputs, float32 [num_outputs, blocks]."""
+    return scales.float().repeat_interleave(BLOCK, dim=0)[:num_outputs]

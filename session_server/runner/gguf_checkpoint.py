@@ -49,6 +49,11 @@ class GgufCheckpoint:
         del shape
         return code_bits(self.tensors[name].tensor.type.name)
 
+    def is_fp8(self, name: str) -> bool:
+        """Return whether a tensor is stored in 8-bit floats: GGUF has none. An `IsFp8`."""
+        del name
+        return False
+
     def reader(self, *, device: torch.device, dtype: torch.dtype) -> GgufReader:
         """Return a reader of a checked checkpoint."""
         return GgufReader(self, device=device, dtype=dtype)

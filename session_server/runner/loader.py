@@ -10,7 +10,8 @@ from typing import Final, Literal
 import torch
 
 from cache.spec import CacheSpec
-from session_server.models.config import STATE_POOL, DTypeName, ModelConfig
+from session_server.attention import triton
+from session_server.models.config import STATE_POOL, DTypeName, KvDTypeName, ModelConfig
 from session_server.models.decoder import Decoder
 from session_server.models.errors import DraftMismatch
 from session_server.models.layers.linear import LinearFactory, make_linear
@@ -21,8 +22,15 @@ from session_server.runner.checkpoint import Progress
 from session_server.runner.decode_graphs import CudaGraphs
 from session_server.runner.graph_sizes import graph_sizes
 from session_server.runner.layer_factories import LayerFactories
+from session_server.runner.measured_weights import (
+    HeldBytes,
+    held_by_torch,
+    held_by_triton,
+    held_natively,
+)
 from session_server.runner.model_runner import ModelRunner
 from session_server.runner.paged_decoder import (
+    KV_DTYPES,
     TORCH_DTYPES,
     BackendName,
     ComputeBackend,
@@ -54,7 +62,7 @@ class RunnerOptions:
     num_rows: int
     device: str = "auto"
     dtype: DTypeName | Literal["auto"] = "auto"
-    kv_dtype: DTypeName | Literal["auto"] = "auto"
+    kv_dtype: KvDTypeName | Literal["auto"] = "auto"
     max_context_len: int | None = None
     memory: MemoryLimits = field(default_factory=MemoryLimits)
     backend: BackendName = "auto"
@@ -79,7 +87,7 @@ class LoadedRunner:
     plan: CapacityPlan
     device: str
     dtype: DTypeName
-    kv_dtype: DTypeName
+    kv_dtype: KvDTypeName
     weights: native.WeightFormat
     draft_config: ModelConfig | None = None
     quantization: QuantizationEffect | None = None
@@ -92,7 +100,7 @@ class ResolvedOptions:
     config: ModelConfig
     device: torch.device
     dtype: DTypeName
-    kv_dtype: DTypeName
+    kv_dtype: KvDTypeName
     weights: native.WeightFormat
     max_context_len: int
     num_rows: int
@@ -117,7 +125,8 @@ def resolve_options(config: ModelConfig, options: RunnerOptions) -> ResolvedOpti
     """Resolve the options for a model on this machine.
 
     Raises:
-        ValueError: the device does not exist, or the backend does not run on it.
+        ValueError: the device does not exist, or the backend does not run on it, or does not read
+            KV of the dtype.
     """
     device = choose_device(options.device)
     backend = resolve_backend(options.backend, device)
@@ -125,11 +134,13 @@ def resolve_options(config: ModelConfig, options: RunnerOptions) -> ResolvedOpti
         why = native.WHY_MISSING or f"the backend is {backend}, on {device}"
         raise ValueError(f"--quantize {options.quantize} needs the native kernels: {why}")
     dtype = choose_dtype(options.dtype, config.dtype, device, backend)
+    kv_dtype = dtype if options.kv_dtype == "auto" else options.kv_dtype
+    check_kv_dtype(kv_dtype, device, backend)
     return ResolvedOptions(
         config=config,
         device=device,
         dtype=dtype,
-        kv_dtype=dtype if options.kv_dtype == "auto" else options.kv_dtype,
+        kv_dtype=kv_dtype,
         weights=dtype if options.quantize == "none" else options.quantize,
         max_context_len=min(
             config.max_position_embeddings,
@@ -244,11 +255,24 @@ def keeps_mxfp4(backend: ComputeBackend, dtype: torch.dtype) -> bool:
 
 def linear_factory(backend: ComputeBackend, weights: native.WeightFormat) -> LinearFactory:
     """Return what creates the linears of a backend, `weights` being how native ones are stored."""
-    if backend != "native":
-        return make_linear
-    from session_server.runner.native.linear import NativeLinears
+    if backend == "native":
+        from session_server.runner.native.linear import NativeLinears
 
-    return NativeLinears(weights)
+        return NativeLinears(weights)
+    if backend == "triton":
+        from session_server.runner.triton.linear import TritonLinears
+
+        return TritonLinears()
+    return make_linear
+
+
+def linear_bytes(
+    backend: ComputeBackend, weights: native.WeightFormat, device: torch.device
+) -> HeldBytes:
+    """Return what measures the linears that `linear_factory` creates."""
+    if backend == "native":
+        return held_natively(weights)
+    return held_by_triton(device) if backend == "triton" else held_by_torch
 
 
 def _fits_besides(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
@@ -327,3 +351,21 @@ def choose_dtype(
     if device.type == "cpu":
         return of_checkpoint if backend == "native" else "float32"
     return "bfloat16" if of_checkpoint == "float32" else of_checkpoint
+
+
+def check_kv_dtype(name: KvDTypeName, device: torch.device, backend: ComputeBackend) -> None:
+    """Refuse 8-bit floats where no kernel reads them.
+
+    Raises:
+        ValueError: the backend does not, or not on this device.
+    """
+    if KV_DTYPES[name].itemsize > 1:
+        return
+    flag = f"--kv-cache-dtype {name}"
+    if backend != "triton":
+        raise ValueError(
+            f"{flag} needs the kernels of --attention-backend triton, and the backend is "
+            f"{backend}, on {device}; ask for those on a GPU, or for bfloat16"
+        )
+    if name == "fp8_e4m3" and not triton.has_e4m3(device):
+        raise ValueError(f"{flag} needs a GPU of compute capability 8.9; take fp8_e5m2 on this one")

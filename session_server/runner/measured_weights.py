@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from session_server.models.layers.block_weight import BLOCK, BlockWeight, Weight
+from session_server.models.layers.block_weight import (
+    BLOCK,
+    FP8_BLOCK,
+    BlockWeight,
+    Fp8Weight,
+    Weight,
+)
 from session_server.models.layers.linear import Linear, PlainLinear, is_packed
 from session_server.runner.checkpoint import ExpectedTensors, Shape
 from session_server.runner.native import WeightFormat
+from session_server.runner.triton import packing
 
 _PANEL: Final = 16
 """Outputs that lie side by side, `kPanel` of the kernels."""
@@ -30,10 +37,62 @@ CodeBits = Callable[[str, Shape], int]
 """Return the bits of a matrix's codes, 4 with minimums or 8; 0 if it comes as numbers."""
 
 
+IsFp8 = Callable[[str], bool]
+"""Return whether a matrix is stored in 8-bit floats."""
+
+
+def no_fp8(name: str) -> bool:
+    """Say of every matrix that it is not. An `IsFp8`."""
+    del name
+    return False
+
+
 def no_codes(name: str, shape: Shape) -> int:
     """Say of every matrix that it comes as numbers. A `CodeBits`."""
     del name, shape
     return 0
+
+
+HeldBytes = Callable[[Weight], int | None]
+"""Return the bytes that kernels of our own hold of a weight; None if torch computes with it."""
+
+
+class StoredCodes(NamedTuple):
+    """Say what of a checkpoint comes as codes: `bits` and `is_fp8` of which matrices. `names`: the
+    tensors that exist, if experts in MXFP4 are kept as they are."""
+
+    bits: CodeBits = no_codes
+    is_fp8: IsFp8 = no_fp8
+    names: Iterable[str] = ()
+
+
+def held_by_torch(weight: Weight) -> int | None:
+    """Say of every weight that torch computes with it. A `HeldBytes`."""
+    del weight
+    return None
+
+
+def held_by_triton(device: torch.device) -> HeldBytes:
+    """Return the `HeldBytes` of the kernels for a GPU: those of codes; torch has the rest."""
+
+    def held(weight: Weight) -> int | None:
+        if isinstance(weight, Tensor) or not packing.has_kernel(weight, device):
+            return None
+        return packing.packed_bytes(weight)
+
+    return held
+
+
+def held_natively(dense: WeightFormat) -> HeldBytes:
+    """Return the `HeldBytes` of the native kernels, which hold dense weights in a format."""
+
+    def held(weight: Weight) -> int:
+        outputs, inputs = weight.shape
+        if not isinstance(weight, BlockWeight):
+            return packed_bytes(outputs, inputs, dense)
+        return packed_bytes(outputs, inputs, "int4" if weight.num_bits == 4 else "int8")
+
+    return held
 
 
 def packed_bytes(outputs: int, inputs: int, weights: WeightFormat) -> int:
@@ -55,15 +114,14 @@ class MeasuredTensors(ExpectedTensors):
         *,
         device: torch.device,
         dtype: torch.dtype,
-        native_format: WeightFormat | None,
-        code_bits: CodeBits,
-        names: Iterable[str],
+        held_bytes: HeldBytes,
+        stored: StoredCodes,
     ) -> None:
         """Create a source; see `weights.weight_bytes`."""
-        super().__init__(names, dtype)
+        super().__init__(stored.names, dtype)
         self._device = device
-        self._native_format = native_format
-        self._code_bits = code_bits
+        self._held_bytes = held_bytes
+        self._stored = stored
         self._num_linear_bytes = 0
         self._embedding: Tensor | None = None
 
@@ -82,7 +140,11 @@ class MeasuredTensors(ExpectedTensors):
     def take_linear(self, name: str, outputs: int, inputs: int) -> Weight:
         """Record a matrix [outputs, inputs]."""
         dense = self.take(name, outputs, inputs)
-        num_bits = self._code_bits(name, (outputs, inputs))
+        if self._stored.is_fp8(name):
+            codes = torch.empty((outputs, inputs), dtype=torch.uint8, device="meta")
+            scales = torch.empty((outputs, -(-inputs // FP8_BLOCK)), device="meta")
+            return Fp8Weight(codes, scales, self.dtype)
+        num_bits = self._stored.bits(name, (outputs, inputs))
         if num_bits == 0:
             return dense
         kind = torch.uint8 if num_bits == 4 else torch.int8
@@ -93,19 +155,15 @@ class MeasuredTensors(ExpectedTensors):
 
     def has_codes(self, name: str) -> bool:
         """Return whether a matrix that was taken comes as codes."""
-        return self._code_bits(name, self.shapes[name]) != 0
+        return self._stored.bits(name, self.shapes[name]) != 0
 
     def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """Count the matrix as a linear holds it, in place of the numbers that were taken for it."""
         outputs, inputs = weight.shape
         num_dense = outputs * inputs * self.dtype.itemsize
         is_shared = weight is self._embedding  # it is read by rows too
-        if self._native_format is not None:
-            held = self._native_format
-            if isinstance(weight, BlockWeight):
-                held = "int4" if weight.num_bits == 4 else "int8"
-            num_held = packed_bytes(outputs, inputs, held)
-        else:
+        num_held = self._held_bytes(weight)
+        if num_held is None:
             is_copied = is_packed(outputs * inputs, self.dtype, self._device)
             num_held = 0 if is_shared and not is_copied else num_dense
         self._num_linear_bytes += num_held - (0 if is_shared else num_dense)

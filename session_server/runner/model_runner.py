@@ -24,7 +24,7 @@ from cache.pool.upload import upload
 from cache.spec import CacheSpec, Capacity, LayerKind
 from cache.types import PoolName, TableWrite, pages_for
 from session_server.core.batch import Batch, PendingStep, Probe
-from session_server.models.config import DTypeName
+from session_server.models.config import KvDTypeName
 from session_server.models.decoder import Decoder
 from session_server.runner.constraints import Constraints, Masks
 from session_server.runner.decode_graphs import DecodeGraphs, GraphApi
@@ -114,7 +114,7 @@ class ModelRunner:
         self._draft: DraftModel | None = None
         if draft is not None:
             assert draft.config.vocab_size == decoder.config.vocab_size, "one sampler for both"
-            kv_dtype = cast(DTypeName | None, spec.kv_dtype)
+            kv_dtype = cast(KvDTypeName | None, spec.kv_dtype)
             draft_spec = draft.config.cache_spec(page_size, draft.dtype_name, kv_dtype)
             model = PagedDecoder(draft, draft_spec, capacity, tables=self._tables, backend=backend)
             self._draft = DraftModel(model, self._tables, self._sampler, num_rows=num_rows)

@@ -57,7 +57,14 @@ TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-"""torch dtypes by their names in configurations and layer groups."""
+"""torch dtypes by their names in configurations."""
+
+KV_DTYPES: Final[Mapping[str, torch.dtype]] = {
+    **TORCH_DTYPES,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+"""Dtypes of pools by their names in layer groups."""
 
 
 def resolve_backend(backend: BackendName, device: torch.device) -> ComputeBackend:
@@ -141,7 +148,7 @@ class PagedDecoder:
             pages = PageFormat(
                 num_pages=capacity.num_pages[group.pool],
                 page_size=spec.page_size,
-                dtype=TORCH_DTYPES[group.kv_dtype or decoder.dtype_name],
+                dtype=KV_DTYPES[group.kv_dtype or decoder.dtype_name],
                 read_dtype=decoder.dtype,
                 device=device,
             )

@@ -10,7 +10,8 @@ from cache.spec import CacheSpec
 from session_server.models.config import DTypeName, ModelConfig
 from session_server.models.registry import load_config
 from session_server.runner.capacity import CapacityPlan, free_bytes
-from session_server.runner.loader import RunnerOptions, keeps_mxfp4, resolve_options
+from session_server.runner.loader import RunnerOptions, keeps_mxfp4, linear_bytes, resolve_options
+from session_server.runner.measured_weights import StoredCodes
 from session_server.runner.paged_decoder import TORCH_DTYPES
 from session_server.runner.weights import expected_tensors, open_checkpoint, weight_bytes
 
@@ -46,14 +47,13 @@ def survey(directory: Path, options: RunnerOptions) -> Survey:
     config = resolved.config
     checkpoint = open_checkpoint(directory, config)
     dtype = TORCH_DTYPES[resolved.dtype]
-    native_format = resolved.dtype if options.quantize == "none" else options.quantize
+    names = checkpoint.tensors if keeps_mxfp4(resolved.backend, dtype) else ()
     in_memory = weight_bytes(
         config,
         device=resolved.device,
         dtype=dtype,
-        native_format=native_format if resolved.backend == "native" else None,
-        code_bits=checkpoint.code_bits,
-        names=checkpoint.tensors if keeps_mxfp4(resolved.backend, dtype) else (),
+        held_bytes=linear_bytes(resolved.backend, resolved.weights, resolved.device),
+        stored=StoredCodes(checkpoint.code_bits, checkpoint.is_fp8, names),
     )
     limits = options.memory
     if limits.free_bytes is None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from session_server.models.layers.block_weight import BlockWeight, Weight, concatenate
+from session_server.models.layers.block_weight import CodedWeight, Weight, concatenate
 
 
 def reorder_rows(weight: Weight, reorder: Callable[[Tensor], Tensor]) -> Weight:
@@ -26,9 +26,9 @@ def reorder_rows(weight: Weight, reorder: Callable[[Tensor], Tensor]) -> Weight:
 
 def join_rows(parts: Sequence[Weight]) -> Weight:
     """Concatenate outputs. Codes of several kinds, or beside dense parts, become dense."""
-    codes = tuple(part for part in parts if isinstance(part, BlockWeight))
-    if len(codes) == len(parts) and BlockWeight.can_join(codes):
-        return BlockWeight.join(codes)
+    codes = [part for part in parts if isinstance(part, CodedWeight)]
+    if len(codes) == len(parts) and CodedWeight.can_join(codes):
+        return CodedWeight.join(codes)
     return concatenate([as_dense(part) for part in parts])
 
 

@@ -40,9 +40,13 @@ from session_server.runner.ffn_weights import take_ffn
 from session_server.runner.gguf_checkpoint import GgufCheckpoint
 from session_server.runner.host_memory import return_freed_memory
 from session_server.runner.layer_factories import BY_TORCH, LayerFactories
-from session_server.runner.measured_weights import CodeBits, MeasuredTensors, no_codes
+from session_server.runner.measured_weights import (
+    HeldBytes,
+    MeasuredTensors,
+    StoredCodes,
+    held_by_torch,
+)
 from session_server.runner.mla_weights import take_mla
-from session_server.runner.native import WeightFormat
 from session_server.runner.recurrent_weights import take_gated_delta, take_mamba2, take_short_conv
 from session_server.runner.weight_rows import join_rows, reorder_rows
 
@@ -120,18 +124,19 @@ def weight_bytes(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    native_format: WeightFormat | None = None,
-    code_bits: CodeBits = no_codes,
-    names: Iterable[str] = (),
+    held_bytes: HeldBytes = held_by_torch,
+    stored: StoredCodes | None = None,
 ) -> int:
     """Return the bytes of the parameters once they are loaded.
 
-    `native_format`: how kernels of our own hold dense matrices; None if torch computes, the padding
-    of whose layouts is left out. `code_bits`: which matrices come as codes. `names`: the tensors
-    that exist, if experts in MXFP4 are kept as they are.
+    `held_bytes`: what linears hold; the padding of torch's layouts is left out. `stored`: what
+    comes as codes; None for nothing.
     """
     tensors = MeasuredTensors(
-        device=device, dtype=dtype, native_format=native_format, code_bits=code_bits, names=names
+        device=device,
+        dtype=dtype,
+        held_bytes=held_bytes,
+        stored=stored or StoredCodes(),
     )
     build_decoder(config, tensors)
     return tensors.num_held_bytes

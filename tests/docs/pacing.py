@@ -475,6 +475,7 @@ BOUND_NOTHING = frozenset(
         "session_server.models.gguf.reader:_STRING",
         "session_server.models.gguf.reader:_PLACE_BYTES",
         "session_server.models.layers.block_weight:BLOCK",
+        "session_server.models.layers.block_weight:FP8_BLOCK",
         "session_server.runner.measured_weights:_PANEL",
         "session_server.runner.packed_formats:WORD_BITS",
         # How much is converted at a time.
@@ -579,6 +580,8 @@ BOUND_NOTHING = frozenset(
         "session_server.attention.triton.recurrent:CONVOLVED_TOKENS",
         "session_server.attention.triton.recurrent:STEPPED_PART",
         "session_server.attention.triton.tiles:TILE_COLUMNS",
+        "session_server.runner.triton.linear:SUMMED_OUTPUTS",
+        "session_server.runner.triton.packing:BLOCK_K",
         "session_server.runner.decode_graphs:NUM_WARM_UPS",
         "session_server.engine_host.child:READ_BYTES",
         "session_server.engine_host.process:READ_BYTES",

@@ -14,12 +14,13 @@ from typing import Final
 
 from session_server.attention.triton.launching import IS_INTERPRETED
 from tests.gpu.compiled import ARCHITECTURES, Specialization, too_much
-from tests.gpu.specializations import attention, experts, fused, recurrent
+from tests.gpu.specializations import attention, experts, fused, linears, recurrent
 
 KINDS: Final[Mapping[str, Callable[[], Iterator[Specialization]]]] = {
     "attention": attention.specializations,
     "experts": experts.specializations,
     "fused": fused.specializations,
+    "linears": linears.specializations,
     "recurrent": recurrent.specializations,
 }
 

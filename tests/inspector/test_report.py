@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import is_dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ from session_server.runner import native
 from session_server.runner.capacity import MemoryLimits
 from session_server.runner.loader import Quantization, RunnerOptions, layer_factories, load_runner
 from session_server.runner.measured_weights import packed_bytes
-from session_server.runner.paged_decoder import TORCH_DTYPES, BackendName
+from session_server.runner.paged_decoder import TORCH_DTYPES, BackendName, resolve_backend
 from session_server.runner.survey import survey
 from session_server.runner.weights import load_decoder
+from tests.depth import at_depth
 from tests.oracle.checkpoints import FAMILIES, LAYERED_FAMILIES, to_mxfp4, write_checkpoint
 from tests.oracle.gguf_files import Choose, write_gguf
 from tests.oracle.test_packed import FORMATS
@@ -188,9 +190,8 @@ def assert_foretold(path: Path, options: RunnerOptions) -> None:
     model = report(path, options).model
     foretold = model.weight_bytes
     cpu = torch.device("cpu")
-    assert options.backend != "auto"
     stored = model.dtype if options.quantize == "none" else options.quantize
-    factories = layer_factories(options.backend, stored)
+    factories = layer_factories(resolve_backend(options.backend, cpu), stored)
     dtype = TORCH_DTYPES[model.dtype]
     config = load_config(path)
     decoder = load_decoder(path, config, device=cpu, dtype=dtype, factories=factories)
@@ -227,9 +228,11 @@ def test_experts_that_a_gpu_keeps_in_four_bits_are_as_large_as_foretold(
 
 native_only = pytest.mark.skipif(not native.is_available(), reason="the kernels were not built")
 WIDE = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "head_dim": 32}
+triton_only = pytest.mark.skipif(find_spec("triton") is None, reason="triton has no wheel here")
 BACKENDS = (
     "cpu",
     pytest.param("native", marks=native_only),
+    *at_depth((), proof=(pytest.param("triton", marks=triton_only),)),
 )
 
 
@@ -278,6 +281,13 @@ def test_codes_of_gguf_files_are_as_large_as_foretold(
     twin = write_checkpoint(family, tmp_path / "twin", **{**WIDE, **own})
     path = write_gguf(twin, tmp_path / "m.gguf", choose)
     assert_foretold(path, replace(OPTIONS, backend=backend))
+
+
+@triton_only
+def test_codes_on_a_gpu_are_as_large_as_foretold(tmp_path: Path) -> None:
+    twin = write_checkpoint("llama", tmp_path / "twin", **WIDE, num_hidden_layers=1)
+    path = write_gguf(twin, tmp_path / "m.gguf", mixed)
+    assert_foretold(path, replace(OPTIONS, backend="triton"))
 
 
 @native_only

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from session_server.models.layers.block_weight import CHUNK_ELEMENTS, BlockWeight
+from session_server.models.layers.block_weight import CHUNK_ELEMENTS, BlockWeight, Fp8Weight
 from session_server.models.layers.linear import make_linear
 from session_server.models.layers.rope import interleave_pairs
 from session_server.runner.weight_rows import join_rows, reorder_rows
@@ -71,3 +71,22 @@ def test_a_linear_of_codes_is_that_of_their_numbers() -> None:
     weight, bias, x = four_bits(8, 64), torch.rand(8), torch.rand(3, 64)
     expected = make_linear(weight.dequantize(), bias)(x)
     assert make_linear(weight, bias)(x).equal(expected)
+
+
+def test_rows_of_8_bit_floats_take_their_scales_along() -> None:
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn((12, 200), generator=generator).to(torch.float8_e4m3fn)
+    weight = Fp8Weight(numbers.view(torch.uint8), torch.rand((12, 2), generator=generator))
+    column = weight.dequantize()[:, 128]
+    assert column.equal(numbers[:, 128].float() * weight.scales[:, 1])
+
+    def reorder(rows: torch.Tensor) -> torch.Tensor:
+        return interleave_pairs(rows, 6, 4)
+
+    joined = join_rows([reorder_rows(weight, reorder), weight])
+    assert isinstance(joined, Fp8Weight)
+    dense = weight.dense()
+    assert joined.dense().equal(torch.cat((reorder(dense), dense)))
+    mixed = join_rows([weight, dense])
+    assert isinstance(mixed, torch.Tensor)
+    assert mixed.equal(torch.cat((dense, dense)))

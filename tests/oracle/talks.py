@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -27,9 +28,11 @@ from session_server.engine.config import (
 )
 from session_server.engine.context import Counters
 from session_server.engine.engine import Engine
+from session_server.models.config import KvDTypeName
 from session_server.runner.capacity import MemoryLimits
 from session_server.runner.loader import LoadedRunner, RunnerOptions, load_runner
 from session_server.runner.model_runner import ModelRunner
+from session_server.runner.paged_decoder import BackendName
 from tests.models.raw_configs import VOCAB_SIZE
 from tests.oracle.device import DEVICE
 
@@ -94,6 +97,8 @@ class Setup:
     overlap: bool
     max_total_tokens: int | None = None
     speculation: Speculation = NO_GUESSES
+    backend: BackendName = "auto"
+    kv_dtype: KvDTypeName | Literal["auto"] = "auto"
 
     def __str__(self) -> str:
         mode = "overlap" if self.overlap else "lockstep"
@@ -124,6 +129,8 @@ def load(setup: Setup, directory: Path, *, draft: Path | None = None) -> LoadedR
             dtype="float32",
             max_context_len=256,
             draft=draft,
+            backend=setup.backend,
+            kv_dtype=setup.kv_dtype,
             memory=MemoryLimits(
                 max_total_tokens=setup.max_total_tokens or max(384, 8 * setup.page_size),
                 bounded=BoundedPools(num_drafts=setup.speculation.num_drafts),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,20 @@ from torch import Tensor
 
 from session_server.models.decoder import Decoder
 from session_server.models.errors import CheckpointError, UnsupportedModel
+from session_server.models.layers.block_weight import Fp8Weight
+from session_server.models.layers.linear import Linear, PlainLinear
 from session_server.models.registry import load_config
-from session_server.runner import fp8
+from session_server.runner import fp8, native
+from session_server.runner.loader import linear_factory
 from session_server.runner.model_runner import ModelRunner
+from session_server.runner.paged_decoder import ComputeBackend
+from session_server.runner.survey import survey
 from session_server.runner.weights import load_decoder
+from tests.inspector.test_report import OPTIONS, assert_foretold
 from tests.models.raw_configs import VOCAB_SIZE
 from tests.oracle.checkpoints import write_checkpoint
 from tests.oracle.conversations import capacity
+from tests.oracle.last_logits import last_logits
 from tests.runner.rows import Rows
 
 SIZES = {"hidden_size": 160, "intermediate_size": 300, "moe_intermediate_size": 130}
@@ -29,9 +37,12 @@ SIZES = {"hidden_size": 160, "intermediate_size": 300, "moe_intermediate_size": 
 
 @pytest.fixture(scope="module")
 def twins(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_twins("deepseek_v3", tmp_path_factory.mktemp("fp8"), **SIZES)
+
+
+def write_twins(family: str, root: Path, **sizes: int) -> tuple[Path, Path]:
     """A checkpoint in FP8, and one of what its weights stand for."""
-    root = tmp_path_factory.mktemp("fp8")
-    twin = write_checkpoint("deepseek_v3", root / "floats", num_hidden_layers=2, **SIZES)
+    twin = write_checkpoint(family, root / "floats", num_hidden_layers=2, **sizes)
     quantised = root / "fp8"
     quantised.mkdir()
     stored: dict[str, Tensor] = {}
@@ -44,7 +55,7 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
             meant[name] = written_out(stored[name], scales)
     save_file(stored, quantised / "model.safetensors")
     save_file(meant, twin / "model.safetensors")
-    assert sum(tensor.dtype == torch.float8_e4m3fn for tensor in stored.values()) > 30
+    assert sum(tensor.dtype == torch.float8_e4m3fn for tensor in stored.values()) >= 14
     config = json.loads((twin / "config.json").read_text())
     config["quantization_config"] = {
         "quant_method": "fp8",
@@ -89,6 +100,56 @@ def logits(directory: Path) -> Tensor:
 def test_an_fp8_checkpoint_is_the_model_its_weights_stand_for(twins: tuple[Path, Path]) -> None:
     quantised, twin = twins
     assert logits(quantised).equal(logits(twin))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_the_rows_of_heads_keep_their_scales(family: str, tmp_path: Path) -> None:
+    """Of 48 outputs: rows that are reordered for rotation, in blocks of several projections."""
+    sizes = {"hidden_size": 160, "intermediate_size": 300, "head_dim": 48}
+    quantised, twin = write_twins(family, tmp_path, **sizes)
+    assert logits(quantised).equal(logits(twin))
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("native", marks=pytest.mark.skipif(not native.is_available(), reason="none")),
+        "triton",
+    ],
+)
+def test_so_it_is_by_other_kernels(twins: tuple[Path, Path], backend: ComputeBackend) -> None:
+    if backend == "triton":
+        pytest.importorskip("triton", reason="triton has no wheel for this machine")
+    tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, 5).astype(np.int32)
+    ours = last_logits(twins[0], tokens, backend=backend)
+    # Kernels for CPUs get numbers, which are the same.
+    is_exact = backend == "native"
+    meant = last_logits(twins[1], tokens, backend=backend if is_exact else "cpu")
+    assert (ours - meant).abs().max() <= (0 if is_exact else 1e-4)
+    assert_foretold(twins[0], replace(OPTIONS, backend=backend))
+
+
+def test_weights_stay_in_8_bits_on_a_gpu_that_reads_them(
+    twins: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="triton has no wheel for this machine")
+    from session_server.runner.triton import packing
+    from session_server.runner.triton.linear import TritonLinear
+
+    def load_weight() -> Linear:
+        weight = torch.randn(40, 160)
+        codes, scales = quantise(weight)
+        return linear_factory("triton", "float32")(
+            Fp8Weight(codes.view(torch.uint8), fp8.by_output(scales, 40)), None
+        )
+
+    assert isinstance(load_weight(), TritonLinear)
+    options = replace(OPTIONS, backend="triton")
+    whole, small = (survey(path, options).weight_bytes for path in reversed(twins))
+    assert small < 0.7 * whole
+    monkeypatch.setattr(packing, "has_e4m3", lambda _: False)
+    assert isinstance(load_weight(), PlainLinear)
+    assert survey(twins[0], options).weight_bytes == whole
 
 
 def test_the_largest_number_of_a_block_comes_back() -> None:

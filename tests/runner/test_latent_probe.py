@@ -14,11 +14,12 @@ from cache.pool.mla import MlaPool
 from cache.spec import Capacity
 from cache.types import RowId
 from session_server.core.batch import Batch, Probe
-from session_server.models.config import LATENT_POOL, DTypeName
+from session_server.models.config import LATENT_POOL, DTypeName, KvDTypeName
 from session_server.models.registry import load_config
 from session_server.runner.model_runner import ModelRunner
 from session_server.runner.paged_decoder import BackendName
 from session_server.runner.weights import load_decoder
+from tests.depth import at_depth
 from tests.models.raw_configs import VOCAB_SIZE
 from tests.oracle.checkpoints import write_checkpoint
 from tests.runner.rows import PAGES_PER_ROW, Rows
@@ -29,7 +30,7 @@ RANK = 20
 SHAPES: dict[int, tuple[int, ...]] = {1: (LENGTH,), 2: (7,) * 8, 3: (40,) + (1,) * 16}
 """Chunks in which each row's tokens are computed: expanded, absorbed, both."""
 
-DTYPES: list[tuple[DTypeName, DTypeName]] = [
+DTYPES: list[tuple[DTypeName, KvDTypeName]] = [
     ("float32", "float32"),
     ("float32", "bfloat16"),
     ("bfloat16", "bfloat16"),
@@ -38,6 +39,8 @@ DTYPES: list[tuple[DTypeName, DTypeName]] = [
 
 BACKENDS: tuple[BackendName, ...] = ("cpu", "torch")
 VARIANTS = [(*dtypes, backend) for dtypes, backend in itertools.product(DTYPES, BACKENDS)]
+EIGHT_BITS = at_depth((), proof=("fp8_e4m3", "fp8_e5m2"))
+VARIANTS += [("bfloat16", kv_dtype, "torch") for kv_dtype in EIGHT_BITS]
 
 
 class Spoken:
@@ -47,7 +50,7 @@ class Spoken:
     def __init__(
         self,
         dtype: DTypeName,
-        kv_dtype: DTypeName,
+        kv_dtype: KvDTypeName,
         backend: BackendName,
         root: pytest.TempPathFactory,
     ) -> None:

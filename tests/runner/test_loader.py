@@ -11,10 +11,17 @@ import torch
 
 from session_server.bench.checkpoint import RandomModel, write_random_checkpoint
 from session_server.demo import MODEL_DIR
-from session_server.models.config import FULL_POOL
+from session_server.models.config import FULL_POOL, KvDTypeName
 from session_server.models.errors import CheckpointError, DraftMismatch
 from session_server.runner.capacity import MemoryLimits
-from session_server.runner.loader import RunnerOptions, choose_device, choose_dtype, load_runner
+from session_server.runner.loader import (
+    RunnerOptions,
+    check_kv_dtype,
+    choose_device,
+    choose_dtype,
+    load_runner,
+)
+from session_server.runner.survey import survey
 from tests.oracle.checkpoints import write_checkpoint
 from tests.oracle.gguf_files import write_gguf
 from tests.runner.rows import Rows
@@ -87,6 +94,40 @@ def test_kv_is_stored_in_what_was_asked_for_that_of_a_draft_model_too(tmp_path: 
     asked = replace(options, dtype="bfloat16", kv_dtype="float32", draft=None)
     pool = load_runner(MODEL_DIR, asked).runner.pools[FULL_POOL]
     assert (pool.dtype, pool.read_dtype) == (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_8_bit_floats_are_for_kernels_that_read_them(
+    kv_dtype: KvDTypeName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = RunnerOptions(page_size=16, num_rows=2, device="cpu", kv_dtype=kv_dtype)
+    for backend in ("native", "cpu", "torch"):
+        words = f"--kv-cache-dtype {kv_dtype} needs .*--attention-backend triton, .* is {backend}"
+        with pytest.raises(ValueError, match=words):
+            check_kv_dtype(kv_dtype, torch.device("cpu"), backend)
+    with pytest.raises(ValueError, match="or for bfloat16"):
+        load_runner(MODEL_DIR, options)
+    check_kv_dtype(kv_dtype, torch.device("cpu"), "triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
+    if kv_dtype == "fp8_e4m3":
+        with pytest.raises(ValueError, match="take fp8_e5m2"):
+            check_kv_dtype(kv_dtype, torch.device("cuda"), "triton")
+    else:
+        check_kv_dtype(kv_dtype, torch.device("cuda"), "triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    check_kv_dtype(kv_dtype, torch.device("cuda"), "triton")
+
+
+def test_kv_in_8_bits_takes_a_quarter_of_the_memory() -> None:
+    pytest.importorskip("triton", reason="triton has no wheel for this machine")
+    limits = MemoryLimits(max_total_tokens=160)
+    options = RunnerOptions(page_size=16, num_rows=2, device="cpu", dtype="float32", memory=limits)
+    whole, small = (
+        survey(MODEL_DIR, replace(options, backend="triton", kv_dtype=kv_dtype))
+        for kv_dtype in ("auto", "fp8_e4m3")
+    )
+    assert small.spec.kv_dtype == "fp8_e4m3"
+    assert 4 * small.plan.kv_bytes == whole.plan.kv_bytes
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:

@@ -14,12 +14,13 @@ from cache.spec import Capacity
 from cache.types import RowId, TableWrite, Tokens
 from session_server.core.batch import Batch, Probe
 from session_server.demo import MODEL_DIR, corpus
-from session_server.models.config import FULL_POOL, DTypeName
+from session_server.models.config import FULL_POOL, DTypeName, KvDTypeName
 from session_server.models.registry import load_config
 from session_server.runner.model_runner import ModelRunner
 from session_server.runner.paged_decoder import BackendName
 from session_server.runner.probe import TOLERANCES, deviation
 from session_server.runner.weights import load_decoder
+from tests.depth import at_depth
 from tests.runner.rows import PAGES_PER_ROW, Rows
 from tests.text.local_text import load_local_text
 
@@ -34,7 +35,7 @@ SHAPES: dict[int, tuple[int, ...]] = {
 """Chunks in which each row's tokens are computed; the rows after them decode together."""
 
 TOGETHER = (5, 6, 7)
-DTYPES: list[tuple[DTypeName, DTypeName]] = [
+DTYPES: list[tuple[DTypeName, KvDTypeName]] = [
     ("float32", "float32"),
     ("float32", "float16"),
     ("float32", "bfloat16"),
@@ -45,12 +46,14 @@ DTYPES: list[tuple[DTypeName, DTypeName]] = [
 
 BACKENDS: tuple[BackendName, ...] = ("cpu", "torch")
 VARIANTS = [(*dtypes, backend) for dtypes, backend in itertools.product(DTYPES, BACKENDS)]
+EIGHT_BITS = at_depth(("fp8_e5m2",), proof=("fp8_e4m3", "fp8_e5m2"))
+VARIANTS += [("bfloat16", kv_dtype, "torch") for kv_dtype in EIGHT_BITS]
 
 
 class Conversations:
     """Rows of the embedded model that hold dialogues, computed in every kind of batch."""
 
-    def __init__(self, dtype: DTypeName, kv_dtype: DTypeName, backend: BackendName) -> None:
+    def __init__(self, dtype: DTypeName, kv_dtype: KvDTypeName, backend: BackendName) -> None:
         config = load_config(MODEL_DIR)
         decoder = load_decoder(
             MODEL_DIR, config, device=torch.device("cpu"), dtype=getattr(torch, dtype)

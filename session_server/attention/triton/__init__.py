@@ -16,3 +16,8 @@ def why_not(device: torch.device) -> str | None:
     if device.type != "cuda" and not knobs.runtime.interpret:
         return f"it runs on GPUs, not on {device}; TRITON_INTERPRET=1 interprets it, very slowly"
     return None
+
+
+def has_e4m3(device: torch.device) -> bool:
+    """Return whether kernels on a device convert 8-bit floats of 3 bits of mantissa."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)

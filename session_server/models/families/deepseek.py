@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, Final
 
 from session_server.models import fields
 from session_server.models.config import (
@@ -20,8 +19,6 @@ from session_server.models.config import (
 )
 from session_server.models.errors import UnsupportedModel
 from session_server.models.fields import RawConfig
-
-FP8_BLOCK: Final = [128, 128]
 
 
 def deepseek_v2(raw: RawConfig) -> ModelConfig:
@@ -40,7 +37,6 @@ def deepseek_v3(raw: RawConfig) -> ModelConfig:
     fields.require_supported(raw, "topk_method", "noaux_tc")
     fields.require_supported(raw, "scoring_func", "sigmoid")
     fields.require_supported(raw, "rope_interleave", True)
-    _refuse_other_blocks(raw.get("quantization_config") or {})
     scale = float(raw.get("routed_scaling_factor", 2.5))
     routing = replace(_routing(raw, ScoringFunc.SIGMOID), routed_scaling_factor=scale)
     num_further = raw.get("num_nextn_predict_layers", raw.get("num_mtp_layers", 1))
@@ -116,9 +112,3 @@ def _experts(raw: RawConfig, routing: RoutingConfig) -> MoeConfig:
 
 def _routing(raw: RawConfig, scoring: ScoringFunc) -> RoutingConfig:
     return RoutingConfig(scoring, fields.integer(raw, "n_group"), fields.integer(raw, "topk_group"))
-
-
-def _refuse_other_blocks(quantization: dict[str, Any]) -> None:
-    block = quantization.get("weight_block_size", FP8_BLOCK)
-    if block != FP8_BLOCK:
-        raise UnsupportedModel(f"weight_block_size {block} is not implemented; known: {FP8_BLOCK}")

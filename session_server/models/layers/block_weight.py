@@ -7,15 +7,19 @@ Small formats differ in how they lay out bits; what they say is one thing, `w = 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Self
 
 import torch
 from torch import Tensor
 
 BLOCK: Final = 32
 """Consecutive inputs of one output that share a scale and a minimum."""
+
+FP8_BLOCK: Final = 128
+"""Consecutive inputs of one output that share the scale of 8-bit floats."""
 
 CHUNK_ELEMENTS: Final = 1 << 20
 """Elements converted at a time: temporary tensors take a few times as many bytes."""
@@ -32,8 +36,69 @@ def concatenate(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(tuple(parts))
 
 
+class CodedWeight(ABC):
+    """Hold a matrix [outputs, inputs] in codes, whose scales are of blocks of inputs."""
+
+    __slots__ = ()
+    codes: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return outputs and inputs."""
+        return self.codes.shape[0], self.codes.shape[1]
+
+    @abstractmethod
+    def dequantize(self) -> Tensor:
+        """Return the numbers, float32 [outputs, inputs]."""
+
+    def dense(self) -> Tensor:
+        """Return the numbers in `dtype` [outputs, inputs], rounded once."""
+        outputs, inputs = self.shape
+        numbers = torch.empty(self.shape, dtype=self.dtype, device=self.codes.device)
+        if numbers.is_meta:
+            return numbers
+        step = max(1, CHUNK_ELEMENTS // inputs)
+        for start in range(0, outputs, step):
+            numbers[start : start + step] = self.rows(slice(start, start + step)).dequantize()
+        return numbers
+
+    def rows(self, chosen: slice | Tensor) -> Self:
+        """Return the outputs `chosen`, in the order of an index; their numbers are the same."""
+        return self._with({name: _chosen(of, chosen) for name, of in self._tensors().items()})
+
+    def to(self, device: torch.device) -> Self:
+        """Return the same weight on a device."""
+        return self._with({name: of.to(device) for name, of in self._tensors().items()})
+
+    @staticmethod
+    def can_join(parts: Sequence[CodedWeight]) -> bool:
+        """Return whether the outputs of all parts fit into one weight."""
+        return len({part._alike() for part in parts}) == 1
+
+    @staticmethod
+    def join(parts: Sequence[CodedWeight]) -> CodedWeight:
+        """Return the outputs of all parts, one after the other; `can_join` must hold."""
+        assert CodedWeight.can_join(parts)
+        each = [part._tensors() for part in parts]
+        return parts[0]._with({name: concatenate([of[name] for of in each]) for name in each[0]})
+
+    @abstractmethod
+    def _with(self, tensors: dict[str, Tensor]) -> Self:
+        """Return the same with other tensors, by the names of fields."""
+
+    @abstractmethod
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return all tensors, outputs first, by the names of fields."""
+
+    @abstractmethod
+    def _alike(self) -> tuple[object, ...]:
+        """Return what is equal for weights that can be joined."""
+
+
 @dataclass(frozen=True, slots=True)
-class BlockWeight:
+class BlockWeight(CodedWeight):
     """Describe a matrix [outputs, inputs] whose element is `scale * code - minimum`.
 
     `codes`: int8 (8 bits) or uint8 in 0..15 (4 bits) [outputs, inputs], one to a byte. `scales`:
@@ -56,11 +121,6 @@ class BlockWeight:
         assert self.minimums is None or self.num_bits == 4
         assert self.minimums is None or self.minimums.shape == self.scales.shape
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Return outputs and inputs."""
-        return self.codes.shape[0], self.codes.shape[1]
-
     def dequantize(self) -> Tensor:
         """Return the numbers, float32 [outputs, inputs]."""
         outputs, inputs = self.shape
@@ -70,48 +130,49 @@ class BlockWeight:
             blocks = blocks.sub_(self.minimums.unsqueeze(2))
         return blocks.view(outputs, inputs)
 
-    def dense(self) -> Tensor:
-        """Return the numbers in `dtype` [outputs, inputs], rounded once."""
-        outputs, inputs = self.shape
-        numbers = torch.empty(self.shape, dtype=self.dtype, device=self.codes.device)
-        if numbers.is_meta:
-            return numbers
-        step = max(1, CHUNK_ELEMENTS // inputs)
-        for start in range(0, outputs, step):
-            numbers[start : start + step] = self._part(slice(start, start + step)).dequantize()
-        return numbers
+    def _with(self, tensors: dict[str, Tensor]) -> BlockWeight:
+        codes, scales = tensors["codes"], tensors["scales"]
+        return replace(self, codes=codes, scales=scales, minimums=tensors.get("minimums"))
 
-    def rows(self, index: Tensor) -> BlockWeight:
-        """Return the outputs `index` [chosen], in that order; their numbers are the same."""
-        return self._part(index)
+    def _tensors(self) -> dict[str, Tensor]:
+        minimums = {} if self.minimums is None else {"minimums": self.minimums}
+        return {"codes": self.codes, "scales": self.scales, **minimums}
 
-    def to(self, device: torch.device) -> BlockWeight:
-        """Return the same weight on a device."""
-        minimums = None if self.minimums is None else self.minimums.to(device)
-        codes, scales = self.codes.to(device), self.scales.to(device)
-        return replace(self, codes=codes, scales=scales, minimums=minimums)
+    def _alike(self) -> tuple[object, ...]:
+        return BlockWeight, self.num_bits, self.minimums is None, self.dtype, self.shape[1]
 
-    @staticmethod
-    def can_join(parts: tuple[BlockWeight, ...]) -> bool:
-        """Return whether the outputs of all parts fit into one weight."""
-        return len({(p.num_bits, p.minimums is None, p.dtype, p.shape[1]) for p in parts}) == 1
 
-    @staticmethod
-    def join(parts: tuple[BlockWeight, ...]) -> BlockWeight:
-        """Return the outputs of all parts, one after the other; `can_join` must hold."""
-        assert BlockWeight.can_join(parts)
-        minimums = [part.minimums for part in parts if part.minimums is not None]
-        return replace(
-            parts[0],
-            codes=concatenate([part.codes for part in parts]),
-            scales=concatenate([part.scales for part in parts]),
-            minimums=concatenate(minimums) if minimums else None,
-        )
+@dataclass(frozen=True, slots=True)
+class Fp8Weight(CodedWeight):
+    """Describe a matrix [outputs, inputs] whose element is `scale * number`.
 
-    def _part(self, chosen: slice | Tensor) -> BlockWeight:
-        minimums = None if self.minimums is None else _chosen(self.minimums, chosen)
-        codes, scales = _chosen(self.codes, chosen), _chosen(self.scales, chosen)
-        return replace(self, codes=codes, scales=scales, minimums=minimums)
+    `codes`: the bits of 8-bit floats (E4M3), uint8 [outputs, inputs]. `scales`: float32 [outputs,
+    inputs / 128], rounded up. Files have a scale for 128 outputs together (DeepSeek-AI 2024, V3
+    report, section 3.3), which may be apart here. `dtype`: as in `BlockWeight`.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        outputs, inputs = self.codes.shape
+        assert self.codes.dtype == torch.uint8
+        assert self.scales.shape == (outputs, -(-inputs // FP8_BLOCK))
+
+    def dequantize(self) -> Tensor:
+        """Return the numbers, float32 [outputs, inputs]."""
+        by_input = self.scales.repeat_interleave(FP8_BLOCK, dim=1)[:, : self.shape[1]]
+        return self.codes.view(torch.float8_e4m3fn).float().mul_(by_input)
+
+    def _with(self, tensors: dict[str, Tensor]) -> Fp8Weight:
+        return replace(self, codes=tensors["codes"], scales=tensors["scales"])
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {"codes": self.codes, "scales": self.scales}
+
+    def _alike(self) -> tuple[object, ...]:
+        return Fp8Weight, self.dtype, self.shape[1]
 
 
 def _chosen(rows: Tensor, chosen: slice | Tensor) -> Tensor:
@@ -121,5 +182,5 @@ def _chosen(rows: Tensor, chosen: slice | Tensor) -> Tensor:
     return rows[chosen]
 
 
-Weight = Tensor | BlockWeight
+Weight = Tensor | CodedWeight
 """A matrix [outputs, inputs]: dense, in the model's dtype, or codes."""

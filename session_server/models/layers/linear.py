@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from session_server.models.layers.block_weight import BlockWeight, Weight
+from session_server.models.layers.block_weight import CodedWeight, Weight
 
 MIN_PACKED_ELEMENTS: Final = 1 << 17
 """Below this size a weight stays in cache, and the 13 us of a oneDNN call outweigh the gain of
@@ -66,13 +66,13 @@ def make_linear(weight: Weight, bias: Tensor | None = None) -> Linear:
 
     The weight is kept, or copied into another layout.
     """
-    if isinstance(weight, BlockWeight):
+    if not isinstance(weight, Tensor):
         return make_block_linear(weight, bias)
     packed = is_packed(weight.numel(), weight.dtype, weight.device)
     return (PackedLinear if packed else PlainLinear)(weight, bias)
 
 
-def make_block_linear(weight: BlockWeight, bias: Tensor | None = None) -> Linear:
+def make_block_linear(weight: CodedWeight, bias: Tensor | None = None) -> Linear:
     """Return a map by codes: torch has no product of them, so they become numbers, once."""
     return make_linear(weight.dense(), bias)
 

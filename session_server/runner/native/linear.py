@@ -11,6 +11,7 @@ from torch import Tensor
 from session_server.models.layers.block_weight import BlockWeight, Weight
 from session_server.models.layers.linear import Linear, PackedLinear, PlainLinear
 from session_server.runner.native import WeightFormat, _native
+from session_server.runner.weight_rows import as_dense
 
 FORMATS: Final[dict[torch.dtype, WeightFormat]] = {
     torch.float32: "float32",
@@ -42,7 +43,7 @@ class NativeLinears:
         """Pack `weight` [outputs, inputs] with `bias` [outputs]; codes stay the codes they are."""
         if isinstance(weight, BlockWeight):
             return NativeLinear(pack_codes(weight, bias))
-        return NativeLinear(pack(weight, self.format, bias))
+        return NativeLinear(pack(as_dense(weight), self.format, bias))
 
 
 def pack(weight: Tensor, format: WeightFormat, bias: Tensor | None = None) -> _native.Linear:

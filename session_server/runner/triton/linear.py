@@ -1,0 +1,185 @@
+"""Keep the codes of linears as codes on a GPU, and multiply by them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+import triton
+from torch import Tensor
+
+from session_server.attention.triton import launching
+from session_server.models.layers.block_weight import Weight
+from session_server.models.layers.linear import Linear, make_linear
+from session_server.runner.triton.linear_kernels import multiply_codes, sum_splits
+from session_server.runner.triton.packing import BLOCK_K, PackedCodes, has_kernel, pack
+
+MIN_SPLIT_BLOCKS: Final = 4
+"""The fewest blocks of a split: below, summing costs more than the other programs save."""
+
+SUMMED_OUTPUTS: Final = 512
+"""Outputs that one program of `sum_splits` sums."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearTile:
+    """Say how much a program computes at once: rows of x and outputs, and the threads it has."""
+
+    num_rows: int
+    num_outputs: int
+    num_warps: int
+    num_stages: int
+
+
+def tile_shapes(dtype: torch.dtype) -> tuple[LinearTile, ...]:
+    """Return the shapes of tiles for activations of a dtype, those of the fewest rows first.
+
+    Products of float32 are no matrix instructions: their operands are in registers. The interpreter
+    takes the tiles of halves, which are larger, and what is served.
+    """
+    if dtype == torch.float32 and not launching.IS_INTERPRETED:
+        return (LinearTile(16, 32, 4, 2),)
+    return (
+        LinearTile(16, 64, 4, 4),
+        LinearTile(32, 64, 4, 4),
+        LinearTile(64, 128, 4, 3),
+        LinearTile(128, 128, 8, 3),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TritonLinear:
+    """Apply a linear whose weight is codes. `bias`: [outputs], in the dtype of activations."""
+
+    codes: PackedCodes
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Apply the map to each row of `x` [..., inputs]; the result is of its dtype.
+
+        A row's result depends on how many rows there are, by the order of sums; of up to 16 rows it
+        is the same.
+        """
+        rows = x.reshape(-1, self.codes.num_inputs).contiguous()
+        out = rows.new_empty((len(rows), self.codes.num_outputs))
+        if len(rows):
+            shapes = tile_shapes(x.dtype)
+            shape = next((shape for shape in shapes if len(rows) <= shape.num_rows), shapes[-1])
+            self._launch(rows, out, shape, self._num_splits(len(rows), shape))
+        return out.view(*x.shape[:-1], self.codes.num_outputs)
+
+    def compile_all(self, dtype: torch.dtype) -> None:
+        """Compile what calls with activations of `dtype` may launch, by launching it on the least
+        weight of the same kind."""
+        of_16, inputs_of_16 = self._are_multiples()
+        num_outputs, num_inputs = 16 if of_16 else 17, 32 if inputs_of_16 else 33
+        codes = self.codes
+        groups = codes.scales.new_zeros((-(-2 * BLOCK_K // codes.group), num_outputs))
+        least = replace(
+            codes,
+            codes=torch.zeros_like(codes.codes[:1, :BLOCK_K]).expand(num_outputs, -1).contiguous(),
+            scales=groups,
+            minimums=None if codes.minimums is None else groups,
+            num_inputs=num_inputs,
+        )
+        x = torch.zeros((1, num_inputs), dtype=dtype, device=codes.codes.device)
+        out = x.new_zeros((1, num_outputs))
+        linear = TritonLinear(least, None if self.bias is None else out[0])
+        for shape in tile_shapes(dtype):
+            for num_splits in (1, 2):
+                linear._launch(x, out, shape, num_splits)
+
+    def constants(self) -> dict[str, Any]:
+        """Return what is compiled into `multiply_codes` for this weight."""
+        return {
+            "IS_PACKED": self.codes.num_bits == 4,
+            "HAS_MINIMUMS": self.codes.minimums is not None,
+            "HAS_BIAS": self.bias is not None,
+            "IS_FLOAT": self.codes.codes.dtype.is_floating_point,
+            "GROUP": self.codes.group,
+            "BLOCK_K": BLOCK_K,
+        }
+
+    def compiled_for(self) -> tuple[object, ...]:
+        """Return what decides what is compiled."""
+        return (*self.constants().values(), *self._are_multiples())
+
+    def _are_multiples(self) -> tuple[bool, bool]:
+        """Return whether outputs and inputs are multiples of 16, for which Triton compiles anew."""
+        return self.codes.num_outputs % 16 == 0, self.codes.num_inputs % 16 == 0
+
+    def _num_splits(self, num_rows: int, shape: LinearTile) -> int:
+        """Return among how many programs the inputs are split: as many as fill a device twice,
+        while each has enough to do."""
+        codes = self.codes
+        num_tiles = -(-codes.num_outputs // shape.num_outputs) * -(-num_rows // shape.num_rows)
+        wanted = -(-2 * launching.num_sms(codes.codes.device) // num_tiles)
+        return max(1, min(wanted, codes.width // BLOCK_K // MIN_SPLIT_BLOCKS))
+
+    def _launch(self, rows: Tensor, out: Tensor, shape: LinearTile, num_splits: int) -> None:
+        codes, (num_rows, num_outputs) = self.codes, out.shape
+        parts = out
+        if num_splits > 1:
+            parts = out.new_empty((num_splits, *out.shape), dtype=torch.float32)
+        bias = out if self.bias is None else self.bias
+        launching.run(
+            multiply_codes,
+            (
+                triton.cdiv(num_outputs, shape.num_outputs),
+                triton.cdiv(num_rows, shape.num_rows),
+                num_splits,
+            ),
+            rows,
+            codes.codes,
+            codes.scales,
+            codes.scales if codes.minimums is None else codes.minimums,
+            bias,
+            parts,
+            num_rows,
+            num_outputs,
+            codes.num_inputs,
+            codes.width,
+            triton.cdiv(codes.width // BLOCK_K, num_splits),
+            **self.constants(),
+            IS_SPLIT=num_splits > 1,
+            DOT_DTYPE=launching.dot_dtype(rows.dtype),
+            BLOCK_M=shape.num_rows,
+            BLOCK_N=shape.num_outputs,
+            num_warps=shape.num_warps,
+            num_stages=shape.num_stages,
+        )
+        if num_splits > 1:
+            launching.run(
+                sum_splits,
+                (num_rows, triton.cdiv(num_outputs, SUMMED_OUTPUTS)),
+                parts,
+                bias,
+                out,
+                num_rows,
+                num_outputs,
+                num_splits,
+                HAS_BIAS=self.bias is not None,
+                BLOCK_N=SUMMED_OUTPUTS,
+            )
+
+
+class TritonLinears:
+    """Create linears that keep codes as they are stored. A `LinearFactory`.
+
+    Kernels are compiled with the first weight that needs them, none while a model is served.
+    """
+
+    def __init__(self) -> None:
+        self._compiled: set[tuple[object, ...]] = set()
+
+    def __call__(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+        """Pack `weight` [outputs, inputs] if it is codes, else leave it to torch."""
+        if isinstance(weight, Tensor) or not has_kernel(weight, weight.codes.device):
+            return make_linear(weight, bias)
+        linear = TritonLinear(pack(weight), bias)
+        needed = (weight.dtype, *linear.compiled_for())
+        if needed not in self._compiled:
+            linear.compile_all(weight.dtype)
+            self._compiled.add(needed)
+        return linear

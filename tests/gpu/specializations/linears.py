@@ -1,0 +1,75 @@
+"""What quantized checkpoints make of the kernels of linears: kinds of codes, dtypes and tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+
+from session_server.models.layers.block_weight import BLOCK, FP8_BLOCK
+from session_server.runner.triton.linear import SUMMED_OUTPUTS, LinearTile, tile_shapes
+from session_server.runner.triton.linear_kernels import multiply_codes, sum_splits
+from session_server.runner.triton.packing import BLOCK_K
+from tests.gpu.compiled import TL, Specialization
+
+DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+KINDS: Final = ("int4", "int4 without minimums", "int8", "fp8")
+
+SIZES: Final = ("num_outputs", "num_inputs", "width")
+"""Multiples of 16 in every model of some size."""
+
+
+def specializations() -> Iterator[Specialization]:
+    """Every kind of codes by every shape of tile, with and without splits."""
+    for dtype, torch_dtype in DTYPES.items():
+        for kind in KINDS:
+            for shape in tile_shapes(torch_dtype):
+                for is_split in (False, True):
+                    yield _multiply(kind, dtype, shape, is_split=is_split)
+        yield _sum(dtype)
+
+
+def _multiply(kind: str, dtype: str, shape: LinearTile, *, is_split: bool) -> Specialization:
+    """`multiply_codes`, as `TritonLinear` has it compiled."""
+    is_float = kind == "fp8"
+    out = "fp32" if is_split else dtype
+    return Specialization(
+        multiply_codes,
+        f"{kind}, {shape.num_rows} rows{', split' * is_split}",
+        (dtype, "fp8e4nv") if is_float else (dtype,),
+        pointers={
+            "x": dtype,
+            "codes": "fp8e4nv" if is_float else "u8",
+            "scales": "fp32" if is_float else "fp16",
+            "minimums": "fp32" if is_float else "fp16",
+            "bias": dtype,
+            "out": out,
+        },
+        constants={
+            "IS_PACKED": kind.startswith("int4"),
+            "IS_FLOAT": is_float,
+            "HAS_MINIMUMS": kind == "int4",
+            "HAS_BIAS": True,
+            "IS_SPLIT": is_split,
+            "DOT_DTYPE": TL[dtype],
+            "GROUP": FP8_BLOCK if is_float else BLOCK,
+            "BLOCK_M": shape.num_rows,
+            "BLOCK_N": shape.num_outputs,
+            "BLOCK_K": BLOCK_K,
+        },
+        multiples=lambda name: name in SIZES,
+        options={"num_warps": shape.num_warps, "num_stages": shape.num_stages},
+    )
+
+
+def _sum(dtype: str) -> Specialization:
+    """`sum_splits`, as `TritonLinear` has it compiled."""
+    return Specialization(
+        sum_splits,
+        "sum of splits",
+        (dtype,),
+        pointers={"parts": "fp32", "bias": dtype, "out": dtype},
+        constants={"HAS_BIAS": True, "BLOCK_N": SUMMED_OUTPUTS},
+        multiples=lambda name: name in SIZES,
+    )
