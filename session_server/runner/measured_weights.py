@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from session_server.models.config import MoeConfig
 from session_server.models.layers.block_weight import (
     BLOCK,
     FP8_BLOCK,
@@ -16,7 +17,9 @@ from session_server.models.layers.block_weight import (
     Weight,
 )
 from session_server.models.layers.linear import Linear, PlainLinear, is_packed
+from session_server.models.layers.moe import Experts
 from session_server.runner.checkpoint import ExpectedTensors, Shape
+from session_server.runner.layer_factories import ExpertMatrices, serial_experts
 from session_server.runner.native import WeightFormat
 from session_server.runner.triton import packing
 
@@ -58,12 +61,16 @@ HeldBytes = Callable[[Weight], int | None]
 
 
 class StoredCodes(NamedTuple):
-    """Say what of a checkpoint comes as codes: `bits` and `is_fp8` of which matrices. `names`: the
-    tensors that exist, if experts in MXFP4 are kept as they are."""
+    """Say what of a checkpoint comes as codes: `bits` and `is_fp8` of which matrices.
+
+    `names`: the tensors that exist, if experts in MXFP4 are kept as they are. `has_dense_experts`:
+    other codes of experts become numbers.
+    """
 
     bits: CodeBits = no_codes
     is_fp8: IsFp8 = no_fp8
     names: Iterable[str] = ()
+    has_dense_experts: bool = False
 
 
 def held_by_torch(weight: Weight) -> int | None:
@@ -156,6 +163,14 @@ class MeasuredTensors(ExpectedTensors):
     def has_codes(self, name: str) -> bool:
         """Return whether a matrix that was taken comes as codes."""
         return self._stored.bits(name, self.shapes[name]) != 0
+
+    def experts(self, moe: MoeConfig, experts: Iterable[ExpertMatrices]) -> Experts:
+        """Count the matrices of experts, as codes or as the numbers that they become."""
+        is_dense = self._stored.has_dense_experts
+        return serial_experts(moe, experts, self._dense_linear if is_dense else self.linear)
+
+    def _dense_linear(self, weight: Weight, bias: Tensor | None) -> Linear:
+        return self.linear(weight if isinstance(weight, Tensor) else weight.dense(), bias)
 
     def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """Count the matrix as a linear holds it, in place of the numbers that were taken for it."""

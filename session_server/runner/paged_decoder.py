@@ -98,6 +98,15 @@ def _factory_of(backend: ComputeBackend) -> BackendFactory:
     return ReferenceBackend if backend == "torch" else CpuBackend
 
 
+def _with_kernels(decoder: Decoder, backend: ComputeBackend) -> Decoder:
+    """Return a decoder whose layers a backend computes between their products, too."""
+    if backend != "triton":
+        return decoder
+    from session_server.runner.triton.fused import fused
+
+    return fused(decoder)
+
+
 class PagedDecoder:
     """Hold one model, its KV pools and the attention over each pool.
 
@@ -129,11 +138,7 @@ class PagedDecoder:
             torch.backends.cuda.enable_cudnn_sdp(False)
         self.page_size = spec.page_size
         self.backend_name = resolve_backend(backend, device)
-        if self.backend_name == "triton":
-            from session_server.runner.triton.fused import fused
-
-            decoder = fused(decoder)
-        self.decoder = decoder
+        self.decoder = decoder = _with_kernels(decoder, self.backend_name)
         self.pools: dict[PoolName, KvPool] = {}
         self.states: StatePool | None = None
         self._backends: dict[

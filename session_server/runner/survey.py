@@ -53,7 +53,9 @@ def survey(directory: Path, options: RunnerOptions) -> Survey:
         device=resolved.device,
         dtype=dtype,
         held_bytes=linear_bytes(resolved.backend, resolved.weights, resolved.device),
-        stored=StoredCodes(checkpoint.code_bits, checkpoint.is_fp8, names),
+        stored=StoredCodes(
+            checkpoint.code_bits, checkpoint.is_fp8, names, resolved.backend == "triton"
+        ),
     )
     limits = options.memory
     if limits.free_bytes is None:

@@ -1768,6 +1768,12 @@ FORWARD = (
         "the row goes by chunks",
     ),
     _constant(
+        "runner.triton.blocks:MAX_WARPS",
+        "a program between two products on a GPU",
+        "warps",
+        "each has more elements",
+    ),
+    _constant(
         "attention.triton.tiles:MAX_SPLITS",
         "programs that share a history on a GPU",
         "programs",
