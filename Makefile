@@ -218,7 +218,8 @@ gpu-kernels: $(STAMPS)/dev ## compile every kernel for GPUs that are not here: r
 
 BUNDLE ?= gpu-bundle
 GPU_PYTHON ?= 3.11
-GPU_WHEELS := msgspec pytest pytest-timeout iniconfig pluggy packaging pygments psutil hypothesis sortedcontainers
+GPU_WHEELS := msgspec pytest pytest-timeout iniconfig pluggy packaging pygments psutil hypothesis sortedcontainers \
+	matplotlib contourpy cycler fonttools kiwisolver pillow pyparsing python-dateutil six
 MAX_BUNDLE_MIB := 60
 
 .PHONY: gpu-bundle

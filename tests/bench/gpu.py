@@ -215,7 +215,21 @@ def _median_s(call: Callable[[], Any], device: torch.device, num_times: int) -> 
     return statistics.median(times[2:])
 
 
-def decode(bench: Bench, limits: Ceilings, cases: list[tuple[int, int]]) -> None:
+class Sheet:
+    """Collect figures, and write all so far after each row: a run may be cut short."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._rows: list[dict[str, Any]] = []
+
+    def add(self, part: str, **figures: float) -> None:
+        """Add one row of a part."""
+        self._rows.append({"part": part, **figures})
+        if self._path is not None:
+            self._path.write_text(json.dumps(self._rows, indent=1) + "\n", "utf-8")
+
+
+def decode(bench: Bench, limits: Ceilings, cases: list[tuple[int, int]], sheet: Sheet) -> None:
     """Time decode steps, one at a time and two in flight, as the server runs them."""
     print(
         "\n| decode rows | history | lockstep ms | overlapped ms | floor ms | x floor | tokens/s |"
@@ -249,9 +263,17 @@ def decode(bench: Bench, limits: Ceilings, cases: list[tuple[int, int]]) -> None
             f"| {floor * 1e3:.2f} | {overlapped / floor:.2f} | {num_rows / overlapped:,.0f} |",
             flush=True,
         )
+        sheet.add(
+            "decode",
+            rows=num_rows,
+            history=history,
+            lockstep_ms=plain * 1e3,
+            overlapped_ms=overlapped * 1e3,
+            floor_ms=floor * 1e3,
+        )
 
 
-def prefill(bench: Bench, limits: Ceilings, cases: list[tuple[int, int]]) -> None:
+def prefill(bench: Bench, limits: Ceilings, cases: list[tuple[int, int]], sheet: Sheet) -> None:
     """Time the new tokens of a turn behind a history."""
     attended = 4 * bench.config["num_attention_heads"] * bench.config["head_dim"]
     attended *= bench.config["num_hidden_layers"]
@@ -276,10 +298,21 @@ def prefill(bench: Bench, limits: Ceilings, cases: list[tuple[int, int]]) -> Non
             f"| {floor * 1e3:.2f} | {seconds / floor:.2f} |",
             flush=True,
         )
+        sheet.add(
+            "prefill",
+            tokens=num_tokens,
+            history=history,
+            ms=seconds * 1e3,
+            floor_ms=floor * 1e3,
+        )
 
 
-def profile(bench: Bench, cases: list[tuple[int, int]]) -> None:
-    """Say how long the device computes in a step, in how many kernels, and where the host waits."""
+def profile(bench: Bench, cases: list[tuple[int, int]], sheet: Sheet) -> None:
+    """Say how long the device computes in a step, in how many kernels, and where the host waits.
+
+    Two steps are in flight, as the server has them; the share of the time in which the device
+    computes is that of all kernels in the time from the first to the last.
+    """
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiled
 
@@ -291,18 +324,29 @@ def profile(bench: Bench, cases: list[tuple[int, int]]) -> None:
             bench.decode(num_rows, position).wait()
         _synchronize(bench.device)
         with profiled(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-            for position in range(history + 4, history + 4 + num_steps):
-                bench.decode(num_rows, position).wait()
+            ahead = bench.decode(num_rows, history + 4)
+            for position in range(history + 5, history + 4 + num_steps):
+                nexts = bench.decode(num_rows, position)
+                ahead.wait()
+                ahead = nexts
+            ahead.wait()
         kernels: Counter[str] = Counter()
         times: Counter[str] = Counter()
+        ranges = []
         for event in profiler.events():
             if event.device_type == torch.autograd.DeviceType.CUDA:
                 kernels[event.name] += 1
                 times[event.name] += event.device_time
+                ranges.append((event.time_range.start, event.time_range.end))
+        busy_ms = sum(times.values()) / num_steps / 1e3
+        whole_ms = (max(r[1] for r in ranges) - min(r[0] for r in ranges)) if ranges else 0.0
+        share = busy_ms * num_steps * 1e3 / whole_ms if whole_ms else 0.0
         print(
-            f"\n{num_rows} rows behind {history:,}: {sum(times.values()) / num_steps / 1e3:.2f} ms "
-            f"of a step on the device, in {sum(kernels.values()) / num_steps:.0f} kernels, copies"
+            f"\n{num_rows} rows behind {history:,}: {busy_ms:.2f} ms of a step on the device, in "
+            f"{sum(kernels.values()) / num_steps:.0f} kernels and copies; it computes in "
+            f"{share:.0%} of the time"
         )
+        sheet.add("profile", rows=num_rows, history=history, busy_ms=busy_ms, busy_share=share)
         for name, total in times.most_common(14):
             print(
                 f"  {total / num_steps / 1e3:8.3f} ms {kernels[name] / num_steps:7.1f}x {name[:96]}"
@@ -327,7 +371,12 @@ def _print_waits(bench: Bench, num_rows: int, position: int) -> None:
 
 
 def of_transformers(
-    config: dict[str, Any], device: torch.device, num_tokens: int, cases: list[tuple[int, int]]
+    config: dict[str, Any],
+    device: torch.device,
+    num_tokens: int,
+    *,
+    cases: list[tuple[int, int]],
+    sheet: Sheet,
 ) -> None:
     """Time `generate` of `transformers` at decode."""
     import transformers
@@ -351,6 +400,7 @@ def of_transformers(
         long, short = (_median_s(call, device, 1) for call in calls)
         step = (long - short) / (num_tokens - 1)
         print(f"| generate | {num_rows} | {history:,} | {_rate(step, num_rows)} |", flush=True)
+        sheet.add("transformers", rows=num_rows, history=history, ms=step * 1e3)
 
 
 def _rate(step_s: float, num_rows: int) -> str:
@@ -364,9 +414,10 @@ def main() -> None:
     parser.add_argument("--parts", default="decode,prefill,profile,transformers")
     parser.add_argument("--attention-backend", choices=("torch", "triton"), default="torch")
     parser.add_argument("--cuda-graph-max-bs", type=int, default=64)
+    parser.add_argument("--json", type=Path, help="write the figures to this file, too")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    is_tiny = args.shape == "tiny"
+    is_tiny, sheet = args.shape == "tiny", Sheet(args.json)
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -391,7 +442,7 @@ def main() -> None:
     if "transformers" in parts:
         # Before a runner exists, which switches cuDNN's attention off for the process.
         cases = [(1, 64), (4, 64)] if is_tiny else [(1, 512), (16, 512)]
-        of_transformers(config, device, 8 if is_tiny else 48, cases)
+        of_transformers(config, device, 8 if is_tiny else 48, cases=cases, sheet=sheet)
         gc.collect()
     began = time.perf_counter()
     max_len = 4_096 if is_tiny else 147_456
@@ -415,12 +466,12 @@ def main() -> None:
             (64, 512),
             (64, 2048),
         ]
-        decode(bench, limits, [(1, 64), (4, 64)] if is_tiny else many)
+        decode(bench, limits, [(1, 64), (4, 64)] if is_tiny else many, sheet)
     if "prefill" in parts:
         turns = [(64, 0), (64, 4096), (64, 32_768), (512, 0), (512, 4096), (2048, 0), (2048, 4096)]
-        prefill(bench, limits, [(64, 0), (64, 512)] if is_tiny else turns)
+        prefill(bench, limits, [(64, 0), (64, 512)] if is_tiny else turns, sheet)
     if "profile" in parts:
-        profile(bench, [(1, 64)] if is_tiny else [(1, 512), (16, 4096)])
+        profile(bench, [(1, 64)] if is_tiny else [(1, 512), (16, 4096)], sheet)
 
 
 if __name__ == "__main__":

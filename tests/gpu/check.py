@@ -15,6 +15,7 @@ else.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib.util
 import json
@@ -30,9 +31,11 @@ from typing import Final
 
 import torch
 
+from tests.gpu import plots
+
 ROOT: Final = Path(__file__).resolve().parents[2]
 WHEELS: Final = ROOT / "wheels"
-BUNDLED: Final = ("msgspec", "pytest", "pytest-timeout", "psutil", "hypothesis")
+BUNDLED: Final = ("msgspec", "pytest", "pytest-timeout", "psutil", "hypothesis", "matplotlib")
 
 _PYTEST: Final = ("pytest", "-q", "-x", "-p", "no:cacheprovider")
 _BENCH: Final = ("tests.bench.gpu", "--attention-backend")
@@ -91,6 +94,23 @@ PARTS: Final = (
         300,
     ),
     Part(
+        "layers",
+        "what is between products, quantized linears and recurrent layers, against torch",
+        (
+            *_PYTEST,
+            "tests/runner/test_triton_fused.py",
+            "tests/runner/test_triton_linear.py",
+            "tests/attention/test_triton_recurrent.py",
+        ),
+        240,
+    ),
+    Part(
+        "sessions",
+        "conversations under pressure, all checks on, overlapped and not, with graphs and without",
+        (*_PYTEST, "tests/differential/test_tiny_models.py"),
+        300,
+    ),
+    Part(
         "transformers",
         "`generate` of transformers with the same shape",
         (*_BENCH, "torch", "--parts", "transformers"),
@@ -126,8 +146,9 @@ class Outcome:
 def run(part: Part, out: Path, *, is_tiny: bool) -> Outcome:
     """Run a part, with what it prints in its file."""
     argv = [sys.executable, "-m", *part.argv]
-    if is_tiny and part.is_bench:
-        argv += ["--shape", "tiny"]
+    if part.is_bench:
+        argv += ["--json", str(out / f"{part.name}.json")]
+        argv += ["--shape", "tiny"] if is_tiny else []
     places = filter(None, (str(out / "site"), os.environ.get("PYTHONPATH")))
     environment = {
         "TEST_DEVICE": "cpu" if is_tiny else "cuda",
@@ -176,6 +197,8 @@ def page(device: str, outcomes: Sequence[Outcome], out: Path) -> str:
         if each.name in benches:
             text = (out / f"{each.name}.txt").read_text("utf-8", "replace").strip()
             lines += ["", f"## {each.name}: {each.what}", "", f"`{each.command}`", "", text]
+    with contextlib.suppress(ImportError):
+        lines += ["", *(f"![{path.stem}]({path.name})" for path in plots.draw(out))]
     return "\n".join(lines) + "\n"
 
 

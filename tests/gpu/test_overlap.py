@@ -5,7 +5,7 @@ on a fake that counts what waits, and on which copies to the host are late.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -28,11 +28,11 @@ from session_server.core.sampling import SamplingParams
 from session_server.models.config import FULL_POOL
 from session_server.models.registry import load_config
 from session_server.runner import inputs, model_runner, outputs, sampler
-from session_server.runner.decode_graphs import Graph
 from session_server.runner.graph_sizes import graph_sizes
 from session_server.runner.model_runner import ModelRunner
 from session_server.runner.weights import load_decoder
 from tests.gpu.fake_cuda import CUDA, FakeCuda, PinnedChangedError, fake_cuda
+from tests.gpu.padded import CalledAgain
 from tests.gpu.seeding import Seed, replaced
 from tests.oracle.checkpoints import write_checkpoint
 from tests.runner.rows import PAGES_PER_ROW, Rows
@@ -65,18 +65,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def device() -> Iterator[FakeCuda]:
     with fake_cuda() as device:
         yield device
-
-
-class CalledAgain:
-    """A `GraphApi` that computes again what it captured: what waits, waits in every replay."""
-
-    def capture(self, run: Callable[[], Tensor]) -> Graph:
-        out = run()
-
-        def replay() -> None:
-            out.copy_(run())
-
-        return Graph(replay, out)
 
 
 def runner_of(checkpoint: Path, device: torch.device, *, has_draft: bool = False) -> ModelRunner:
