@@ -99,6 +99,7 @@ def measure_capacity(
 def free_bytes(device: torch.device) -> int:
     """Return the free memory of an accelerator or of this host, container limits included."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading has given back is free, too
         return int(torch.cuda.mem_get_info(device)[0])
     return free_host_bytes()
 

@@ -221,7 +221,6 @@ def capture_graphs(
     `on_progress` is told how many are done, and of how many.
     """
     device, sizes = torch.device(loaded.device), graph_sizes(largest, num_drafts)
-    torch.cuda.empty_cache()  # as a capture does: what it takes is measured
     before = free_bytes(device)
     api = CudaGraphs(device, int(before * MAX_GRAPHS_FRACTION))
     why_not = loaded.runner.capture_graphs(sizes, api, on_progress=on_progress)

@@ -9,7 +9,7 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Final, Protocol, cast
 
@@ -28,6 +28,7 @@ from session_server.models.config import KvDTypeName
 from session_server.models.decoder import Decoder
 from session_server.runner.constraints import Constraints, Masks
 from session_server.runner.decode_graphs import DecodeGraphs, GraphApi
+from session_server.runner.device import as_current
 from session_server.runner.draft_model import DraftModel, without_missing_drafts
 from session_server.runner.graph_sizes import GraphSize
 from session_server.runner.inputs import ForwardInputs, InputBuilder
@@ -164,9 +165,8 @@ class ModelRunner:
                     self._sampler.compile_kernels(model.logits(model.compute_padding()))
 
     def _on_device(self) -> AbstractContextManager[object]:
-        """Make the runner's GPU the current one, on which kernels and events are launched."""
-        device = self._last_tokens.device
-        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        """Make the runner's device the current one."""
+        return as_current(self._last_tokens.device)
 
     @property
     def graphs(self) -> DecodeGraphs | None:

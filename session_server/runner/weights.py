@@ -36,6 +36,7 @@ from session_server.runner.checkpoint import (
     Shape,
     WeightSource,
 )
+from session_server.runner.device import as_current
 from session_server.runner.ffn_weights import take_ffn
 from session_server.runner.gguf_checkpoint import GgufCheckpoint
 from session_server.runner.host_memory import return_freed_memory
@@ -86,7 +87,7 @@ def load_decoder(
     checkpoint = open_checkpoint(directory, config)
     reader = checkpoint.reader(device=device, dtype=dtype)
     reader.factories = factories
-    with return_freed_memory(), reader:
+    with as_current(device), return_freed_memory(), reader:
         if progress is not None:
             expected = expected_tensors(config, checkpoint.tensors)
             reader.report_to(progress, len(expected))

@@ -12,6 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+ALL = tl.constexpr(tl.PropagateNan.ALL)
+"""Bounds do not hide NaN, by which a row whose numbers are lost is found."""
+
 GROUP_TILES = tl.constexpr(8)
 """Tiles whose programs follow each other for all columns: they find in the cache what they share,
 be it inputs or weights."""
@@ -137,8 +140,8 @@ def gate_up_experts(
         gate += tl.load(biases + of_gate).to(tl.float32)[None, :]
         up += tl.load(biases + of_up).to(tl.float32)[None, :]
     if GATE == "clamped":
-        gate = tl.minimum(gate, LIMIT)
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
+        gate = tl.minimum(gate, LIMIT, propagate_nan=ALL)
+        up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=ALL) + 1.0
         mixed = gate * tl.sigmoid(ALPHA * gate) * up
     elif GATE == "gelu_tanh":  # tanh(x) = 2 sigmoid(2 x) - 1
         inside = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)

@@ -110,7 +110,8 @@ def add_and_norm_rows(
         tl.store(out + at, normed.to(out.dtype.element_ty), mask=is_in)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+# A pool's slots are a row of a matrix: where it begins depends on the number of tokens.
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])
 def norm_rotate_store(
     qkv,
     weight,
