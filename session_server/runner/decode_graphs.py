@@ -68,8 +68,16 @@ class CudaGraphs:
                 run()
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
-            out = run()
+        try:
+            with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
+                out = run()
+        except RuntimeError as error:
+            # What libraries and the driver allocate says so in words.
+            if any(sign in str(error) for sign in ("out of memory", "ALLOC_FAILED")):
+                raise torch.OutOfMemoryError(str(error)) from error
+            raise
+        finally:
+            torch.cuda.set_stream(current)  # a capture that fails leaves its own
         if self._free_bytes() < self._min_free_bytes:
             raise torch.OutOfMemoryError("a graph takes more than graphs may")
         return Graph(graph.replay, out)

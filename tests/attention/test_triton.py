@@ -276,7 +276,8 @@ def test_a_history_is_split_while_multiprocessors_are_idle_and_each_has_enough_t
     assert choose_num_splits(8, longest=100_000, num_sms=132) == 32
     assert choose_num_splits(8, longest=1_100, num_sms=132) == 4
     assert choose_num_splits(8, longest=MIN_SPLIT_LEN - 1, num_sms=132) == 1
-    assert choose_num_splits(300, longest=100_000, num_sms=132) == 1
+    assert choose_num_splits(300, longest=8_000, num_sms=132) == 1
+    assert choose_num_splits(300, longest=100_000, num_sms=132) == 16, "all would wait for it"
     assert choose_num_splits(1, longest=1 << 20, num_sms=1000) == MAX_SPLITS
 
 

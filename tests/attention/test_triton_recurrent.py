@@ -34,7 +34,7 @@ from tests.oracle.device import DEVICE
 pytest.importorskip("triton", reason="triton has no wheel for this machine")
 
 from session_server.attention.triton import launching
-from session_server.attention.triton.pieces import CHUNK, MAX_STEPS, cut_rows
+from session_server.attention.triton.pieces import CHUNK, MAX_STEPS, NO_PAGE, cut_rows
 from session_server.attention.triton.recurrent import (
     TritonRecurrentBackend,
     TritonRecurrentGraphPlan,
@@ -219,7 +219,7 @@ def test_pieces_cover_every_token_once_and_each_row_has_its_own(seed: int) -> No
     assert [token for _, begin, end, _, _ in table for token in range(begin, end)] == [
         *range(offset)
     ]
-    assert {page: end for _, _, end, _, page in table if page} == left
+    assert {page: end for _, _, end, _, page in table if page != NO_PAGE} == left
     assert max(end - begin for _, begin, end, _, _ in table) <= CHUNK
     of_rows = {}
     for index, (first, last) in enumerate(pieces.rows.tolist()):

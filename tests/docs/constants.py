@@ -1774,6 +1774,12 @@ FORWARD = (
         "each has more elements",
     ),
     _constant(
+        "attention.triton.tiles:MAX_SPLIT_LEN",
+        "positions that a program has of a long history on a GPU",
+        "positions",
+        "more programs share it, up to the most that may",
+    ),
+    _constant(
         "attention.triton.tiles:MAX_SPLITS",
         "programs that share a history on a GPU",
         "programs",

@@ -14,7 +14,9 @@ from session_server.core.batch import Batch, Probe
 from session_server.models.config import FULL_POOL
 from session_server.models.registry import load_config
 from session_server.runner.model_runner import ModelRunner
+from session_server.runner.paged_decoder import BackendName
 from session_server.runner.weights import load_decoder
+from tests.depth import at_depth
 from tests.models.raw_configs import VOCAB_SIZE
 from tests.oracle.checkpoints import RECURRENT_FAMILIES, write_checkpoint
 from tests.runner.rows import Rows
@@ -25,12 +27,12 @@ PAGE_SIZE, LENGTH, ROW = 8, 20, 1
 class Spoken:
     """One row, in launches of a page each; the states after each launch take turns on two pages."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, backend: BackendName = "auto") -> None:
         config = load_config(directory)
         decoder = load_decoder(directory, config, device=torch.device("cpu"), dtype=torch.float32)
         capacity = Capacity({FULL_POOL: 50}, 2, 160, num_states=9)
         spec = config.cache_spec(PAGE_SIZE, "float32")
-        self.runner = ModelRunner(decoder, spec, capacity)
+        self.runner = ModelRunner(decoder, spec, capacity, backend=backend)
         rows = Rows(self.runner, PAGE_SIZE)
         self.tokens = np.random.default_rng(0).integers(3, VOCAB_SIZE, LENGTH, dtype=np.int32)
         self.states = [0]
@@ -48,9 +50,16 @@ class Spoken:
         return self.runner.launch(Batch(0, (), (), probe)).wait().probe_holds
 
 
-@pytest.fixture(params=RECURRENT_FAMILIES)
+BACKENDS: list[tuple[str, BackendName]] = [(family, "auto") for family in RECURRENT_FAMILIES]
+BY_TRITON = at_depth(RECURRENT_FAMILIES[:1], proof=RECURRENT_FAMILIES)
+
+
+@pytest.fixture(params=[*BACKENDS, *((family, "triton") for family in BY_TRITON)], ids=str)
 def spoken(request: pytest.FixtureRequest, tmp_path: Path) -> Spoken:
-    return Spoken(write_checkpoint(request.param, tmp_path))
+    family, backend = request.param
+    if backend == "triton":
+        pytest.importorskip("triton", reason="triton has no wheel for this machine")
+    return Spoken(write_checkpoint(family, tmp_path), backend)
 
 
 def test_an_honest_page_and_its_states_hold_and_stay_as_they_are(spoken: Spoken) -> None:

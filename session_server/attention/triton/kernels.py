@@ -17,6 +17,9 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
+MIN_SPLIT_LEN = tl.constexpr(256)
+"""As `tiles.MIN_SPLIT_LEN`, a multiple of every BLOCK_N."""
+
 
 # What differs from launch to launch is not compiled in: to compile takes a second, for everybody.
 @triton.jit(
@@ -113,9 +116,14 @@ def attend_tiles(
     begin = first // BLOCK_N * BLOCK_N
     if IS_SPLIT:
         num_blocks = tl.cdiv(end - begin, BLOCK_N)
-        of_split = tl.cdiv(num_blocks, num_splits) * BLOCK_N
+        of_split = tl.maximum(tl.cdiv(num_blocks, num_splits) * BLOCK_N, MIN_SPLIT_LEN)
         begin += split * of_split
         end = tl.minimum(end, begin + of_split)
+        if begin >= end:  # the others have it all, which the merge is told
+            nothing = (offset - first_token + tokens) * NUM_HEADS + heads
+            nothing += split.to(tl.int64) * num_tokens * NUM_HEADS
+            tl.store(lse + nothing, float("-inf"), mask=is_row)
+            return
 
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -212,7 +220,8 @@ def merge_splits(
     total = tl.sum(weights, 0)
     if HAS_SINKS:
         total += tl.exp2(tl.load(sinks + head).to(tl.float32) * LOG2_E - top)
-    each = tl.load(parts + at[:, None] * HEAD_DIM + d[None, :], mask=is_d[None, :], other=0.0)
+    is_there = is_d[None, :] & (totals > float("-inf"))[:, None]
+    each = tl.load(parts + at[:, None] * HEAD_DIM + d[None, :], mask=is_there, other=0.0)
     mixed = tl.sum(each * weights[:, None], 0) / total
     tl.store(
         out + (token * NUM_HEADS + head) * HEAD_DIM + d,

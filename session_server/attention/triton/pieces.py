@@ -14,7 +14,10 @@ from session_server.attention.recurrent import moves_of
 
 PIECE_COLUMNS: Final = 5
 """First token of the row, first token of the piece and its end, all in the batch; the page of the
-state before the row, and the page for the state after the piece."""
+state before the row, and the page for the state after the piece, `NO_PAGE` to leave none."""
+
+NO_PAGE: Final = -1
+"""No page at all: the padding page is written, by probes."""
 
 CHUNK: Final = 16
 """The most tokens of a piece, the fewest that a matrix product wants: what a program keeps of more
@@ -73,6 +76,6 @@ def _cut(segments: NDArray[np.int32]) -> NDArray[np.int32]:
     before = counts.cumsum() - counts
     pieces[:, 1] += (np.arange(len(pieces)) - before.repeat(counts)) * CHUNK
     ends = pieces[:, 1] + CHUNK
-    pieces[ends < pieces[:, 2], 4] = 0
+    pieces[ends < pieces[:, 2], 4] = NO_PAGE
     pieces[:, 2] = np.minimum(pieces[:, 2], ends)
     return pieces

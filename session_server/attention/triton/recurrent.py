@@ -32,6 +32,7 @@ from session_server.attention.triton import launching
 from session_server.attention.triton.pieces import (
     CHUNK,
     MAX_STEPS,
+    NO_PAGE,
     PIECE_COLUMNS,
     Pieces,
     cut_graph,
@@ -180,7 +181,7 @@ class TritonRecurrentGraphPlan(TritonRecurrentPlan):
         table[:, :, 1] = offsets + indices
         table[:, :, 2] = offsets + indices + is_token
         table[:, :, 3] = rows.sources[:, None]
-        table[:, :, 4] = targets.where(is_token, NULL_PAGE)
+        table[:, :, 4] = targets.where(is_token & (targets != NULL_PAGE), NO_PAGE)
 
     def plan(self, slot_mapping: Mapping[PoolName, Tensor]) -> TritonRecurrentPlan:
         """Return itself; implements `GraphPlan.plan`."""

@@ -90,7 +90,7 @@ def convolve_pieces(
             mixed.to(out.dtype.element_ty),
             mask=(t < end)[:, None] & is_c[None, :],
         )
-    if target != 0:
+    if target >= 0:
         w = tl.arange(0, BLOCK_W)
         last = _inputs(
             x, history, end - NUM_PAST + w, start, end, source, c, is_c, stride_x,
@@ -211,7 +211,7 @@ def advance_state_space(
             tl.store(to, said, mask=is_t[:, None] & is_r[None, :])
             left = tl.trans(values * to_end[:, None])
             state = tl.dot(left, written, state * kept_by_all, input_precision=PRECISION)
-        if target != 0:
+        if target >= 0:
             tl.store(places + target * NUM_HEADS * ROWS * COLUMNS, state, mask=is_state)
 
 
@@ -320,5 +320,5 @@ def advance_delta_rule(
             keys = _tokens(k, t, is_t, stride_k, of_group, is_r)  # anew: registers are few
             left = tl.trans(keys * to_end[:, None])
             state = tl.dot(left, corrections, state * kept_by_all, input_precision=PRECISION)
-        if target != 0:
+        if target >= 0:
             tl.store(places + target * NUM_HEADS * ROWS * COLUMNS, state, mask=is_state)

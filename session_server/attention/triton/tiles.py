@@ -21,6 +21,10 @@ MIN_ROWS: Final = 16
 MIN_SPLIT_LEN: Final = 256
 """The fewest positions of a split: below, merging costs more than the other programs save."""
 
+MAX_SPLIT_LEN: Final = 4096
+"""What a program should have of a history, while there are splits: all rows of a step wait for the
+longest, however many programs the others keep busy."""
+
 MAX_SPLITS: Final = 64
 
 
@@ -79,16 +83,19 @@ def every_shape(group: int, value_dim: int, itemsize: int) -> tuple[TileShape, .
 
 
 def choose_num_splits(num_programs: int, longest: int, num_sms: int) -> int:
-    """Return among how many programs each history is split, a power of two.
+    """Return among how many programs each history is split at most, a power of two.
 
-    As many as fill a device of `num_sms` multiprocessors twice, while each has enough to do.
+    As many as fill a device of `num_sms` multiprocessors twice, or as a history needs of which a
+    program should not have more than `MAX_SPLIT_LEN` positions, though others are short. A program
+    has `MIN_SPLIT_LEN` of them or more; of a short history some have none.
 
     Args:
         num_programs: what the launch has without splits.
         longest: positions of its longest history.
         num_sms: multiprocessors of the device.
     """
-    wanted = min(2 * num_sms // num_programs, longest // MIN_SPLIT_LEN, MAX_SPLITS)
+    wanted = max(2 * num_sms // num_programs, longest // MAX_SPLIT_LEN)
+    wanted = min(wanted, longest // MIN_SPLIT_LEN, MAX_SPLITS)
     return 1 << max(0, wanted.bit_length() - 1)
 
 
