@@ -575,6 +575,7 @@ BOUND_NOTHING = frozenset(
         "session_server.attention.recurrent:CHUNK",
         "session_server.attention.triton.launching:INTERPRETED_NUM_SMS",
         "session_server.attention.triton.pieces:CHUNK",
+        "session_server.attention.triton.pieces:NO_PAGE",
         "session_server.attention.triton.pieces:PIECE_COLUMNS",
         "session_server.attention.triton.recurrent:CONVOLVED_CHANNELS",
         "session_server.attention.triton.recurrent:CONVOLVED_TOKENS",
