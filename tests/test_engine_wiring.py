@@ -121,7 +121,7 @@ def test_progress_is_logged_every_two_seconds(
     caplog.set_level("INFO")
     times_s = iter([100.0, 101.9, 102.0, 102.0, 103.9, 104.0, 104.0])
     monkeypatch.setattr(engine_wiring, "time", SimpleNamespace(monotonic=lambda: next(times_s)))
-    report = engine_wiring._progress_logger()
+    report = engine_wiring._progress_logger("loading weights %d of %d tensors")
     for num_read in range(1, 5):
         report(num_read, 9)
     assert [record.getMessage() for record in caplog.records] == [

@@ -37,7 +37,7 @@ from session_server.bench.peers.ours import open_conversation
 from session_server.bench.peers.own import OwnWorkload, measure_own
 from session_server.bench.peers.system import PeerFailed, TurnTrace, pause, resume
 from session_server.local_server import LocalServer
-from tests.depth import at_depth
+from tests.depth import IS_PROOF
 
 LLAMA_SERVER = os.environ.get("LLAMA_SERVER")
 SHAPE = RandomModel(vocab_size=1700, max_position_embeddings=512)
@@ -398,10 +398,10 @@ def test_ours_is_measured_alone_and_absent_peers_are_named(
         assert sheet.table(figures).row_count == 2 + 3
 
 
+@pytest.mark.skipif(not IS_PROOF, reason="takes half a minute: PROVE=1")
 @pytest.mark.timeout(200)
 def test_transformers_batches_requests_in_turns_with_us(checkpoint: Path, tmp_path: Path) -> None:
-    rounds = at_depth(1, proof=3)
-    figures = run(checkpoint, tmp_path, (REQUESTS,), num_rounds=rounds, has_transformers=True)
+    figures = run(checkpoint, tmp_path, (REQUESTS,), num_rounds=3, has_transformers=True)
     cell = figures["models"]["tiny"]["float32"]["requests"]
     assert cell["best"] == "transformers float32"
     assert cell["ratio"] > 0

@@ -33,7 +33,7 @@ WANTED = (
 @pytest.mark.timeout(600)
 def test_what_was_told_to_be_on_disk_outlives_every_kill(tmp_path: Path) -> None:
     town = Town(tmp_path / "store", Report(), Decisions(3))
-    report = asyncio.run(crashes(town, cycles=at_depth(6, proof=100)))
+    report = asyncio.run(crashes(town, cycles=at_depth(4, proof=100)))
     assert not report.problems, "\n".join(report.problems)
     missing = [name for name in WANTED if not report.saw[name]]
     assert not missing, f"never happened: {missing}; saw {dict(report.saw)}"
@@ -62,7 +62,7 @@ def test_the_clients_notice_a_turn_that_is_lost(tmp_path: Path) -> None:
 def test_what_clients_of_openai_were_told_outlives_every_kill(tmp_path: Path) -> None:
     store, chance = tmp_path / "store", Decisions(6)
     town = Town(store, Report(), chance, serve=LocalServer, engine=ENGINE, num_told=60)
-    saw = asyncio.run(crash_responders(town, cycles=at_depth(4, proof=60)))
+    saw = asyncio.run(crash_responders(town, cycles=at_depth(3, proof=60)))
     assert not town.report.problems, "\n".join(town.report.problems)
     wanted = ("shown again", "asked again", "conversed", "deleted", "connection lost", "exit 0")
     assert not [name for name in wanted if not saw[name]], dict(saw)

@@ -55,10 +55,15 @@ EXPERTS = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"num_hidden_layers": 1},
     "gemma3_text": {"num_hidden_layers": 3},
-    "lfm2": {},
+    "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "deepseek_v3": EXPERTS | at_depth({"num_hidden_layers": 1}, proof={"num_hidden_layers": 2}),
     **at_depth(
-        {}, proof={"gpt_oss": {"num_hidden_layers": 2}, "qwen3_5_text": {"num_hidden_layers": 4}}
+        {},
+        proof={
+            "gpt_oss": {"num_hidden_layers": 2},
+            "qwen3_5_text": {"num_hidden_layers": 4},
+            "granitemoehybrid": {},
+        },
     ),
 }
 PROMPTS = {1: 20, 2: 3, 3: 37, 4: 16, 5: 1}

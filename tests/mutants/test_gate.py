@@ -32,7 +32,7 @@ def test_the_simulator_finds(name: str) -> None:
 
 def test_without_a_bug_the_same_seeds_pass() -> None:
     seeds = sorted({found.seed for found in FOUND.values()})
-    for seed in seeds[:: at_depth(6, proof=1)]:
+    for seed in seeds[:: at_depth(9, proof=1)]:
         run(seed)
 
 

@@ -253,6 +253,12 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             {"forwards": rate("forward_seconds_total"), "host": rate("host_seconds_total")},
             "Of each second. With overlap both may run at once.",
         ),
+        Panel(
+            "CUDA graphs",
+            "ops",
+            {"{{outcome}}": rate("cuda_graph_forwards_total", "outcome")},
+            "Forwards that were replayed, and others by reason; nothing without a GPU.",
+        ),
         Panel("Turns in a forward", "none", quantiles("forward_turns")),
         Panel("Prompt tokens in a forward", "none", quantiles("forward_prefill_tokens")),
         Panel(

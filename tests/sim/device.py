@@ -170,7 +170,7 @@ class EchoRunner:
         self.model = model or EchoModel()
         self.faults = Faults()
         self.reached: Counter[str] = Counter()
-        self._graphs = GraphPlaces(self.reached)
+        self._graphs = GraphPlaces()
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -221,7 +221,7 @@ class EchoRunner:
             return StepResult(batch.step, (), _FORWARD_S, probe_holds=holds)
         results = tuple(map(self._run, batch.rows))
         # Beside the rows' own, in no order: what comes later must find their cells all the same.
-        for row_id, position in self._graphs.padding_of(batch):
+        for row_id, position in self._graphs.padding_of(batch, self.reached):
             for memory in self.memories.values():
                 memory.put(row_id, position, GARBAGE)
         result = StepResult(batch.step, results, _FORWARD_S)

@@ -28,18 +28,17 @@ PADDING: Final[Place] = (RowId(NULL_ROW), 0)
 
 
 class GraphPlaces:
-    """The places of every graph. `reached` counts what batches came to."""
+    """The places of every graph."""
 
-    def __init__(self, reached: Counter[str]) -> None:
+    def __init__(self) -> None:
         sizes = sorted(graph_sizes(LARGEST, NUM_DRAFTS))
         self._places: Mapping[GraphSize, list[Place]] = {
             size: [PADDING] * size.num_tokens for size in sizes
         }
-        self.reached = reached
 
-    def padding_of(self, batch: Batch) -> list[Place]:
+    def padding_of(self, batch: Batch, reached: Counter[str]) -> list[Place]:
         """Put a batch in its graph, and return the places that it has no token for; none if no
-        graph computes it."""
+        graph computes it. `reached` counts what batches came to."""
         places: list[Place] = []
         max_row_tokens = 0
         for row in batch.rows:
@@ -49,10 +48,10 @@ class GraphPlaces:
             if size.holds(len(batch.rows), max_row_tokens):
                 held[: len(places)] = places
                 self.pad(held, len(places))
-                self.reached["a batch in a graph"] += 1
-                self.reached["a padded batch"] += len(places) < len(held)
+                reached["a batch in a graph"] += 1
+                reached["a padded batch"] += len(places) < len(held)
                 return held[len(places) :]
-        self.reached["a batch in no graph"] += 1
+        reached["a batch in no graph"] += 1
         return []
 
     def pad(self, held: list[Place], first: int) -> None:

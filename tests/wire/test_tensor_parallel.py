@@ -17,7 +17,7 @@ from tests.rig.recovery import assert_books_balance
 from tests.web.wire_client import Wire, greeted
 from tests.wire.conftest import SMALL
 
-NUM_KILLS = at_depth(2, proof=50)
+NUM_KILLS = at_depth(1, proof=50)
 FLAGS = [*SMALL, "--tensor-parallel-size", "2", "--store", "none"]
 QUESTIONS = ("My name is Ada.", "I live in Paris.", "What is my name?", "Where do I live?")
 
