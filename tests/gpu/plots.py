@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+GRAPHS, FLOOR = "Triton, graphs", "floor of bytes"
+"""Ways to compute a batch, as pictures name them."""
+
 Row = dict[str, Any]
 
 
@@ -30,11 +33,11 @@ def draw(out: Path) -> Iterator[Path]:
 
     decoded = {
         label: figures(out, name, "decode")
-        for name, label in (("decode", "Triton, graphs"), ("eager", "Triton"), ("torch", "torch"))
+        for name, label in (("decode", GRAPHS), ("eager", "Triton"), ("torch", "torch"))
     }
-    if decoded["decode"]:
+    if decoded[GRAPHS]:
         figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-        _bars(axes, decoded | {"floor of bytes": decoded["decode"]})
+        _bars(axes, decoded | {FLOOR: decoded[GRAPHS]})
         axes.set(ylabel="ms a step, two in flight", title="decode: rows x history", yscale="log")
         axes.legend()
         yield _saved(figure, out / "decode.svg")
@@ -61,10 +64,10 @@ def draw(out: Path) -> Iterator[Path]:
 
 def _bars(axes: Any, decoded: dict[str, list[Row]]) -> None:
     """Draw a group of bars for each batch, one for each way to compute it."""
-    batches = [(row["rows"], row["history"]) for row in decoded["Triton, graphs"]]
+    batches = [(row["rows"], row["history"]) for row in decoded[GRAPHS]]
     width = 0.8 / len(decoded)
     for index, (label, rows) in enumerate(decoded.items()):
-        name = "floor_ms" if label.startswith("floor") else "overlapped_ms"
+        name = "floor_ms" if label == FLOOR else "overlapped_ms"
         times = {(row["rows"], row["history"]): row[name] for row in rows}
         places = [at + index * width for at, batch in enumerate(batches) if batch in times]
         axes.bar(places, [times[b] for b in batches if b in times], width=width, label=label)
