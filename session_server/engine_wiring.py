@@ -91,8 +91,9 @@ def build_engine(settings: Settings) -> EngineAssembly:
     _log_model(loaded, time.monotonic() - started_s)
     _log_pools(loaded)
     fingerprint = _fingerprint(checkpoints)
+    max_context_len = loaded.plan.capacity.max_context_len
     chunk_tokens = settings.engine.chunked_prefill_size or chunk_for(
-        loaded.runner, loaded.plan.capacity.max_context_len
+        loaded.runner, max_context_len, is_linear=loaded.device == "cpu"
     )
     tiers = make_tiers(settings, loaded, fingerprint)
     engine = _make_engine(
@@ -103,12 +104,12 @@ def build_engine(settings: Settings) -> EngineAssembly:
         chunk_tokens=chunk_tokens,
         tiers=tiers.policy,
     )
-    if engine.max_turn_len < loaded.plan.capacity.max_context_len:
+    if engine.max_turn_len < max_context_len:
         _LOG.warning(
             "KV memory is smaller than one context: serving %d tokens instead of %d; raise "
             "--mem-fraction-static or --max-total-tokens, or lower --pinned-fraction",
             engine.max_turn_len,
-            loaded.plan.capacity.max_context_len,
+            max_context_len,
         )
     warm_up(loaded.runner, _speculation(settings))
     _prepare_device(loaded, settings)
@@ -286,15 +287,24 @@ def _build_from_frame(frame: bytes) -> EngineAssembly:
         raise CannotStart(str(error)) from error
 
 
-def chunk_for(runner: Runner, max_context_len: int) -> int:
+def chunk_for(runner: Runner, max_context_len: int, *, is_linear: bool) -> int:
     """Return how many tokens of prompts a forward may compute to take about `CHUNK_S`.
 
-    Others wait for it between two of their tokens.
+    Others wait for it between two of their tokens. `is_linear`: the time of a few tokens tells that
+    of more, as on a CPU. On a GPU a forward of few tokens takes the time of its launches, so that
+    each size is timed, the largest first.
     """
+
+    def timed_s(num_tokens: int) -> float:
+        return min(_run_padding(runner, _padding(num_tokens)) for _ in range(2))
+
     num_timed = min(CHUNK_SIZES[0], max_context_len)
-    token_s = min(_run_padding(runner, _padding(num_timed)) for _ in range(2)) / num_timed
-    quick = [size for size in CHUNK_SIZES if size * token_s <= CHUNK_S]
-    return max(quick, default=CHUNK_SIZES[0])
+    if is_linear:
+        token_s = timed_s(num_timed) / num_timed
+        quick = [size for size in CHUNK_SIZES if size * token_s <= CHUNK_S]
+        return max(quick, default=CHUNK_SIZES[0])
+    sizes = (size for size in reversed(CHUNK_SIZES) if size <= max_context_len)
+    return next((size for size in sizes if timed_s(size) <= CHUNK_S), CHUNK_SIZES[0])
 
 
 def warm_up(runner: Runner, speculation: Speculation) -> None:

@@ -102,9 +102,25 @@ def test_a_chunk_takes_a_tenth_of_a_second_where_the_device_lets_it(
         return SimpleNamespace(wait=lambda: StepResult(0, (), forward_s=duration_s))
 
     runner = cast("Runner", SimpleNamespace(launch=launch))
-    assert chunk_for(runner, 4096) == chunk
+    assert chunk_for(runner, 4096, is_linear=True) == chunk
     slow = iter([1.0, 1.0])
-    assert chunk_for(runner, 32) == chunk
+    assert chunk_for(runner, 32, is_linear=True) == chunk
+
+
+@pytest.mark.parametrize(
+    ("launches_s", "token_s", "chunk"),
+    [(0.09, 1e-6, 512), (0.01, 3e-4, 256), (0.09, 1e-3, 64), (1.0, 0.0, 64)],
+)
+def test_on_a_gpu_what_a_forward_takes_for_its_launches_makes_no_chunk_smaller(
+    launches_s: float, token_s: float, chunk: int
+) -> None:
+    def launch(batch: Batch) -> SimpleNamespace:
+        duration_s = launches_s + batch.rows[0].num_tokens * token_s
+        return SimpleNamespace(wait=lambda: StepResult(0, (), forward_s=duration_s))
+
+    runner = cast("Runner", SimpleNamespace(launch=launch))
+    assert chunk_for(runner, 4096, is_linear=False) == chunk
+    assert chunk_for(runner, 100, is_linear=False) == 64
 
 
 def test_the_memory_of_a_pool_is_logged_in_mib(caplog: pytest.LogCaptureFixture) -> None:

@@ -81,10 +81,10 @@ def _one_by_one(moe: MoeConfig, hidden: int, tensors: WeightSource, prefix: str)
     Kernels read the inputs of all experts of a layer in one form. Only a checkpoint whose experts
     differ is read twice.
     """
-    kinds: list[int | None] = []
+    kinds: list[int | type] = []
 
     def note(weight: Weight) -> Weight:
-        kinds.append(weight.num_bits if isinstance(weight, BlockWeight) else None)
+        kinds.append(weight.num_bits if isinstance(weight, BlockWeight) else type(weight))
         return weight
 
     def matrices(index: int, see: Callable[[Weight], Weight]) -> ExpertMatrices:

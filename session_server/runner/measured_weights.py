@@ -63,14 +63,15 @@ HeldBytes = Callable[[Weight], int | None]
 class StoredCodes(NamedTuple):
     """Say what of a checkpoint comes as codes: `bits` and `is_fp8` of which matrices.
 
-    `names`: the tensors that exist, if experts in MXFP4 are kept as they are. `has_dense_experts`:
-    other codes of experts become numbers.
+    `names`: the tensors that exist, if experts in MXFP4 are kept as they are. `stacks_experts`: of
+    other codes of experts 8-bit floats are kept, where the device reads them, and the rest become
+    numbers.
     """
 
     bits: CodeBits = no_codes
     is_fp8: IsFp8 = no_fp8
     names: Iterable[str] = ()
-    has_dense_experts: bool = False
+    stacks_experts: bool = False
 
 
 def held_by_torch(weight: Weight) -> int | None:
@@ -165,11 +166,16 @@ class MeasuredTensors(ExpectedTensors):
         return self._stored.bits(name, self.shapes[name]) != 0
 
     def experts(self, moe: MoeConfig, experts: Iterable[ExpertMatrices]) -> Experts:
-        """Count the matrices of experts, as codes or as the numbers that they become."""
-        is_dense = self._stored.has_dense_experts
-        return serial_experts(moe, experts, self._dense_linear if is_dense else self.linear)
+        """Count the matrices of experts, each for itself or as parts of a stack."""
+        is_stacked = self._stored.stacks_experts
+        return serial_experts(moe, experts, self._part if is_stacked else self.linear)
 
-    def _dense_linear(self, weight: Weight, bias: Tensor | None) -> Linear:
+    def _part(self, weight: Weight, bias: Tensor | None) -> Linear:
+        """Count a matrix as a stack of experts holds it."""
+        if isinstance(weight, Fp8Weight) and packing.has_kernel(weight, self._device):
+            num_held = weight.codes.numel() + 4 * weight.scales.numel()
+            self._num_linear_bytes += num_held - weight.codes.numel() * self.dtype.itemsize
+            return PlainLinear(weight.dense(), bias)
         return self.linear(weight if isinstance(weight, Tensor) else weight.dense(), bias)
 
     def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:

@@ -4,7 +4,7 @@ CUDA API, with the kernels in Triton's interpreter; with TEST_DEVICE=cuda on a G
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from session_server.core.batch import Batch, BatchRow, DecodeRows, GraphUse
 from session_server.models.registry import load_config
 from session_server.runner import decode_graphs
 from session_server.runner import graph_sizes as sizes_module
-from session_server.runner.decode_graphs import CudaGraphs, GraphApi
+from session_server.runner.decode_graphs import CudaGraphs, Graph, GraphApi
 from session_server.runner.graph_sizes import GraphSize, bucket_sizes, graph_sizes
 from session_server.runner.loader import layer_factories
 from session_server.runner.model_runner import ModelRunner
@@ -234,6 +234,15 @@ def told(talk: Talk, steps: tuple[Step, ...]) -> Iterator[Told]:
         yield Told(logits, talk.step(step), talk.stored())
 
 
+def _noted(done: list[tuple[int, int]]) -> Callable[[int, int], None]:
+    """Note what `capture_graphs` tells of its progress."""
+
+    def note(num_done: int, num_wanted: int) -> None:
+        done.append((num_done, num_wanted))
+
+    return note
+
+
 def assert_alike(graphed: Talk, expected: Iterable[Told], steps: tuple[Step, ...]) -> None:
     """Every step says the same, and stores the same."""
     for ours, theirs in zip(told(graphed, steps), expected, strict=True):
@@ -248,13 +257,9 @@ def test_a_replay_says_and_stores_what_a_forward_does(checkpoint: Path, api: Gra
     page 0 alone."""
     graphed, eager = Talk(runner_of(checkpoint)), Talk(runner_of(checkpoint, "torch"))
     done: list[tuple[int, int]] = []
-
-    def note(num_done: int, num_wanted: int) -> None:
-        done.append((num_done, num_wanted))
-
     sizes = at_depth(SOME_SIZES, proof=graph_sizes(4, num_drafts=2))
     steps = at_depth(SOME_STEPS, proof=STEPS + VERIFIED)
-    assert graphed.runner.capture_graphs(sizes, api, on_progress=note) is None
+    assert graphed.runner.capture_graphs(sizes, api, on_progress=_noted(done)) is None
     assert done == [(index, len(sizes)) for index in range(1, len(sizes) + 1)]
     assert_alike(graphed, told(eager, steps), steps)
     graphs = graphed.runner.graphs
@@ -278,6 +283,25 @@ def test_what_no_graph_computes_is_computed_without_and_counted(qwen: Path, api:
         GraphUse.MANY_TOKENS: 2,
         GraphUse.MANY_ROWS: 1,
     }
+
+
+def test_a_size_that_memory_is_missing_for_is_left_out(qwen: Path, api: GraphApi) -> None:
+    class Small:
+        def capture(self, run: Callable[[], Tensor]) -> Graph:
+            if len(run()) > 2:
+                raise torch.OutOfMemoryError("a graph takes more than graphs may")
+            return api.capture(run)
+
+    runner, done = runner_of(qwen), []
+    assert runner.capture_graphs(graph_sizes(4, 0), Small(), on_progress=_noted(done)) is None
+    assert done == [(1, 3), (2, 3), (3, 3)]
+    graphs = runner.graphs
+    assert graphs is not None
+    assert graphs.left_out == (GraphSize(1, 4),)
+    talk = Talk(runner)
+    assert len(talk.step({1: 0, 2: 0, 3: 0})) == 3
+    assert len(talk.step({1: 0, 2: 0})) == 2
+    assert (graphs.uses[GraphUse.MANY_ROWS], graphs.uses[GraphUse.REPLAYED]) == (1, 1)
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def test_weights_stay_in_8_bits_on_a_gpu_that_reads_them(
     assert isinstance(load_weight(), TritonLinear)
     options = replace(OPTIONS, backend="triton")
     whole, small = (survey(path, options).weight_bytes for path in reversed(twins))
-    assert small < 0.8 * whole, "all but the experts, which become numbers"
+    assert small < 0.7 * whole
     monkeypatch.setattr(packing, "has_e4m3", lambda _: False)
     assert isinstance(load_weight(), PlainLinear)
     assert survey(twins[0], options).weight_bytes == whole

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from session_server.models.config import ExpertLayout, GateConfig, GateKind, MlpConfig, MoeConfig
+from session_server.models.layers.block_weight import Fp8Weight
 from session_server.models.layers.linear import make_linear
 from session_server.models.registry import load_config
 from session_server.runner.capacity import MemoryLimits
@@ -29,6 +30,7 @@ from tests.oracle.device import DEVICE
 pytest.importorskip("triton", reason="triton has no wheel for this machine")
 
 from session_server.attention.triton import launching
+from session_server.runner.triton import packing
 from session_server.runner.triton.expert_kernels import (
     down_experts,
     gate_up_experts,
@@ -179,6 +181,32 @@ def test_mxfp4_is_multiplied_as_it_is_stored(num_tokens: int, hidden: int, inner
     dense = [[(weight.dense().float(), bias.float()) for weight, bias in each] for each in matrices]
     mixed = expected(layer.kind, dense, x.float(), (weights.bfloat16().float(), ids))
     assert (ours - mixed).norm() <= 0.01 * mixed.norm()
+
+
+def fp8(outputs: int, inputs: int) -> Fp8Weight:
+    """Random 8-bit floats, and scales that differ from output to output and from group to group."""
+    codes = (noise(outputs, inputs) * 30).to(torch.float8_e4m3fn).view(torch.uint8)
+    scales = torch.rand(outputs, -(-inputs // 128), device=DEVICE) * 0.01
+    return Fp8Weight(codes, scales)
+
+
+@pytest.mark.skipif(not packing.has_e4m3(DEVICE), reason="this GPU has no such dtype")
+@pytest.mark.parametrize(
+    ("num_tokens", "hidden", "inner"),
+    at_depth([(3, 160, 96)], proof=[(3, 300, 130), (50, 64, 256)]),
+)
+def test_8_bit_floats_are_multiplied_as_they_are_stored(
+    num_tokens: int, hidden: int, inner: int
+) -> None:
+    layer = Layer(4, 2, hidden, inner)
+    x, (weights, ids) = noise(num_tokens, hidden), layer.choices(num_tokens)
+    sizes = ((2 * inner, hidden), (hidden, inner))
+    matrices = [[(fp8(*size), None) for size in sizes] for _ in range(4)]
+    experts = stack_experts(layer.config, matrices, make_linear)
+    assert experts.gate_up.weights.dtype == experts.down.weights.dtype == torch.float8_e4m3fn
+    dense = [[(weight.dense(), None) for weight, _ in each] for each in matrices]
+    mixed = expected(layer.kind, dense, x, (weights, ids))
+    assert (experts(x, weights, ids, None) - mixed).norm() <= 1e-5 * mixed.norm()
 
 
 def test_a_checkpoint_in_mxfp4_says_the_same_kept_and_dequantized(tmp_path: Path) -> None:

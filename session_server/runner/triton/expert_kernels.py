@@ -22,6 +22,9 @@ be it inputs or weights."""
 SCALED = tl.constexpr(32)
 """Inputs that share a scale in MXFP4."""
 
+GROUP = tl.constexpr(128)
+"""Inputs that share a scale among 8-bit floats, a multiple of every BLOCK_K."""
+
 
 # What differs from launch to launch is not compiled in: to compile takes a second, for everybody.
 @triton.jit(do_not_specialize=["num_choices", "max_tiles"])
@@ -88,6 +91,7 @@ def gate_up_experts(
     LIMIT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_MXFP4: tl.constexpr,
+    IS_FP8: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -98,8 +102,9 @@ def gate_up_experts(
     Args:
         x: [tokens, HIDDEN].
         weights: [experts, 2 * INNER, HIDDEN], the gate's rows first; with MXFP4 uint8, two codes
-            to a byte.
-        scales: uint8 [experts, 2 * INNER, HIDDEN / 32] of MXFP4; unused without.
+            to a byte; with IS_FP8 8-bit floats.
+        scales: uint8 [experts, 2 * INNER, HIDDEN / 32] of MXFP4, float32 [experts, 2 * INNER,
+            HIDDEN / 128] of 8-bit floats; unused without.
         biases: [experts, 2 * INNER], unless HAS_BIAS is false.
         gated: [choices, INNER], written.
         choices, experts: see `lay_out_choices`.
@@ -113,7 +118,8 @@ def gate_up_experts(
     of_rows = tl.load(choices + tile * BLOCK_M + tl.arange(0, BLOCK_M))
     x_rows = x + (tl.minimum(of_rows, num_choices - 1) // TOP_K).to(tl.int64) * HIDDEN
     weights += expert * 2 * INNER * (HIDDEN // 2 if IS_MXFP4 else HIDDEN)
-    scales += expert * 2 * INNER * (HIDDEN // SCALED)
+    NUM_SCALES: tl.constexpr = HIDDEN // SCALED if IS_MXFP4 else (HIDDEN + GROUP - 1) // GROUP
+    scales += expert * 2 * INNER * NUM_SCALES
     columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
     # What is beyond the last is multiplied once more, and not stored.
     of_gate = tl.minimum(columns, INNER - 1)
@@ -132,9 +138,16 @@ def gate_up_experts(
             rows = rows.to(DOT_DTYPE)
             at = weights + of_gate[None, :] * HIDDEN + k[:, None]
             matrix = tl.load(at, mask=is_k[:, None], other=0.0).to(DOT_DTYPE)
-            gate = tl.dot(rows, matrix, gate, input_precision="ieee")
-            matrix = tl.load(at + INNER * HIDDEN, mask=is_k[:, None], other=0.0).to(DOT_DTYPE)
-            up = tl.dot(rows, matrix, up, input_precision="ieee")
+            other = tl.load(at + INNER * HIDDEN, mask=is_k[:, None], other=0.0).to(DOT_DTYPE)
+            if IS_FP8:
+                scaled = scales + of_gate * NUM_SCALES + start // GROUP
+                product = tl.dot(rows, matrix, input_precision="ieee")
+                gate += product * tl.load(scaled)[None, :]
+                product = tl.dot(rows, other, input_precision="ieee")
+                up += product * tl.load(scaled + INNER * NUM_SCALES)[None, :]
+            else:
+                gate = tl.dot(rows, matrix, gate, input_precision="ieee")
+                up = tl.dot(rows, other, up, input_precision="ieee")
     if HAS_BIAS:
         biases += expert * 2 * INNER
         gate += tl.load(biases + of_gate).to(tl.float32)[None, :]
@@ -171,6 +184,7 @@ def down_experts(
     INNER: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_MXFP4: tl.constexpr,
+    IS_FP8: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -194,7 +208,8 @@ def down_experts(
     rows_of = gated + known.to(tl.int64) * INNER
     columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
     weights += expert * HIDDEN * (INNER // 2 if IS_MXFP4 else INNER)
-    scales += expert * HIDDEN * (INNER // SCALED)
+    NUM_SCALES: tl.constexpr = INNER // SCALED if IS_MXFP4 else (INNER + GROUP - 1) // GROUP
+    scales += expert * HIDDEN * NUM_SCALES
     of_columns = tl.minimum(columns, HIDDEN - 1)
 
     total = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
@@ -207,7 +222,12 @@ def down_experts(
         else:
             at = weights + of_columns[None, :] * INNER + k[:, None]
             matrix = tl.load(at, mask=is_k[:, None], other=0.0).to(DOT_DTYPE)
-            total = tl.dot(rows.to(DOT_DTYPE), matrix, total, input_precision="ieee")
+            if IS_FP8:
+                product = tl.dot(rows.to(DOT_DTYPE), matrix, input_precision="ieee")
+                of_block = tl.load(scales + of_columns * NUM_SCALES + start // GROUP)
+                total += product * of_block[None, :]
+            else:
+                total = tl.dot(rows.to(DOT_DTYPE), matrix, total, input_precision="ieee")
     if HAS_BIAS:
         total += tl.load(biases + expert * HIDDEN + of_columns).to(tl.float32)[None, :]
     total *= tl.load(topk_weights + known).to(tl.float32)[:, None]

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from session_server.attention.triton import launching
 from session_server.models.config import MoeConfig
+from session_server.models.layers.block_weight import Fp8Weight
 from session_server.models.layers.linear import LinearFactory
 from session_server.runner.layer_factories import ExpertMatrices, ExpertWeight
 from session_server.runner.mxfp4 import Mxfp4Weight
+from session_server.runner.triton import packing
 from session_server.runner.triton.expert_kernels import (
     down_experts,
     gate_up_experts,
@@ -82,9 +84,10 @@ def most_tiles(num_choices: int, num_experts: int, num_rows: int) -> int:
 class ExpertStack:
     """Hold one matrix of all experts.
 
-    `weights`: [experts, outputs, inputs], or MXFP4 blocks, uint8 [experts, outputs, inputs / 32,
-    16]. `scales`: uint8 [experts, outputs, inputs / 32] of MXFP4; None for numbers. `bias`:
-    [experts, outputs]; None without.
+    `weights`: [experts, outputs, inputs], numbers or 8-bit floats (E4M3), or MXFP4 blocks, uint8
+    [experts, outputs, inputs / 32, 16]. `scales`: uint8 [experts, outputs, inputs / 32] of MXFP4,
+    float32 [experts, outputs, inputs / 128] of 8-bit floats; None for numbers. `bias`: [experts,
+    outputs]; None without.
     """
 
     weights: Tensor
@@ -101,7 +104,8 @@ class ExpertStack:
         """Return what a kernel is compiled for; `dtype`: that of the activations."""
         return {
             "HAS_BIAS": self.bias is not None,
-            "IS_MXFP4": self.scales is not None,
+            "IS_MXFP4": self.weights.dtype == torch.uint8,
+            "IS_FP8": self.weights.dtype == torch.float8_e4m3fn,
             "DOT_DTYPE": launching.dot_dtype(dtype),
         }
 
@@ -111,7 +115,8 @@ def stack_experts(
 ) -> GroupedExperts:
     """Stack the matrices of experts, one after the other as they are loaded. An `ExpertsFactory`.
 
-    MXFP4 is kept as it is where the model computes in bfloat16; other codes become numbers.
+    MXFP4 is kept as it is where the model computes in bfloat16, and 8-bit floats where the device
+    reads them; other codes become numbers.
     """
     del linear  # their products are one kernel's
     stacks: list[dict[str, Tensor]] = []
@@ -133,6 +138,9 @@ def _parts(weight: ExpertWeight, bias: Tensor | None) -> dict[str, Tensor]:
     parts = {} if bias is None else {"bias": bias}
     if isinstance(weight, Mxfp4Weight) and weight.dtype == torch.bfloat16:
         return {"weights": weight.blocks, "scales": weight.scales, **parts}
+    if isinstance(weight, Fp8Weight) and packing.has_kernel(weight, weight.codes.device):
+        codes = weight.codes.view(torch.float8_e4m3fn)
+        return {"weights": codes, "scales": weight.scales, **parts}
     return {"weights": weight if isinstance(weight, Tensor) else weight.dense(), **parts}
 
 

@@ -39,11 +39,14 @@ class Layers:
     gate: GateConfig = SILU
     has_bias: bool = False
     is_mxfp4: bool = False
+    is_fp8: bool = False
 
 
 FAMILIES: Final = {
     "qwen 3 30b": Layers(128, 8, 2048, 768),
     "deepseek v3": Layers(256, 8, 7168, 2048),
+    "qwen 3 30b in fp8": Layers(128, 8, 2048, 768, is_fp8=True),
+    "deepseek v3 in fp8": Layers(256, 8, 7168, 2048, is_fp8=True),
     "granite 4 small": Layers(72, 10, 4096, 768, GateConfig(GateKind.GELU_TANH)),
     "gpt-oss 20b": Layers(32, 4, 2880, 2880, CLAMPED, has_bias=True),
     "gpt-oss 20b in mxfp4": Layers(32, 4, 2880, 2880, CLAMPED, has_bias=True, is_mxfp4=True),
@@ -55,14 +58,15 @@ TILES: Final = {"choices": "i32", "experts": "i32"}
 def specializations() -> Iterator[Specialization]:
     """Every family in every dtype it can be held in, for each shape of tile."""
     for family, layers in FAMILIES.items():
-        for dtype in ("bf16",) if layers.is_mxfp4 else DTYPES:
+        is_coded = layers.is_mxfp4 or layers.is_fp8
+        for dtype in ("bf16",) if is_coded else DTYPES:
             for shape in every_shape(4 if dtype == "fp32" else 2):
                 name = f"{family}, tiles of {shape.num_rows}"
                 yield _gate_up(name, layers, dtype, shape)
                 yield _down(name, layers, dtype, shape)
-            if not layers.is_mxfp4:  # as of numbers
+            if not is_coded:  # as of numbers
                 yield _sum(family, layers, dtype)
-        if not layers.is_mxfp4:
+        if not is_coded:
             for num_rows in sorted({shape.num_rows for shape in every_shape(2)}):
                 for block in (FEW_CHOICES, MANY_CHOICES):
                     yield _lay_out(f"{family}, tiles of {num_rows}", layers, num_rows, block)
@@ -74,6 +78,7 @@ def _constants(layers: Layers, dtype: str, shape: ExpertTile) -> dict[str, Any]:
         "INNER": layers.inner,
         "HAS_BIAS": layers.has_bias,
         "IS_MXFP4": layers.is_mxfp4,
+        "IS_FP8": layers.is_fp8,
         "DOT_DTYPE": TL[dtype],
         "BLOCK_M": shape.num_rows,
         "BLOCK_K": shape.num_inputs,
@@ -82,10 +87,10 @@ def _constants(layers: Layers, dtype: str, shape: ExpertTile) -> dict[str, Any]:
 
 def _weights(layers: Layers, dtype: str) -> dict[str, str]:
     """The pointers that `ExpertStack` gives."""
-    weights = "u8" if layers.is_mxfp4 else dtype
+    weights = "u8" if layers.is_mxfp4 else "fp8e4nv" if layers.is_fp8 else dtype
     return {
         "weights": weights,
-        "scales": weights,
+        "scales": "fp32" if layers.is_fp8 else weights,
         "biases": dtype if layers.has_bias else weights,
     }
 
@@ -98,7 +103,7 @@ def _gate_up(name: str, layers: Layers, dtype: str, shape: ExpertTile) -> Specia
     return Specialization(
         gate_up_experts,
         f"{name}, gate and up",
-        (dtype,),
+        (dtype, "fp8e4nv") if layers.is_fp8 else (dtype,),
         pointers={"x": dtype, "gated": dtype, **_weights(layers, dtype), **TILES},
         constants={
             **_constants(layers, dtype, shape),
@@ -117,7 +122,7 @@ def _down(name: str, layers: Layers, dtype: str, shape: ExpertTile) -> Specializ
     return Specialization(
         down_experts,
         f"{name}, down",
-        (dtype,),
+        (dtype, "fp8e4nv") if layers.is_fp8 else (dtype,),
         pointers={**pointers, **_weights(layers, dtype), **TILES},
         constants={**_constants(layers, dtype, shape), "BLOCK_N": shape.num_outputs},
         options=_options(shape),
