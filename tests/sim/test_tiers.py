@@ -12,7 +12,7 @@ from tests.depth import at_depth
 from tests.sim.campaign import Totals, play_steps
 from tests.sim.config import FIRST_TIERED
 
-SHARD_STEPS: Final = at_depth(18_000, proof=1_000_000)
+SHARD_STEPS: Final = at_depth(25_000, proof=1_000_000)
 SHARD_SEEDS: Final = 1_000_000
 """The second shard begins this many seeds behind the first."""
 
