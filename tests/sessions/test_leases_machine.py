@@ -423,7 +423,7 @@ def test_replicas_keep_their_promises(url: str, monkeypatch: pytest.MonkeyPatch)
         run_state_machine_as_test(
             LeasesMachine,
             settings=settings(
-                max_examples=at_depth(130, proof=2000),
+                max_examples=at_depth(200, proof=2000),
                 stateful_step_count=50,
                 deadline=None,
                 derandomize=True,

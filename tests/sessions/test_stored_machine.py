@@ -473,7 +473,7 @@ class StoredMachine(SessionMachine):
 
 
 def test_sessions_in_a_store_keep_their_promises_across_crashes() -> None:
-    run_machine(StoredMachine, ALSO_WANTED, max_examples=at_depth(400, proof=4000))
+    run_machine(StoredMachine, ALSO_WANTED, max_examples=at_depth(600, proof=4000))
     # That each single thing is reached is what the machine without a store shows.
     for kind in ("rewind", "edit", "cancel", "stop", "whole conversation"):
         assert any(StoredMachine.reached[name] for name in WANTED if name.startswith(kind)), kind
