@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cache.pool.recurrent import StatePool
-from cache.pool.upload import upload
+from cache.pool.upload import upload, upload_values
 from cache.types import NULL_PAGE, NULL_ROW, StateMoves
 from session_server.attention.base import AttentionMeta, Recurrence, Span
 
@@ -240,7 +240,7 @@ class RecurrentBackend:
         return Sources(self._ints(pages), self._ints(fresh) if fresh else None)
 
     def _ints(self, values: list[int]) -> Tensor:
-        return upload(torch.tensor(values, dtype=torch.int64), self.pool.device)
+        return upload_values(values, torch.int64, self.pool.device)
 
 
 def moves_of(span: Span) -> StateMoves:

@@ -20,6 +20,7 @@ from cache.types import PoolName
 from session_server.attention.base import DeviceRows, GraphPlan
 from session_server.core.batch import GraphUse
 from session_server.models.decoder import Decoder
+from session_server.runner.capacity import free_bytes
 from session_server.runner.graph_sizes import GraphSize
 from session_server.runner.inputs import PackedInputs
 
@@ -53,7 +54,7 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._min_free_bytes = 0
         if max_bytes is not None:
-            self._min_free_bytes = max(0, self._free_bytes() - max_bytes)
+            self._min_free_bytes = max(0, free_bytes(device) - max_bytes)
 
     def capture(self, run: Callable[[], Tensor]) -> Graph:
         """Capture `run` on a stream of its own, after it ran there.
@@ -78,13 +79,9 @@ class CudaGraphs:
             raise
         finally:
             torch.cuda.set_stream(current)  # a capture that fails leaves its own
-        if self._free_bytes() < self._min_free_bytes:
+        if free_bytes(self._device) < self._min_free_bytes:
             raise torch.OutOfMemoryError("a graph takes more than graphs may")
         return Graph(graph.replay, out)
-
-    def _free_bytes(self) -> int:
-        torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(self._device)[0]
 
 
 class DecodeGraphs:

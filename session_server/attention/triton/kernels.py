@@ -15,10 +15,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from session_server.attention.triton import tiles as tiling
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 
-MIN_SPLIT_LEN = tl.constexpr(256)
-"""As `tiles.MIN_SPLIT_LEN`, a multiple of every BLOCK_N."""
+MIN_SPLIT_LEN = tl.constexpr(tiling.MIN_SPLIT_LEN)
+"""A multiple of every BLOCK_N."""
 
 
 # What differs from launch to launch is not compiled in: to compile takes a second, for everybody.
@@ -119,11 +121,6 @@ def attend_tiles(
         of_split = tl.maximum(tl.cdiv(num_blocks, num_splits) * BLOCK_N, MIN_SPLIT_LEN)
         begin += split * of_split
         end = tl.minimum(end, begin + of_split)
-        if begin >= end:  # the others have it all, which the merge is told
-            nothing = (offset - first_token + tokens) * NUM_HEADS + heads
-            nothing += split.to(tl.int64) * num_tokens * NUM_HEADS
-            tl.store(lse + nothing, float("-inf"), mask=is_row)
-            return
 
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)

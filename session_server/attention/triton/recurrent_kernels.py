@@ -17,7 +17,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-PIECE_COLUMNS = tl.constexpr(5)
+from session_server.attention.triton import pieces as layout
+
+PIECE_COLUMNS = tl.constexpr(layout.PIECE_COLUMNS)
 
 PRECISION = tl.constexpr("tf32")
 """Of products of matrices: finer than the halves that the inputs come from."""

@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from session_server.models.layers.block_weight import FP8_BLOCK
+
 ALL = tl.constexpr(tl.PropagateNan.ALL)
 """Bounds do not hide NaN, by which a row whose numbers are lost is found."""
 
@@ -22,7 +24,7 @@ be it inputs or weights."""
 SCALED = tl.constexpr(32)
 """Inputs that share a scale in MXFP4."""
 
-GROUP = tl.constexpr(128)
+GROUP = tl.constexpr(FP8_BLOCK)
 """Inputs that share a scale among 8-bit floats, a multiple of every BLOCK_K."""
 
 
