@@ -11,9 +11,19 @@ import pytest
 pytest.importorskip("triton", reason="triton has no wheel for this machine")
 
 
-def test_kernels_compile_for_an_architecture_and_stay_within_its_bounds() -> None:
-    names = ("gpt-oss,", "mxfp4, tiles of 16")
-    flags = ("--names", *names, "--architectures", "90", "--dtypes", "bf16")
+@pytest.mark.parametrize(
+    ("architecture", "dtypes", "names"),
+    [
+        ("90", ("bf16",), ("gpt-oss,", "mxfp4, tiles of 16")),
+        # What has the fewest registers to spare.
+        ("90", ("fp32",), ("phi 3, 1 tokens, 8 splits",)),
+        ("100", ("bf16", "fp8e4nv"), ("qwen 3 30b in fp8, tiles of 64, down",)),
+    ],
+)
+def test_kernels_compile_for_an_architecture_and_stay_within_its_bounds(
+    architecture: str, dtypes: tuple[str, ...], names: tuple[str, ...]
+) -> None:
+    flags = ("--names", *names, "--architectures", architecture, "--dtypes", *dtypes)
     done = subprocess.run(
         (sys.executable, "-m", "tests.gpu.ahead_of_time", *flags),
         capture_output=True,

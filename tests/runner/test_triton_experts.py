@@ -277,7 +277,7 @@ def test_compiling_all_launches_whatever_a_forward_does(
     shapes = set()
     for num_tokens in (*range(1, 40), 64, 100, 200, 500, 1000, 4000):
         num_choices = num_tokens * layer.top_k
-        shapes.add(tile_shape(num_choices, layer.num_experts, 4))
+        shapes.add(tile_shape(num_choices, layer.num_experts, every_shape(4)))
         experts(noise(num_tokens, layer.hidden), *layer.choices(num_tokens), None)
     assert launched == compiled
     assert shapes == {*every_shape(4)}

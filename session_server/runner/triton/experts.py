@@ -51,26 +51,31 @@ class ExpertTile:
     num_stages: int
 
 
-def every_shape(itemsize: int) -> tuple[ExpertTile, ...]:
+def every_shape(itemsize: int, *, is_fp8: bool = False) -> tuple[ExpertTile, ...]:
     """Return the shapes that tiles can have, the fewest rows first.
 
     What limits them are shared memory and registers. A tile of few rows is bound by the weights it
-    reads: it reads long pieces of few rows of them. `itemsize`: bytes of an element.
+    reads: it reads long pieces of few rows of them. `itemsize`: bytes of an element. `is_fp8`:
+    weights are 8-bit floats, whose products are scaled apart before they are summed up, for which
+    the largest tile has no registers.
     """
     if itemsize == 4:
         return ExpertTile(16, 64, 32, 4, 2), ExpertTile(32, 64, 32, 4, 2)
+    largest = () if is_fp8 else (ExpertTile(128, 128, 64, 8, 4),)
     return (
         ExpertTile(16, 64, 128, 4, 4),
         ExpertTile(32, 64, 128, 4, 4),
         ExpertTile(64, 128, 64, 4, 4),
-        ExpertTile(128, 128, 64, 8, 4),
+        *largest,
     )
 
 
-def tile_shape(num_choices: int, num_experts: int, itemsize: int) -> ExpertTile:
+def tile_shape(num_choices: int, num_experts: int, shapes: tuple[ExpertTile, ...]) -> ExpertTile:
     """Return the shape of tiles where so many choices are of so many experts: as if each had
-    equally many, and by half more rows than that: all that do not fit cost a tile more."""
-    shapes = every_shape(itemsize)
+    equally many, and by half more rows than that: all that do not fit cost a tile more.
+
+    `shapes`: those that tiles can have, the fewest rows first.
+    """
     wanted = 3 * num_choices // (2 * num_experts)
     return next((shape for shape in shapes if shape.num_rows >= wanted), shapes[-1])
 
@@ -95,6 +100,11 @@ class ExpertStack:
     bias: Tensor | None = None
 
     @property
+    def is_fp8(self) -> bool:
+        """Return whether the weights are 8-bit floats."""
+        return self.weights.dtype == torch.float8_e4m3fn
+
+    @property
     def pointers(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return weights, scales and biases for a kernel, which asks for none that is not there."""
         weights, scales, bias = self.weights, self.scales, self.bias
@@ -105,7 +115,7 @@ class ExpertStack:
         return {
             "HAS_BIAS": self.bias is not None,
             "IS_MXFP4": self.weights.dtype == torch.uint8,
-            "IS_FP8": self.weights.dtype == torch.float8_e4m3fn,
+            "IS_FP8": self.is_fp8,
             "DOT_DTYPE": launching.dot_dtype(dtype),
         }
 
@@ -164,7 +174,8 @@ class GroupedExperts:
         self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, beside: Tensor | None
     ) -> Tensor:
         """Sum the chosen experts of each token; see `Experts`."""
-        shape = tile_shape(topk_ids.numel(), self.config.num_experts, _itemsize(x.dtype))
+        shapes = self._shapes(x.dtype)
+        shape = tile_shape(topk_ids.numel(), self.config.num_experts, shapes)
         return self._compute(x, topk_weights, topk_ids, beside, shape=shape)
 
     def compile_all(self, hidden: int, dtype: torch.dtype) -> None:
@@ -175,8 +186,13 @@ class GroupedExperts:
             weights = x.new_zeros((num_tokens, top_k))
             ids = weights.to(torch.int64)
             beside = None if self.config.shared_expert is None else x
-            for shape in every_shape(_itemsize(dtype)):
+            for shape in self._shapes(dtype):
                 self._compute(x, weights, ids, beside, shape=shape)
+
+    def _shapes(self, dtype: torch.dtype) -> tuple[ExpertTile, ...]:
+        """Return the shapes of tiles where activations are of a dtype."""
+        is_fp8 = any(stack.is_fp8 for stack in (self.gate_up, self.down))
+        return every_shape(_itemsize(dtype), is_fp8=is_fp8)
 
     def _compute(
         self,

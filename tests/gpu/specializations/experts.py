@@ -60,7 +60,7 @@ def specializations() -> Iterator[Specialization]:
     for family, layers in FAMILIES.items():
         is_coded = layers.is_mxfp4 or layers.is_fp8
         for dtype in ("bf16",) if is_coded else DTYPES:
-            for shape in every_shape(4 if dtype == "fp32" else 2):
+            for shape in every_shape(4 if dtype == "fp32" else 2, is_fp8=layers.is_fp8):
                 name = f"{family}, tiles of {shape.num_rows}"
                 yield _gate_up(name, layers, dtype, shape)
                 yield _down(name, layers, dtype, shape)
