@@ -281,9 +281,14 @@ class Turn:
 
     @property
     def num_drafts(self) -> int:
-        """Return how many drafts the next forward may verify behind its one certain position."""
-        draft = self.current_admission.draft
-        return draft.num_drafts if draft is not None and self.num_uncomputed == 1 else 0
+        """Return how many drafts the next forward may verify behind its one certain position.
+
+        None while a forward of it is in flight, be it of its prompt: a row has no states for both.
+        """
+        admission = self.current_admission
+        if admission.draft is None or admission.launched_len != admission.computed_len:
+            return 0
+        return admission.draft.num_drafts if self.num_uncomputed == 1 else 0
 
     def keep_pace(self, pace: Pace) -> None:
         """Count forwards with other turns from now on."""

@@ -112,6 +112,29 @@ def test_nobody_is_launched_again_before_drafts_are_verified(
     assert all("t" in turns for turns in beside if "u" in turns)
 
 
+@pytest.mark.parametrize("num_prompt", [8, 9, 10])
+def test_a_row_has_states_for_a_prompt_in_flight_or_for_drafts_not_for_both(
+    monkeypatch: pytest.MonkeyPatch, num_prompt: int
+) -> None:
+    """A position that is left of a prompt is known, so drafts could be verified behind it while its
+    chunk is in flight."""
+    bench = bench_of(num_in_flight=2, chunk_tokens=4)
+    num_drafts: dict[bool, list[int]] = {False: [], True: []}
+
+    def launch(batch: Batch) -> None:
+        (row,) = batch.rows
+        if row.num_tokens - row.num_drafts == 1:
+            num_drafts[len(bench.runner) > 0].append(row.num_drafts)
+        EchoRunner.launch(bench.runner, batch)
+
+    monkeypatch.setattr(bench.runner, "launch", launch)
+    prompt = tuple(range(1, num_prompt + 1))
+    bench.run(bench.submit_command(bench.open("s"), "t", prompt, max_tokens=30))
+    bench.expect("t", prompt)
+    assert any(num_drafts[False])
+    assert num_drafts[True] == ([0] if num_prompt == 9 else [])
+
+
 @pytest.mark.parametrize("max_tokens", range(1, 12))
 def test_drafts_never_reach_past_the_last_token(max_tokens: int) -> None:
     bench = bench_of(num_drafts=8)

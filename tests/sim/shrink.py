@@ -57,6 +57,10 @@ _SIMPLE: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
 }
 
 
+_BOUNDS: Final = frozenset({"num_rows", "max_running"})
+"""What other sizes were drawn for: more of it would be another failure."""
+
+
 class OutOfTries(Exception):
     """The budget of a shrinking is used up."""
 
@@ -115,7 +119,7 @@ class _Hunt:
         for part, field, value in _simpler(self.best.trace.config.front):
             config = self.best.trace.config
             old = getattr(config, part)
-            if getattr(old, field) == value:
+            if getattr(old, field) == value or (field in _BOUNDS and value > getattr(old, field)):
                 continue
             simple = dataclasses.replace(old, **{field: value})
             changed = dataclasses.replace(config, **{part: simple})

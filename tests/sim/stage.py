@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from cache.capacity import BoundedPools
 from cache.checker import Violation, find_violations
 from cache.errors import AuditFailed
 from cache.recount import Recount
@@ -61,6 +62,7 @@ class Stage(HandEngine):
             sizes.layers.spec(sizes.page_size),
             sizes.capacity,
             pinned_quota_pages=sizes.pinned_quota_pages,
+            states_per_row=BoundedPools(num_drafts=sizes.num_drafts).states_per_row,
             free_list=FREE_LISTS[sizes.allocation],
             strikes=context.faults.strikes,
             reached=context.reached,

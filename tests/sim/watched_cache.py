@@ -279,6 +279,7 @@ class WatchedCache(SessionAwareCache):
         capacity: Capacity,
         *,
         pinned_quota_pages: int,
+        states_per_row: int,
         free_list: type[Extents],
         strikes: Strikes,
         reached: Counter[str],
@@ -291,6 +292,7 @@ class WatchedCache(SessionAwareCache):
         self._of_turn: dict[TurnId, SessionId] = {}
         self._way_back: dict[TurnId, int] = {}
         self._pinned_quota_pages = pinned_quota_pages
+        self._states_per_row = states_per_row
         self._watch()
 
     @property
@@ -474,7 +476,8 @@ class WatchedCache(SessionAwareCache):
         )
 
     def _look_at_states(self, turn_id: TurnId, to_len: int, num_drafts: int) -> None:
-        """A turn grows: a row comes with its states, so there is no shortage of them."""
+        """A turn grows: a row comes with its states, so there is no shortage of them, however many
+        others there are."""
         if self.stores.recurrent is None:
             return
         lease, ledger = (
@@ -482,9 +485,14 @@ class WatchedCache(SessionAwareCache):
             self.stores.ledgers[self.stores.recurrent.pool],
         )
         num_missing = lease.states.num_missing(lease.computed_len, to_len, num_drafts)
+        lengths = lease.states.lengths
+        num_left = len(lease.states.pages) - sum(length > to_len for length in lengths)
+        num_held = num_left + num_missing + lease.num_protected(self.stores.recurrent.pool)
+        if num_held > self._states_per_row:
+            raise AuditFailed(f"{turn_id} holds {num_held} states of {self._states_per_row}")
         if num_missing > ledger.num_free + ledger.num_evictable:
             raise AuditFailed(f"{turn_id} lacks {num_missing} states: {ledger.snapshot()}")
-        lengths = lease.states.lengths
+        self.reached["states of a row, all"] += num_held == self._states_per_row
         self.reached["state of a failed forward dropped"] += bool(lengths) and lengths[-1] > to_len
 
     @contextmanager
