@@ -7,7 +7,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from cache.capacity import BoundedPools
 from cache.checker import Violation, find_violations
 from cache.errors import AuditFailed
 from cache.recount import Recount
@@ -16,7 +15,6 @@ from session_server.core.batch import StepResult
 from session_server.core.commands import EngineCommand
 from session_server.core.events import EngineEvent, FinishReason, TurnFailed, TurnFinished
 from session_server.engine.engine import StepOutcome
-from tests.cache.free_lists import FREE_LISTS
 from tests.cache.headroom import headroom
 from tests.sim.carrier import EchoCarrier
 from tests.sim.context import SimContext
@@ -58,15 +56,7 @@ class Stage(HandEngine):
 
     def __init__(self, context: SimContext, model: EchoModel) -> None:
         sizes = context.config.sizes
-        cache = WatchedCache(
-            sizes.layers.spec(sizes.page_size),
-            sizes.capacity,
-            pinned_quota_pages=sizes.pinned_quota_pages,
-            states_per_row=BoundedPools(num_drafts=sizes.num_drafts).states_per_row,
-            free_list=FREE_LISTS[sizes.allocation],
-            strikes=context.faults.strikes,
-            reached=context.reached,
-        )
+        cache = WatchedCache(sizes, strikes=context.faults.strikes, reached=context.reached)
         settings = sizes.settings(model, probe_interval_s=PROBE_INTERVAL_S)
         self._context = context
         self._model = model

@@ -10,18 +10,17 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cache.capacity import BoundedPools
 from cache.changes import Changes
 from cache.components import Component, RecurrentState
 from cache.errors import AuditFailed, OutOfPages, OutOfRows, PinQuotaExceeded
 from cache.ledger import Ledger
 from cache.page_copies import PageCopies, Wanted
-from cache.pages import Extents
 from cache.radix import RadixCache
 from cache.radix_node import LockReceipt, MatchResult, PagesByPool, RadixNode, Walk
 from cache.room import Room
 from cache.session_cache import SessionAwareCache
 from cache.session_slot import SessionSlot
-from cache.spec import CacheSpec, Capacity
 from cache.stores import KVStores, StoreParts
 from cache.tails import Tails
 from cache.transit import Transit, TransitId
@@ -39,7 +38,9 @@ from cache.types import (
     pages_for,
 )
 from cache.views import SlotView, TailView, TurnLoan
+from tests.cache.free_lists import FREE_LISTS
 from tests.sim.faults import Site
+from tests.sim.hand_engine import Sizes
 
 Strikes = Callable[[Site], bool]
 """Whether a fault strikes at a site, asked each time that it could."""
@@ -273,26 +274,21 @@ class WatchedCopies(PageCopies):
 class WatchedCache(SessionAwareCache):
     """`touched`: sessions whose pages changed hands since somebody looked."""
 
-    def __init__(
-        self,
-        spec: CacheSpec,
-        capacity: Capacity,
-        *,
-        pinned_quota_pages: int,
-        states_per_row: int,
-        free_list: type[Extents],
-        strikes: Strikes,
-        reached: Counter[str],
-    ) -> None:
-        parts = StoreParts(free_list, partial(WatchedTree, reached=reached))
-        super().__init__(spec, capacity, pinned_quota_pages=pinned_quota_pages, parts=parts)
+    def __init__(self, sizes: Sizes, *, strikes: Strikes, reached: Counter[str]) -> None:
+        pinned_quota_pages = sizes.pinned_quota_pages
+        super().__init__(
+            sizes.layers.spec(sizes.page_size),
+            sizes.capacity,
+            pinned_quota_pages=pinned_quota_pages,
+            parts=StoreParts(FREE_LISTS[sizes.allocation], partial(WatchedTree, reached=reached)),
+        )
         self.reached = reached
         self.touched: dict[SessionId, None] = {}
         self._strikes = strikes
         self._of_turn: dict[TurnId, SessionId] = {}
         self._way_back: dict[TurnId, int] = {}
         self._pinned_quota_pages = pinned_quota_pages
-        self._states_per_row = states_per_row
+        self._states_per_row = BoundedPools(num_drafts=sizes.num_drafts).states_per_row
         self._watch()
 
     @property
