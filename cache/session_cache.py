@@ -313,6 +313,11 @@ class SessionAwareCache:
         self._finish(turn_id)
         return writes
 
+    def forget_launches(self, turn_id: TurnId) -> None:
+        """Free the states that forwards of a turn would leave which are launched and forgotten."""
+        lease = self._changing_turn(turn_id).lease
+        lease.states.drop_beyond(lease.computed_len, lease.holder)
+
     def release_rollback_page(self, turn_id: TurnId) -> bool:
         """Free the page that a running turn keeps only for its rollback, which then ends at a page
         boundary; return whether there was one. The last resort for a turn that needs a page.

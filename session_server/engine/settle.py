@@ -287,4 +287,5 @@ class Settler:
                 self.fail(turn, DeviceFailed(f"the device refused the forward: {message}"))
             else:
                 turn.discard_in_flight()
+                self._cache.forget_launches(turn.turn_id)
                 self.retry_alone.append(turn)

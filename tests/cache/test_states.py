@@ -95,6 +95,28 @@ def test_a_running_turn_never_keeps_more_than_a_row_comes_with(page_size: int) -
         world.cache.record(turn_id, computed_len + 17)
 
 
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_what_forgotten_launches_would_have_left_is_free_again(page_size: int) -> None:
+    """A forward that failed is computed again, with more positions than it had."""
+    world = make_world(page_size)
+    say(world, [1] * 21)
+    world.begin(SESSION, [2] * 100)
+    turn_id = world.turns[SESSION].turn_id
+    before = num_held(world)
+    for ahead in (38, 55):
+        world.cache.grow(turn_id, ahead)
+    assert num_held(world) > before
+    world.cache.forget_launches(turn_id)
+    assert num_held(world) == before
+    audit(world.cache)
+    world.cache.grow(turn_id, 90)
+    lease = world.cache.inspect().slots[SESSION].lease
+    assert lease is not None
+    assert {38, 55}.isdisjoint(lease.states.lengths)
+    world.cache.record(turn_id, 90)
+    audit(world.cache)
+
+
 @pytest.mark.parametrize("length", range(17, 34))
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_a_turn_rolled_back_leaves_the_state_it_began_with(page_size: int, length: int) -> None:

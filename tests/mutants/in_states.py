@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.mutants.mutant import Edit, Mutant
+from tests.sim.config import FIRST_OF_STATES
 
 MARK_STATE_IS_GIVEN_BACK = Mutant(
     "A running turn gives the state back that a cancel would lead to.",
@@ -281,4 +282,22 @@ ROWS_WITHOUT_STATES = Mutant(
     "systematic",
     Edit("cache.views:Headroom.of", "num_rows += -states.num_quarantined", "num_rows += 0"),
     first_seed=2_060_001_580,
+)
+
+FORGOTTEN_STATES_STAY = Mutant(
+    "What forwards behind a failed one would have left stays beside what is computed again.",
+    "systematic",
+    Edit("cache.session_cache:SessionAwareCache.forget_launches", "lease.computed_len", "1 << 30"),
+    first_seed=FIRST_OF_STATES,
+)
+
+DRAFTS_BEHIND_A_PROMPT = Mutant(
+    "Drafts are verified behind a chunk of the prompt that is in flight.",
+    "systematic",
+    Edit(
+        "session_server.engine.turn:Turn.num_drafts",
+        "admission.launched_len != admission.computed_len",
+        "False",
+    ),
+    first_seed=FIRST_OF_STATES,
 )

@@ -26,6 +26,10 @@ FIRST_DRAFTING: Final = 10**9
 FIRST_TIERED: Final = 2 * 10**9
 """The first of the seeds whose engine keeps KV outside of its pools; its clients may draft."""
 
+FIRST_OF_STATES: Final = 3 * 10**9
+"""The first of the seeds whose model keeps states, and whose turns need as many as they may have:
+long prompts with common beginnings, in forwards that fail."""
+
 STATES_AT_REST: Final = 2
 """Of a session: at its length, and a snapshot at what it has published."""
 
@@ -95,8 +99,8 @@ def draw_config(seed: int) -> SimConfig:
     """What the simulation of this seed is like. From `FIRST_DRAFTING` on clients draft, and every
     second seed has the whole server: the seeds before say what they always said."""
     draws = Draws(seed)
-    is_drafting = seed >= FIRST_DRAFTING
-    is_tiered = seed >= FIRST_TIERED
+    is_drafting = FIRST_DRAFTING <= seed < FIRST_OF_STATES
+    is_tiered = FIRST_TIERED <= seed < FIRST_OF_STATES
     front = Front.DIRECT if draws.below("front", 2 if is_drafting else 8) else Front.WIRE
     config = SimConfig(
         seed=seed,
@@ -107,9 +111,9 @@ def draw_config(seed: int) -> SimConfig:
         habits=_draw_habits(draws, is_drafting=is_drafting, is_tiered=is_tiered),
         faults=_draw_faults(draws, front, is_tiered=is_tiered),
     )
-    if not is_tiered:
-        return config
-    return draws.pick("shape", _SHAPES)(config, draws)
+    if seed >= FIRST_OF_STATES:
+        return _crowded_with_states(config, draws)
+    return draws.pick("shape", _SHAPES)(config, draws) if is_tiered else config
 
 
 def _returning(config: SimConfig, draws: Draws) -> SimConfig:
@@ -141,6 +145,37 @@ def _crowded(config: SimConfig, draws: Draws) -> SimConfig:
     engine_death = draws.pick("rate of ends", (0, 10, 20))
     faults = replace(config.faults, engine_death=engine_death, rebuild=10)
     return replace(config, front=Front.DIRECT, sizes=sizes, faults=faults)
+
+
+def _crowded_with_states(config: SimConfig, draws: Draws) -> SimConfig:
+    """Prompts of several chunks beside each other, which begin alike, and forwards that fail."""
+    num_rows = draws.pick("rows with states", (3, 4, 6, 9))
+    num_drafts = draws.pick("drafts", (0, 0, 1, 2, 4))
+    few_states = _few_states(num_rows, config.sizes.max_running, num_drafts)
+    num_states = draws.pick("states", (None, few_states))
+    sizes = replace(
+        config.sizes,
+        layers=Layers(Mixture.FULL_AND_RECURRENT, num_states=num_states),
+        page_size=draws.pick("short pages", (2, 3, 4, 5)),
+        num_pages=400,
+        num_rows=num_rows,
+        max_context_len=200,
+        chunk_tokens=draws.pick("chunk", (2, 3, 5, 13, 16, 23, 32, 41, 64)),
+        num_in_flight=2,
+        num_drafts=num_drafts,
+    )
+    habits = replace(
+        config.habits,
+        num_sessions=9,
+        max_input=draws.pick("long input", (20, 60, 90)),
+        shared=900,
+        submit=800,
+        close=8,
+        misbehave=0,
+    )
+    device_raise = draws.pick("rate of failures", (15, 40, 120))
+    faults = replace(config.faults, device_raise=device_raise, alloc_page=0)
+    return replace(config, front=Front.DIRECT, sizes=sizes, habits=habits, faults=faults)
 
 
 def _as_drawn(config: SimConfig, draws: Draws) -> SimConfig:
