@@ -28,7 +28,8 @@ class QuantizationConfig:
 
     `num_bits`: 4 or 8. `group_size`: inputs of one output that share a scale; None for all of them.
     `zero_offset`: what is added to stored zero points (GPTQ's first format stores them minus one).
-    `is_packed`: several integers to a word of 32 bits, or one to a byte.
+    `is_packed`: several integers to a word of 32 bits, or one to a byte. `rounds_inputs`: what is
+    multiplied by the matrices is rounded to 8 bits too, each token by a scale of its own (W8A8).
     """
 
     method: PackedMethod
@@ -36,6 +37,7 @@ class QuantizationConfig:
     group_size: int | None
     zero_offset: int = 0
     is_packed: bool = True
+    rounds_inputs: bool = False
 
 
 def parse_quantization(raw: Mapping[str, Any]) -> QuantizationConfig:
@@ -71,7 +73,8 @@ def _gptq(raw: Mapping[str, Any]) -> QuantizationConfig:
 def _compressed_tensors(raw: Mapping[str, Any]) -> QuantizationConfig:
     """The formats of llm-compressor that hold integers.
 
-    Activations stay as they are where the configuration rounds them too (W8A8).
+    Of the ways to round activations one is known, `_BY_TOKEN`, with 8-bit integers of one scale for
+    each output; under all others activations stay as they are.
     """
     _require(raw, "format", "pack-quantized", "naive-quantized", "int-quantized")
     for name in ("kv_cache_scheme", "transform_config"):
@@ -92,8 +95,15 @@ def _compressed_tensors(raw: Mapping[str, Any]) -> QuantizationConfig:
     size = _group_size(weights.get("group_size")) if strategy == "group" else None
     num_bits = _bits(weights.get("num_bits"), 4, 8)
     is_packed = raw.get("format") == "pack-quantized"
-    method = PackedMethod.COMPRESSED_TENSORS
-    return QuantizationConfig(method, num_bits, size, is_packed=is_packed)
+    is_by_output = num_bits == 8 and size is None and weights.get("symmetric") is not False
+    inputs = groups[0].get("input_activations") or {}
+    return QuantizationConfig(
+        PackedMethod.COMPRESSED_TENSORS,
+        num_bits,
+        size,
+        is_packed=is_packed,
+        rounds_inputs=is_by_output and not is_packed and _BY_TOKEN.items() <= inputs.items(),
+    )
 
 
 def _require(raw: Mapping[str, Any], key: str, *known: object) -> None:
@@ -128,6 +138,15 @@ def _shown(value: object) -> str:
 
 
 _MAX_GROUP_SIZE: Final = 1 << 20
+
+_BY_TOKEN: Final[Mapping[str, object]] = {
+    "num_bits": 8,
+    "type": "int",
+    "symmetric": True,
+    "strategy": "token",
+    "dynamic": True,
+}
+"""How llm-compressor's W8A8 rounds activations (`QuantizationArgs` of compressed-tensors)."""
 
 _PARSERS: Final[Mapping[PackedMethod, Callable[[Mapping[str, Any]], QuantizationConfig]]] = {
     PackedMethod.AWQ: _awq,

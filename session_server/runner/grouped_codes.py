@@ -16,6 +16,7 @@ class GroupedCodes:
 
     `codes`: uint8 [outputs, inputs]. `scales`: float32 [outputs, groups]. `zeros`: of the same
     shape, integers of the range of codes. `groups`: the group of each input, int64 [inputs].
+    `rounds_inputs`: see `BlockWeight`; there is one group then.
     """
 
     codes: Tensor
@@ -23,12 +24,14 @@ class GroupedCodes:
     zeros: Tensor
     groups: Tensor
     num_bits: int
+    rounds_inputs: bool = False
 
     def __post_init__(self) -> None:
         outputs, inputs = self.codes.shape
         assert len(self.groups) == inputs, "each input has a group"
         assert len(self.scales) == outputs, "each output has its scales"
         assert self.zeros.shape == self.scales.shape, "each scale has a zero point"
+        assert self.scales.shape[1] == 1 or not self.rounds_inputs, "scales are of outputs"
 
     def weight(self, dtype: torch.dtype) -> Weight:
         """Return the codes of blocks, or numbers of `dtype` where they are not of that kind.
@@ -46,7 +49,7 @@ class GroupedCodes:
         if not bool((self.zeros == 128).all()):
             return self._numbers(dtype)
         signed = (self.codes ^ 128).view(torch.int8)
-        return BlockWeight(signed, scales, None, 8, dtype)
+        return BlockWeight(signed, scales, None, 8, dtype, self.rounds_inputs)
 
     def _numbers(self, dtype: torch.dtype) -> Tensor:
         numbers = torch.empty(self.codes.shape, dtype=dtype, device=self.codes.device)

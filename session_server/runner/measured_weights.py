@@ -65,13 +65,14 @@ class StoredCodes(NamedTuple):
 
     `names`: the tensors that exist, if experts in MXFP4 are kept as they are. `stacks_experts`: of
     other codes of experts 8-bit floats are kept, where the device reads them, and the rest become
-    numbers.
+    numbers. `rounds_inputs`: matrices of 8 bits round their inputs, see `BlockWeight`.
     """
 
     bits: CodeBits = no_codes
     is_fp8: IsFp8 = no_fp8
     names: Iterable[str] = ()
     stacks_experts: bool = False
+    rounds_inputs: bool = False
 
 
 def held_by_torch(weight: Weight) -> int | None:
@@ -159,7 +160,8 @@ class MeasuredTensors(ExpectedTensors):
         codes = torch.empty((outputs, inputs), dtype=kind, device="meta")
         scales = torch.empty((outputs, inputs // BLOCK), device="meta")
         minimums = scales if num_bits == 4 else None
-        return BlockWeight(codes, scales, minimums, num_bits, self.dtype)
+        rounds_inputs = self._stored.rounds_inputs and num_bits == 8
+        return BlockWeight(codes, scales, minimums, num_bits, self.dtype, rounds_inputs)
 
     def has_codes(self, name: str) -> bool:
         """Return whether a matrix that was taken comes as codes."""

@@ -226,7 +226,8 @@ class CompressedTensors(PackedFormat):
         if zeros is None:
             zeros = torch.full(scales.shape, middle, dtype=torch.uint8)
         groups = self.groups(name, inputs, read)
-        return GroupedCodes(codes, scales, zeros, groups, self.num_bits)
+        rounds_inputs = self.config.rounds_inputs
+        return GroupedCodes(codes, scales, zeros, groups, self.num_bits, rounds_inputs)
 
     def groups(self, name: str, inputs: int, read: Read) -> Tensor:
         """Return the group of each input."""

@@ -54,7 +54,11 @@ def survey(directory: Path, options: RunnerOptions) -> Survey:
         dtype=dtype,
         held_bytes=linear_bytes(resolved.backend, resolved.weights, resolved.device),
         stored=StoredCodes(
-            checkpoint.code_bits, checkpoint.is_fp8, names, resolved.backend == "triton"
+            checkpoint.code_bits,
+            checkpoint.is_fp8,
+            names,
+            stacks_experts=resolved.backend == "triton",
+            rounds_inputs=config.quantization is not None and config.quantization.rounds_inputs,
         ),
     )
     limits = options.memory

@@ -103,7 +103,9 @@ class BlockWeight(CodedWeight):
 
     `codes`: int8 (8 bits) or uint8 in 0..15 (4 bits) [outputs, inputs], one to a byte. `scales`:
     float32 [outputs, inputs / 32]. `minimums`: the same shape, None for zeros. `num_bits`: 4 or 8;
-    8 have no minimums. `dtype`: that of the activations, and of a dense copy.
+    8 have no minimums. `dtype`: that of the activations, and of a dense copy. `rounds_inputs`: its
+    inputs should be rounded to 8 bits too, token by token, where kernels do (W8A8); an output's
+    scales are one then.
     """
 
     codes: Tensor
@@ -111,10 +113,12 @@ class BlockWeight(CodedWeight):
     minimums: Tensor | None
     num_bits: int
     dtype: torch.dtype = torch.float32
+    rounds_inputs: bool = False
 
     def __post_init__(self) -> None:
         outputs, inputs = self.codes.shape
         assert self.num_bits in (4, 8)
+        assert self.num_bits == 8 or not self.rounds_inputs
         assert self.codes.dtype == (torch.uint8 if self.num_bits == 4 else torch.int8)
         assert inputs % BLOCK == 0, "blocks are whole"
         assert self.scales.shape == (outputs, inputs // BLOCK)
@@ -139,7 +143,8 @@ class BlockWeight(CodedWeight):
         return {"codes": self.codes, "scales": self.scales, **minimums}
 
     def _alike(self) -> tuple[object, ...]:
-        return BlockWeight, self.num_bits, self.minimums is None, self.dtype, self.shape[1]
+        kind = self.num_bits, self.minimums is None, self.rounds_inputs
+        return BlockWeight, *kind, self.dtype, self.shape[1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from session_server.attention.triton import launching
-from session_server.models.layers.block_weight import Weight
+from session_server.models.layers.block_weight import BlockWeight, Weight
 from session_server.models.layers.linear import Linear, make_linear
+from session_server.runner.triton.integer_linear import IntegerLinear, integer_linear
 from session_server.runner.triton.linear_kernels import multiply_codes, sum_splits
-from session_server.runner.triton.packing import BLOCK_K, PackedCodes, has_kernel, pack
-
-MIN_SPLIT_BLOCKS: Final = 4
-"""The fewest blocks of a split: below, summing costs more than the other programs save."""
-
-SUMMED_OUTPUTS: Final = 512
-"""Outputs that one program of `sum_splits` sums."""
-
-
-@dataclass(frozen=True, slots=True)
-class LinearTile:
-    """Say how much a program computes at once: rows of x and outputs, and the threads it has."""
-
-    num_rows: int
-    num_outputs: int
-    num_warps: int
-    num_stages: int
+from session_server.runner.triton.linear_tiles import (
+    SUMMED_OUTPUTS,
+    LinearTile,
+    num_splits,
+    tile_for,
+)
+from session_server.runner.triton.packing import (
+    BLOCK_K,
+    PackedCodes,
+    are_integers,
+    has_kernel,
+    pack,
+)
 
 
 def tile_shapes(dtype: torch.dtype) -> tuple[LinearTile, ...]:
@@ -64,9 +61,11 @@ class TritonLinear:
         rows = x.reshape(-1, self.codes.num_inputs).contiguous()
         out = rows.new_empty((len(rows), self.codes.num_outputs))
         if len(rows):
-            shapes = tile_shapes(x.dtype)
-            shape = next((shape for shape in shapes if len(rows) <= shape.num_rows), shapes[-1])
-            self._launch(rows, out, shape, self._num_splits(len(rows), shape))
+            shape = tile_for(len(rows), tile_shapes(x.dtype))
+            tiles = shape.grid(*out.shape)
+            num_blocks = self.codes.width // BLOCK_K
+            splits = num_splits(tiles[0] * tiles[1], num_blocks, self.codes.codes.device)
+            self._launch(rows, out, shape, splits)
         return out.view(*x.shape[:-1], self.codes.num_outputs)
 
     def compile_all(self, dtype: torch.dtype) -> None:
@@ -87,8 +86,8 @@ class TritonLinear:
         out = x.new_zeros((1, num_outputs))
         linear = TritonLinear(least, None if self.bias is None else out[0])
         for shape in tile_shapes(dtype):
-            for num_splits in (1, 2):
-                linear._launch(x, out, shape, num_splits)
+            for splits in (1, 2):
+                linear._launch(x, out, shape, splits)
 
     def constants(self) -> dict[str, Any]:
         """Return what is compiled into `multiply_codes` for this weight."""
@@ -109,27 +108,15 @@ class TritonLinear:
         """Return whether outputs and inputs are multiples of 16, for which Triton compiles anew."""
         return self.codes.num_outputs % 16 == 0, self.codes.num_inputs % 16 == 0
 
-    def _num_splits(self, num_rows: int, shape: LinearTile) -> int:
-        """Return among how many programs the inputs are split: as many as fill a device twice,
-        while each has enough to do."""
-        codes = self.codes
-        num_tiles = -(-codes.num_outputs // shape.num_outputs) * -(-num_rows // shape.num_rows)
-        wanted = -(-2 * launching.num_sms(codes.codes.device) // num_tiles)
-        return max(1, min(wanted, codes.width // BLOCK_K // MIN_SPLIT_BLOCKS))
-
-    def _launch(self, rows: Tensor, out: Tensor, shape: LinearTile, num_splits: int) -> None:
+    def _launch(self, rows: Tensor, out: Tensor, shape: LinearTile, splits: int) -> None:
         codes, (num_rows, num_outputs) = self.codes, out.shape
         parts = out
-        if num_splits > 1:
-            parts = out.new_empty((num_splits, *out.shape), dtype=torch.float32)
+        if splits > 1:
+            parts = out.new_empty((splits, *out.shape), dtype=torch.float32)
         bias = out if self.bias is None else self.bias
         launching.run(
             multiply_codes,
-            (
-                triton.cdiv(num_outputs, shape.num_outputs),
-                triton.cdiv(num_rows, shape.num_rows),
-                num_splits,
-            ),
+            (*shape.grid(num_rows, num_outputs), splits),
             rows,
             codes.codes,
             codes.scales,
@@ -140,16 +127,16 @@ class TritonLinear:
             num_outputs,
             codes.num_inputs,
             codes.width,
-            triton.cdiv(codes.width // BLOCK_K, num_splits),
+            triton.cdiv(codes.width // BLOCK_K, splits),
             **self.constants(),
-            IS_SPLIT=num_splits > 1,
+            IS_SPLIT=splits > 1,
             DOT_DTYPE=launching.dot_dtype(rows.dtype),
             BLOCK_M=shape.num_rows,
             BLOCK_N=shape.num_outputs,
             num_warps=shape.num_warps,
             num_stages=shape.num_stages,
         )
-        if num_splits > 1:
+        if splits > 1:
             launching.run(
                 sum_splits,
                 (num_rows, triton.cdiv(num_outputs, SUMMED_OUTPUTS)),
@@ -158,7 +145,7 @@ class TritonLinear:
                 out,
                 num_rows,
                 num_outputs,
-                num_splits,
+                splits,
                 HAS_BIAS=self.bias is not None,
                 BLOCK_N=SUMMED_OUTPUTS,
             )
@@ -177,7 +164,11 @@ class TritonLinears:
         """Pack `weight` [outputs, inputs] if it is codes, else leave it to torch."""
         if isinstance(weight, Tensor) or not has_kernel(weight, weight.codes.device):
             return make_linear(weight, bias)
-        linear = TritonLinear(pack(weight), bias)
+        linear: TritonLinear | IntegerLinear
+        if isinstance(weight, BlockWeight) and are_integers(weight):
+            linear = integer_linear(weight, bias)
+        else:
+            linear = TritonLinear(pack(weight), bias)
         needed = (weight.dtype, *linear.compiled_for())
         if needed not in self._compiled:
             linear.compile_all(weight.dtype)

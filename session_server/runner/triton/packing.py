@@ -21,6 +21,9 @@ from session_server.models.layers.block_weight import (
 BLOCK_K: Final = 64
 """Bytes of a row of codes that a program reads at a time; rows are padded to whole ones."""
 
+MOST_SUMMED: Final = (2**31 - 1) // (128 * 127)
+"""Products of integers that a sum of 32 bits holds whatever they are."""
+
 
 @dataclass(frozen=True, slots=True)
 class PackedCodes:
@@ -82,11 +85,18 @@ def _pack_blocks(weight: BlockWeight) -> PackedCodes:
     return PackedCodes(codes, scales, minimums, num_inputs, weight.num_bits, BLOCK)
 
 
+def are_integers(weight: BlockWeight) -> bool:
+    """Return whether inputs are rounded too, and sums of products of integers fit into 32 bits."""
+    return weight.rounds_inputs and weight.shape[1] <= MOST_SUMMED
+
+
 def packed_bytes(weight: CodedWeight) -> int:
-    """Return the bytes of a weight in this layout."""
+    """Return the bytes of a weight as the kernels hold it."""
     outputs, inputs = weight.shape
     if not isinstance(weight, BlockWeight):
         return outputs * _width(inputs, 8) + weight.scales.nbytes
+    if are_integers(weight):
+        return outputs * (inputs + torch.float32.itemsize)
     width = _width(inputs, weight.num_bits)
     num_groups = width * 8 // weight.num_bits // BLOCK
     num_sides = 1 if weight.minimums is None else 2
