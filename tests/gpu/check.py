@@ -100,6 +100,7 @@ PARTS: Final = (
             *_PYTEST,
             "tests/runner/test_triton_fused.py",
             "tests/runner/test_triton_linear.py",
+            "tests/runner/test_triton_integer_linear.py",
             "tests/attention/test_triton_recurrent.py",
         ),
         240,

@@ -12,7 +12,7 @@ from session_server.models.config import KvDTypeName
 from session_server.models.registry import load_config
 from session_server.runner.decode_graphs import GraphApi
 from session_server.runner.graph_sizes import graph_sizes
-from session_server.runner.loader import linear_factory
+from session_server.runner.loader import layer_factories
 from session_server.runner.model_runner import ModelRunner
 from session_server.runner.weights import load_decoder
 from tests.depth import IS_PROOF
@@ -37,7 +37,7 @@ def runner_of(checkpoint: Path, kv_dtype: KvDTypeName) -> ModelRunner:
         config,
         device=DEVICE,
         dtype=torch.float32,
-        make_linear=linear_factory("triton", "float32"),
+        factories=layer_factories("triton", "float32"),
     )
     pages = dict.fromkeys(config.pools, NUM_ROWS * PAGES_PER_ROW + 1)
     capacity = Capacity(pages, NUM_ROWS, PAGES_PER_ROW * PAGE_SIZE)
@@ -49,7 +49,7 @@ def runner_of(checkpoint: Path, kv_dtype: KvDTypeName) -> ModelRunner:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(
     ("weights", "kv_dtype"),
-    [("awq", "fp8_e4m3"), ("fp8", "fp8_e5m2")],
+    [("awq", "fp8_e4m3"), ("fp8", "fp8_e5m2"), ("int_8_by_token", "float32")],
 )
 def test_a_replay_says_what_a_forward_does(
     weights: str, kv_dtype: KvDTypeName, tmp_path: Path, api: GraphApi

@@ -67,6 +67,15 @@ def test_parts_of_several_kinds_are_joined_as_numbers() -> None:
     assert isinstance(join_rows(unlike), torch.Tensor)
 
 
+def test_rows_round_their_inputs_where_all_parts_do() -> None:
+    plain = eight_bits(8, 32)
+    rounding = replace(plain, rounds_inputs=True)
+    joined = join_rows([reorder_rows(rounding, lambda rows: rows.flip(0)), rounding])
+    assert isinstance(joined, BlockWeight)
+    assert joined.rounds_inputs
+    assert isinstance(join_rows([rounding, plain]), torch.Tensor)
+
+
 def test_a_linear_of_codes_is_that_of_their_numbers() -> None:
     weight, bias, x = four_bits(8, 64), torch.rand(8), torch.rand(3, 64)
     expected = make_linear(weight.dequantize(), bias)(x)

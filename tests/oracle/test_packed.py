@@ -59,10 +59,13 @@ class Format:
         return quantize_checkpoint(twin, directory, self.quantization, self.pack, **options)
 
 
-def compressed(form: str, num_bits: int, size: int | None, **more: Any) -> dict[str, Any]:
+def compressed(
+    form: str, num_bits: int, size: int | None, inputs: dict[str, Any] | None = None, **more: Any
+) -> dict[str, Any]:
+    """Weights of so many bits, by group or by channel. `inputs`: how activations are rounded."""
     strategy = {"strategy": "group", "group_size": size} if size else {"strategy": "channel"}
     weights = {"num_bits": num_bits, "type": "int", "symmetric": True, **strategy, **more}
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}}
     return {
         "quant_method": "compressed-tensors",
         "format": form,
@@ -76,6 +79,19 @@ def gptq_config(num_bits: int, size: int, **more: Any) -> dict[str, Any]:
 
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True}
+BY_TOKEN = {
+    "num_bits": 8,
+    "type": "int",
+    "symmetric": True,
+    "group_size": None,
+    "strategy": "token",
+    "dynamic": True,
+    "actorder": None,
+    "observer": None,
+    "observer_kwargs": {},
+}
+"""Activations of llm-compressor's W8A8."""
+
 FORMATS = {
     "awq": Format(AWQ, partial(awq, num_bits=4)),
     "gptq": Format(gptq_config(4, 64), partial(gptq, num_bits=4)),
@@ -128,6 +144,13 @@ FORMATS = {
         partial(naive, num_bits=8, symmetric=True),
         num_bits=8,
         group_size=32,
+        zero=128,
+    ),
+    "int_8_by_token": Format(
+        compressed("int-quantized", 8, None, inputs=BY_TOKEN),
+        partial(naive, num_bits=8, symmetric=True),
+        num_bits=8,
+        group_size=None,
         zero=128,
     ),
     "naive_8_asymmetric": Format(

@@ -146,7 +146,10 @@ def test_all_that_is_launched_was_compiled_with_the_first_weight_of_its_kind(
     assert isinstance(linears(random(4, 4)), PlainLinear)
 
 
-@pytest.fixture(params=at_depth(("gptq", "Q8_0"), proof=(*FORMATS, "Q4_0", "Q8_0", "Q4_K")))
+EXACT_INPUTS: Final = tuple(name for name in FORMATS if not name.endswith("by_token"))
+
+
+@pytest.fixture(params=at_depth(("gptq", "Q8_0"), proof=(*EXACT_INPUTS, "Q4_0", "Q8_0", "Q4_K")))
 def quantized(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, Path]]:
     """A checkpoint of codes, and one of the numbers they stand for."""
     if request.param in FORMATS:
