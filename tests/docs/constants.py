@@ -1774,6 +1774,12 @@ FORWARD = (
         "each has more elements",
     ),
     _constant(
+        "runner.triton.packing:MAX_SUMMED",
+        "inputs of a matrix that W8A8 multiplies as integers",
+        "inputs",
+        "its inputs are not rounded",
+    ),
+    _constant(
         "attention.triton.tiles:MAX_SPLIT_LEN",
         "positions that a program has of a long history on a GPU",
         "positions",

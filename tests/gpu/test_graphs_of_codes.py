@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cache.spec import Capacity
+from session_server.core.batch import GraphUse
 from session_server.models.config import KvDTypeName
 from session_server.models.registry import load_config
 from session_server.runner.decode_graphs import GraphApi
@@ -67,4 +68,4 @@ def test_a_replay_says_what_a_forward_does(
         assert graphed.step(step) == eager.step(step)
     graphs = graphed.runner.graphs
     assert graphs is not None
-    assert graphs.num_replays == 2 * len(STEPS)
+    assert graphs.uses[GraphUse.REPLAYED] == 2 * len(STEPS)

@@ -23,7 +23,7 @@ from session_server.runner.triton.integer_linear import (
     rounded_rows,
 )
 from session_server.runner.triton.linear import TritonLinear, TritonLinears
-from session_server.runner.triton.packing import MOST_SUMMED, are_integers, packed_bytes
+from session_server.runner.triton.packing import MAX_SUMMED, are_integers, packed_bytes
 from tests.runner.test_triton_linear import EPSILON, launched, random
 
 WEIGHTS: Final = ((1, 32), (65, 33), (48, 1056), *at_depth((), proof=((130, 96), (33, 1100))))
@@ -135,11 +135,11 @@ def test_rows_may_be_none_and_of_any_layout() -> None:
 
 
 def test_the_largest_sum_fits_and_wider_weights_are_codes_as_others_are() -> None:
-    codes = torch.full((1, MOST_SUMMED), -128, dtype=torch.int8, device=DEVICE)
+    codes = torch.full((1, MAX_SUMMED), -128, dtype=torch.int8, device=DEVICE)
     linear = IntegerLinear(codes, torch.ones(1, device=DEVICE), None)
-    ones = torch.ones(1, MOST_SUMMED, device=DEVICE)
-    assert linear(ones).item() == pytest.approx(-128 * MOST_SUMMED, rel=1e-6)
-    widest = MOST_SUMMED // 32 * 32
+    ones = torch.ones(1, MAX_SUMMED, device=DEVICE)
+    assert linear(ones).item() == pytest.approx(-128 * MAX_SUMMED, rel=1e-6)
+    widest = MAX_SUMMED // 32 * 32
     assert are_integers(meant := block_weight(1, widest))
     assert not are_integers(wider := block_weight(1, widest + 32))
     assert packed_bytes(wider) > packed_bytes(meant) + 32

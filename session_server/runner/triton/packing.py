@@ -21,7 +21,7 @@ from session_server.models.layers.block_weight import (
 BLOCK_K: Final = 64
 """Bytes of a row of codes that a program reads at a time; rows are padded to whole ones."""
 
-MOST_SUMMED: Final = (2**31 - 1) // (128 * 127)
+MAX_SUMMED: Final = (2**31 - 1) // (128 * 127)
 """Products of integers that a sum of 32 bits holds whatever they are."""
 
 
@@ -87,7 +87,7 @@ def _pack_blocks(weight: BlockWeight) -> PackedCodes:
 
 def are_integers(weight: BlockWeight) -> bool:
     """Return whether inputs are rounded too, and sums of products of integers fit into 32 bits."""
-    return weight.rounds_inputs and weight.shape[1] <= MOST_SUMMED
+    return weight.rounds_inputs and weight.shape[1] <= MAX_SUMMED
 
 
 def packed_bytes(weight: CodedWeight) -> int:
