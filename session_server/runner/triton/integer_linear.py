@@ -19,6 +19,8 @@ from session_server.runner.triton.integer_kernels import (
 from session_server.runner.triton.linear_tiles import (
     SUMMED_OUTPUTS,
     LinearTile,
+    are_multiples,
+    least_alike,
     num_splits,
     tile_for,
 )
@@ -71,8 +73,7 @@ class IntegerLinear:
     def compile_all(self, dtype: torch.dtype) -> None:
         """Compile what calls with activations of `dtype` may launch, by launching it on the least
         weight of the same kind."""
-        of_16, inputs_of_16 = self._are_multiples()
-        num_outputs, num_inputs = 16 if of_16 else 17, 32 if inputs_of_16 else 33
+        num_outputs, num_inputs = least_alike(*self.codes.shape)
         codes = self.codes.new_zeros((num_outputs, num_inputs))
         x = torch.zeros((1, num_inputs), dtype=dtype, device=codes.device)
         out = x.new_zeros((1, num_outputs))
@@ -84,12 +85,7 @@ class IntegerLinear:
 
     def compiled_for(self) -> tuple[object, ...]:
         """Return what decides what is compiled."""
-        return IntegerLinear, self.bias is None, *self._are_multiples()
-
-    def _are_multiples(self) -> tuple[bool, bool]:
-        """Return whether outputs and inputs are multiples of 16, for which Triton compiles anew."""
-        num_outputs, num_inputs = self.codes.shape
-        return num_outputs % 16 == 0, num_inputs % 16 == 0
+        return IntegerLinear, self.bias is None, *are_multiples(*self.codes.shape)
 
     def _launch(self, rows: Tensor, out: Tensor, shape: LinearTile, splits: int) -> None:
         (num_rows, num_outputs), num_inputs = out.shape, rows.shape[1]

@@ -17,6 +17,8 @@ from session_server.runner.triton.linear_kernels import multiply_codes, sum_spli
 from session_server.runner.triton.linear_tiles import (
     SUMMED_OUTPUTS,
     LinearTile,
+    are_multiples,
+    least_alike,
     num_splits,
     tile_for,
 )
@@ -71,9 +73,8 @@ class TritonLinear:
     def compile_all(self, dtype: torch.dtype) -> None:
         """Compile what calls with activations of `dtype` may launch, by launching it on the least
         weight of the same kind."""
-        of_16, inputs_of_16 = self._are_multiples()
-        num_outputs, num_inputs = 16 if of_16 else 17, 32 if inputs_of_16 else 33
         codes = self.codes
+        num_outputs, num_inputs = least_alike(codes.num_outputs, codes.num_inputs)
         groups = codes.scales.new_zeros((-(-2 * BLOCK_K // codes.group), num_outputs))
         least = replace(
             codes,
@@ -102,11 +103,8 @@ class TritonLinear:
 
     def compiled_for(self) -> tuple[object, ...]:
         """Return what decides what is compiled."""
-        return (*self.constants().values(), *self._are_multiples())
-
-    def _are_multiples(self) -> tuple[bool, bool]:
-        """Return whether outputs and inputs are multiples of 16, for which Triton compiles anew."""
-        return self.codes.num_outputs % 16 == 0, self.codes.num_inputs % 16 == 0
+        sizes = are_multiples(self.codes.num_outputs, self.codes.num_inputs)
+        return (*self.constants().values(), *sizes)
 
     def _launch(self, rows: Tensor, out: Tensor, shape: LinearTile, splits: int) -> None:
         codes, (num_rows, num_outputs) = self.codes, out.shape

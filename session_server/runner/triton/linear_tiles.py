@@ -42,3 +42,14 @@ def num_splits(num_tiles: int, num_blocks: int, device: torch.device) -> int:
     twice, while each has enough to do. `num_blocks`: those of the inputs."""
     wanted = -(-2 * launching.num_sms(device) // num_tiles)
     return max(1, min(wanted, num_blocks // MIN_SPLIT_BLOCKS))
+
+
+def are_multiples(num_outputs: int, num_inputs: int) -> tuple[bool, bool]:
+    """Return whether outputs and inputs are multiples of 16, for which Triton compiles anew."""
+    return num_outputs % 16 == 0, num_inputs % 16 == 0
+
+
+def least_alike(num_outputs: int, num_inputs: int) -> tuple[int, int]:
+    """Return the least outputs and inputs for which the same is compiled."""
+    of_16, inputs_of_16 = are_multiples(num_outputs, num_inputs)
+    return 16 if of_16 else 17, 32 if inputs_of_16 else 33
