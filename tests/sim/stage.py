@@ -194,7 +194,8 @@ class Stage(HandEngine):
     def calm(self) -> None:
         """No more faults, and copies wait no longer than forwards do."""
         self._context.faults.calm()
-        self.device.faults = Faults()
+        # What has failed already is told with its result.
+        self.device.faults = Faults(refused_alone=self.device.faults.refused_alone)
 
     def audit(self) -> None:
         """Recount every page."""
