@@ -8,6 +8,7 @@ from.
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar
@@ -84,6 +85,12 @@ def _url(given: SecretStr | None) -> SecretStr | None:
     return given
 
 
+def _device(given: str) -> str:
+    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", given) is None:
+        raise PydanticCustomError("device", "expected auto, cpu, cuda or cuda:N")
+    return given
+
+
 def _size(given: Any) -> Any:
     """Read a size with a unit; what is none is left to be refused."""
     size = parse_size(given) if isinstance(given, str) else None
@@ -146,8 +153,8 @@ class ModelOptions(_Section):
         "dtype of the stored KV; auto: the dtype of the model; 8-bit floats with "
         "`--attention-backend triton`",
     )
-    device: str = _setting(
-        "auto", "device to run on: auto, cpu, cuda or cuda:N", pattern=r"^(auto|cpu|cuda(:\d+)?)$"
+    device: Annotated[str, AfterValidator(_device)] = _setting(
+        "auto", "device to run on: auto, cpu, cuda or cuda:N"
     )
     context_length: Annotated[
         int | None,

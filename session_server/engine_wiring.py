@@ -216,7 +216,7 @@ def _log_model(loaded: LoadedRunner, elapsed_s: float) -> None:
     )
     if loaded.quantization is not None:
         _LOG.info("weights are quantized: %s", loaded.quantization)
-    if loaded.device == "cpu" and loaded.runner.backend_name != "native":
+    if loaded.device == "cpu" and loaded.runner.backend_name == "cpu":
         why = native.WHY_MISSING or "--attention-backend or --tensor-parallel-size asks for it"
         _LOG.warning("torch computes: %s", why)
 

@@ -20,10 +20,10 @@ UNSUPPORTED_FLAGS: Final[Mapping[str, str]] = {
         ),
         "a server runs on one machine": (
             "--nnodes --node-rank --dist-init-addr --dist-timeout --distributed-executor-backend "
-            "--disaggregation-mode --load-balance-method"
+            "--load-balance-method"
         ),
         "the format of weights is read from the checkpoint (floats, GGUF, AWQ, GPTQ, "
-        "compressed-tensors, FP8 of deepseek_v3, MXFP4 of gpt_oss); see --quantize": (
+        "compressed-tensors, FP8, MXFP4); see --quantize": (
             "--quantization -q --torchao-config --load-format --quantization-param-path"
         ),
         "adapters are not implemented": (
@@ -40,10 +40,12 @@ UNSUPPORTED_FLAGS: Final[Mapping[str, str]] = {
         "grammars are always llguidance's": (
             "--grammar-backend --guided-decoding-backend --structured-outputs-config"
         ),
-        "KV that leaves the device is recomputed, not offloaded": (
-            "--enable-hierarchical-cache --hicache-ratio --hicache-size --hicache-write-policy "
-            "--swap-space --cpu-offload-gb --kv-transfer-config"
+        "KV is copied to host memory by itself (--host-kv-bytes), and to a disk as --disk-kv-bytes "
+        "says": (
+            "--enable-hierarchical-cache --hicache-ratio --hicache-write-policy "
+            "--kv-transfer-config"
         ),
+        "weights stay on the device": "--cpu-offload-gb",
         "clients show keys, not certificates, and the server's key has no password": (
             "--ssl-ca-certs --ssl-cert-reqs --ssl-keyfile-password"
         ),
@@ -76,6 +78,10 @@ RENAMED_FLAGS: Final[Mapping[str, str]] = {
     "--ssl-key": "--ssl-keyfile",
     "--shutdown-timeout": "--drain-timeout",
     "--uvicorn-log-level": "--log-level",
+    "--hicache-size": "--host-kv-bytes",
+    "--swap-space": "--host-kv-bytes",
+    "--disaggregation-mode": "--role",
+    "--enforce-eager": "--disable-cuda-graph",
     "--speculative-config": "--speculative-algorithm",
     "--speculative-draft-model": "--speculative-draft-model-path",
     "--speculative-draft": "--speculative-draft-model-path",

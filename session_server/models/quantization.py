@@ -28,8 +28,9 @@ class QuantizationConfig:
 
     `num_bits`: 4 or 8. `group_size`: inputs of one output that share a scale; None for all of them.
     `zero_offset`: what is added to stored zero points (GPTQ's first format stores them minus one).
-    `is_packed`: several integers to a word of 32 bits, or one to a byte. `rounds_inputs`: what is
-    multiplied by the matrices is rounded to 8 bits too, each token by a scale of its own (W8A8).
+    `is_packed`: several integers to a word of 32 bits, or one to a byte. `needs_zeros`: a matrix
+    without zero points is incomplete. `rounds_inputs`: what is multiplied by the matrices is
+    rounded to 8 bits too, each token by a scale of its own (W8A8).
     """
 
     method: PackedMethod
@@ -37,6 +38,7 @@ class QuantizationConfig:
     group_size: int | None
     zero_offset: int = 0
     is_packed: bool = True
+    needs_zeros: bool = False
     rounds_inputs: bool = False
 
 
@@ -81,7 +83,10 @@ def _compressed_tensors(raw: Mapping[str, Any]) -> QuantizationConfig:
         if raw.get(name):
             raise UnsupportedModel(f"quantization_config: {name!r} is not implemented")
     _require(raw.get("sparsity_config") or {}, "format", "dense")
-    groups = list((raw.get("config_groups") or {}).values())
+    named = raw.get("config_groups") or {}
+    if not isinstance(named, Mapping):
+        raise UnsupportedModel("quantization_config: config_groups is no object")
+    groups = list(named.values())
     if len(groups) != 1:
         raise UnsupportedModel(f"quantization_config: {len(groups)} config_groups, not 1")
     weights = groups[0].get("weights") or {}
@@ -95,13 +100,15 @@ def _compressed_tensors(raw: Mapping[str, Any]) -> QuantizationConfig:
     size = _group_size(weights.get("group_size")) if strategy == "group" else None
     num_bits = _bits(weights.get("num_bits"), 4, 8)
     is_packed = raw.get("format") == "pack-quantized"
-    is_by_output = num_bits == 8 and size is None and weights.get("symmetric") is not False
+    needs_zeros = weights.get("symmetric") is False
+    is_by_output = num_bits == 8 and size is None and not needs_zeros
     inputs = groups[0].get("input_activations") or {}
     return QuantizationConfig(
         PackedMethod.COMPRESSED_TENSORS,
         num_bits,
         size,
         is_packed=is_packed,
+        needs_zeros=needs_zeros,
         rounds_inputs=is_by_output and not is_packed and _BY_TOKEN.items() <= inputs.items(),
     )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,6 +161,8 @@ class Checkpoint:
             for name, shape in expected.items()
             if name in self.tensors and self.tensors[name].is_fp8
         }
+        for name in scales:
+            self._check_dtype(name, fp8.SCALES_DTYPES)
         expected = {**expected, **scales}
         shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
         check_shapes(self.directory, shapes, expected, ignorable)
@@ -207,12 +209,16 @@ class Checkpoint:
             parts = self.packed.parts(name, (shape[0], math.prod(shape[1:])), self.tensors)
             for part, of in parts.items():
                 stored[part] = of.shape
-                if part in self.tensors and self.tensors[part].dtype not in of.dtypes:
-                    raise CheckpointError(
-                        f"{self.directory}: {part} is of dtype {self.tensors[part].dtype} and "
-                        f"should be of {' or '.join(sorted(of.dtypes))}"
-                    )
+                self._check_dtype(part, of.dtypes)
         return stored
+
+    def _check_dtype(self, name: str, dtypes: Collection[str]) -> None:
+        """Refuse a tensor, if there is one, of another dtype than `dtypes`."""
+        if name in self.tensors and self.tensors[name].dtype not in dtypes:
+            raise CheckpointError(
+                f"{self.directory}: {name} is of dtype {self.tensors[name].dtype} and should be of "
+                f"{' or '.join(sorted(dtypes))}"
+            )
 
 
 class CheckpointReader(WeightSource):

@@ -17,6 +17,9 @@ STORED_DTYPE: Final = "F8_E4M3"
 
 SCALES_SUFFIX: Final = "_scale_inv"
 
+SCALES_DTYPES: Final = frozenset({"F32", "BF16", "F16", "F8_E8M0"})
+"""Names of the dtypes that scales may have."""
+
 
 def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of the scales of a weight [..., outputs, inputs]."""

@@ -206,7 +206,7 @@ class CompressedTensors(PackedFormat):
             zeros = Part((-(-outputs // self.per_word), groups), WORDS)
         else:
             parts[name] = Part(shape, BYTES)
-        if f"{name}_zero_point" in names:
+        if self.config.needs_zeros or f"{name}_zero_point" in names:
             parts[f"{name}_zero_point"] = zeros
         if f"{name}_g_idx" in names:
             parts[f"{name}_g_idx"] = Part((inputs,), INDICES)

@@ -332,6 +332,17 @@ def test_biases_of_zeros_that_the_model_does_not_have_are_left_out(checkpoint: P
         load_decoder(checkpoint, load_config(checkpoint), device=CPU, dtype=torch.float32)
 
 
+def test_zero_points_that_the_configuration_promises_are_missed_by_name(tmp_path: Path) -> None:
+    twin = write_checkpoint("qwen2", tmp_path / "twin", **SIZES)
+    path = FORMATS["packed_4_asymmetric"].write(twin, tmp_path / "packed")
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors[f"{Q_PROJ}.weight_zero_point"]
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=r"missing tensors: .*q_proj.weight_zero_point"):
+        load_decoder(path, load_config(path), device=CPU, dtype=torch.float32)
+
+
 def change(checkpoint: Path, **fields: object) -> None:
     path = checkpoint / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
@@ -350,6 +361,10 @@ def change(checkpoint: Path, **fields: object) -> None:
         (compressed("pack-quantized", 4, 64, type="float"), "type 'float'"),
         (compressed("pack-quantized", 4, None, strategy="block"), "strategy 'block'"),
         ({**compressed("pack-quantized", 4, 64), "config_groups": {}}, "0 config_groups, not 1"),
+        (
+            {**compressed("pack-quantized", 4, 64), "config_groups": [1]},
+            "config_groups is no object",
+        ),
         ({**compressed("pack-quantized", 4, 64), "kv_cache_scheme": {"x": 1}}, "kv_cache_scheme"),
         ({"quant_method": "bitsandbytes"}, "quantized with 'bitsandbytes' is not implemented"),
     ],

@@ -183,6 +183,10 @@ SCALES = "model__layers__1__self_attn__o_proj__weight_scale_inv"
         ({SCALES: None}, r"missing tensors: \S+o_proj\.weight_scale_inv$"),
         ({SCALES: torch.ones(2, 2)}, r"wrong shapes: \S+o_proj\.weight_scale_inv is \[2, 2\] and"),
         (
+            {SCALES: torch.ones(1, 2, dtype=torch.uint8)},
+            r"o_proj\.weight_scale_inv is of dtype U8 and should be of BF16 or F16 or F32 or F8_E8",
+        ),
+        (
             {SCALES.removesuffix("_scale_inv"): torch.ones(160, 48)},
             r"unexpected tensors: \S+o_proj\.weight_scale_inv$",
         ),
