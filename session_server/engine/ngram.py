@@ -20,6 +20,13 @@ MIN_MATCH: Final = 2
 
 MAX_MATCH: Final = 8
 
+NEAR: Final = 1024
+"""Last tokens that are searched first where the last one is frequent: in text that repeats itself
+they hold the longest match already, and none further back is later."""
+
+MANY_ENDS: Final = 256
+"""With more ends than these, comparing every token of the text is faster than each end."""
+
 _NOTHING: Final = np.empty(0, dtype=np.int32)
 
 
@@ -37,15 +44,35 @@ def look_up(tokens: Tokens, num_drafts: int) -> Tokens:
     """
     if len(tokens) <= MIN_MATCH or num_drafts <= 0:
         return _NOTHING
-    ends = np.flatnonzero(tokens[:-1] == tokens[-1])
-    for length in range(2, MAX_MATCH + 1):
-        ends_before = ends[ends >= length - 1]
-        longer = ends_before[tokens[ends_before - length + 1] == tokens[-length]]
-        if len(longer) == 0:
-            if length <= MIN_MATCH:
-                return _NOTHING
+    length, end = _latest_longest(tokens)
+    return np.resize(tokens[end + 1 :], num_drafts) if length >= MIN_MATCH else _NOTHING
+
+
+def _latest_longest(tokens: Tokens) -> tuple[int, int]:
+    """Return the length of the longest occurrence, `MAX_MATCH` at most, and the index at which the
+    latest of that length ends; (0, 0) where the last of `tokens`, int32 [n], is new."""
+    num_tokens, length = len(tokens), 1
+    longest = min(MAX_MATCH, num_tokens - 1)
+    is_end = tokens[:-1] == tokens[-1]
+    num_ends = np.count_nonzero(is_end)
+    if num_ends == 0:
+        return 0, 0
+    if num_ends > MANY_ENDS and num_tokens > NEAR:
+        near_length, near_end = _latest_longest(tokens[-NEAR:])
+        if near_length == MAX_MATCH:
+            return MAX_MATCH, num_tokens - NEAR + near_end
+    while num_ends > MANY_ENDS and length < longest:
+        # Element i is the end i + length: an earlier one has no token so far before it.
+        longer = is_end[1:] & (tokens[: -length - 1] == tokens[-length - 1])
+        num_ends = np.count_nonzero(longer)
+        if num_ends == 0:
             break
-        ends = longer
-        if length == len(tokens) - 1:
+        is_end, length = longer, length + 1
+    ends = np.flatnonzero(is_end) + length - 1
+    while num_ends and length < longest:
+        ends_before = ends[ends >= length]
+        longer_ends = ends_before[tokens[ends_before - length] == tokens[-length - 1]]
+        if len(longer_ends) == 0:
             break
-    return np.resize(tokens[ends[-1] + 1 :], num_drafts)
+        ends, length = longer_ends, length + 1
+    return length, int(ends[-1])
