@@ -164,9 +164,9 @@ class _Row:
             outputs=start.outputs.tolist(),
             eos_token_ids=eos_token_ids,
             min_len=start.prompt_len + params.min_tokens,
-            early=_words(early, num_tokens),
-            late=_words(late, num_tokens),
-            known=_words(range(vocab_size), num_tokens),
+            early=_words([each for each in early if each < num_tokens], num_tokens),
+            late=_words([each for each in late if each < num_tokens], num_tokens),
+            known=_words(slice(min(vocab_size, num_tokens)), num_tokens),
         )
 
     @property
@@ -234,9 +234,13 @@ def _allows(mask: Words, token: int, eos_token_ids: frozenset[int]) -> bool:
     return token not in eos_token_ids and bool(mask[token // 32] >> (token % 32) & 1)
 
 
-def _words(token_ids: Sequence[int] | set[int] | frozenset[int], num_tokens: int) -> Words:
+def _words(token_ids: slice | list[int], num_tokens: int) -> Words:
+    """Return the words of a mask of `num_tokens` in which these tokens are set.
+
+    Every start of a turn waits for it, so that nothing here goes token by token.
+    """
     bits = np.zeros(-(-num_tokens // 32) * 32, dtype=np.uint8)
-    bits[[token for token in token_ids if token < num_tokens]] = 1
+    bits[token_ids] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
