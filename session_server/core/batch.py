@@ -57,7 +57,8 @@ class CompileResult(msgspec.Struct, frozen=True, gc=False):
 class SamplingStart(msgspec.Struct, frozen=True, gc=False):
     """Start the sampler state of a row: sent with the first row of an attempt of a turn.
 
-    The state lives until the next `SamplingStart` of the same `BatchRow.row`.
+    The state lives until the next `SamplingStart` of the same `BatchRow.row`, or until
+    `Batch.ended` names the row: a session at rest keeps its row, but no such state.
 
     Attributes:
         params: how tokens are chosen.
@@ -209,6 +210,8 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
         table_writes: page table changes to apply before the rows, in order.
         probe: a page to check; a batch with a probe has no rows.
         decoding: the rows of a forward in which every turn computes one position and samples.
+        ended: rows whose turn has ended or was retracted since the batch before. Their sampler
+            state is dropped before `listed` starts others.
     """
 
     step: int
@@ -216,6 +219,7 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
     table_writes: tuple[TableWrite, ...]
     probe: Probe | None = None
     decoding: DecodeRows | None = None
+    ended: tuple[RowId, ...] = ()
 
     @property
     def rows(self) -> tuple[BatchRow, ...]:

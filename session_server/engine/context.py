@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from cache.session_cache import SessionAwareCache
-from cache.types import TableWrite
+from cache.types import RowId, TableWrite
 from session_server.core.events import EngineEvent
 from session_server.engine.config import EngineConfig
 from session_server.engine.in_flight import InFlight
@@ -40,15 +40,16 @@ class Counters:
 
 
 class Outbox:
-    """Collect events and page table changes in order.
+    """Collect events, page table changes and ends of turns in order.
 
     Table writes wait for the next launch, however many steps away it is. They are applied in launch
-    order, which makes it safe to reuse a freed page.
+    order, which makes it safe to reuse a freed page. Rows whose turn has ended wait for it too.
     """
 
     def __init__(self) -> None:
         self._events: list[EngineEvent] = []
         self._table_writes: list[TableWrite] = []
+        self._ended: list[RowId] = []
 
     def emit(self, event: EngineEvent) -> None:
         """Add an event for the server."""
@@ -57,6 +58,10 @@ class Outbox:
     def write(self, table_writes: Iterable[TableWrite]) -> None:
         """Add page table changes for the device."""
         self._table_writes.extend(table_writes)
+
+    def end(self, row: RowId) -> None:
+        """Tell the runner that no turn of a row goes on: another one starts anew."""
+        self._ended.append(row)
 
     def take_events(self) -> list[EngineEvent]:
         """Return all events, oldest first, and clear them."""
@@ -67,6 +72,11 @@ class Outbox:
         """Return all page table changes, oldest first, and clear them."""
         table_writes, self._table_writes = tuple(self._table_writes), []
         return table_writes
+
+    def take_ended(self) -> tuple[RowId, ...]:
+        """Return the rows whose turn has ended, and clear them."""
+        ended, self._ended = tuple(self._ended), []
+        return ended
 
 
 @dataclass(frozen=True, slots=True)

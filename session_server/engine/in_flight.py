@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from cache.types import TableWrite
+from cache.types import RowId, TableWrite
 from session_server.core.batch import Batch, BatchRow, DecodeRows, Probe
 
 
@@ -35,11 +35,12 @@ class InFlight:
         probe: Probe | None = None,
         *,
         decoding: DecodeRows | None = None,
+        ended: tuple[RowId, ...] = (),
     ) -> Batch:
         """Return the next batch, which counts as in flight from now on."""
         assert not self.is_full
         self.num_forwards += 1
-        batch = Batch(self.num_forwards, tuple(rows), table_writes, probe, decoding)
+        batch = Batch(self.num_forwards, tuple(rows), table_writes, probe, decoding, ended)
         self._batches.append(batch)
         return batch
 

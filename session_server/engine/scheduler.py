@@ -112,7 +112,7 @@ class Scheduler:
         self.compiling.remove(turn)
         self.waiting.charge_outputs(turn)
         if turn.state is TurnState.RUNNING:
-            self.running.remove(turn)
+            self._stop(turn)
         elif turn.state is TurnState.WAITING:
             self.waiting.remove(turn)
         del self._turns[turn.turn_id]
@@ -121,7 +121,7 @@ class Scheduler:
 
     def requeue(self, turn: Turn) -> None:
         """Let a running turn wait again after the cache has dropped its KV."""
-        self.running.remove(turn)
+        self._stop(turn)
         turn.retract()
         self.waiting.insert(turn)
         self._counters.retractions += 1
@@ -160,6 +160,11 @@ class Scheduler:
         if plan.blocked is not None and plan.blocked[1] is BlockReason.PAGES:
             self._turns[plan.blocked[0]].clock.times_bypassed += plan.num_bypasses
         return applied
+
+    def _stop(self, turn: Turn) -> None:
+        """Let a turn run no longer: if it is admitted again, its row's sampler starts anew."""
+        self.running.remove(turn)
+        self._outbox.end(turn.current_admission.loan.row)
 
     def _wait(self, turn: Turn) -> None:
         """Let a turn wait for admission, or first for its session's KV."""

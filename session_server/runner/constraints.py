@@ -57,13 +57,22 @@ class Constraints:
     def start(self, row: int, start: SamplingStart) -> None:
         """Start a turn on a row, and drop the matcher of the row's previous turn."""
         if start.grammar is None:
-            self._rows.pop(row, None)
+            self.end(row)
             return
         assert isinstance(start.grammar, CompiledMatcher), "compiled for this runner"
         state = _Row.of(start, start.grammar, self._vocab_size, self._eos_token_ids)
         # A long answer that was interrupted is read again while its context is computed again.
         state.matcher = self._starting.submit(state.restore)
         self._rows[row] = state
+
+    def end(self, row: int) -> None:
+        """Drop the matcher of a row's turn, if it has one."""
+        self._rows.pop(row, None)
+
+    @property
+    def num_rows(self) -> int:
+        """Return how many rows have a matcher."""
+        return len(self._rows)
 
     def constrain(self, spans: Sequence[SampleSpan]) -> bool:
         """Return whether a row of these is constrained."""

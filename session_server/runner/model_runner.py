@@ -254,6 +254,9 @@ class ModelRunner:
         apply_writes(self._tables, writes)
 
     def _execute(self, batch: Batch) -> StepOutputs:
+        for ended in batch.ended:
+            self._sampler.end(ended)
+            self._constraints.end(ended)
         self._apply_table_writes(batch.table_writes)
         for row in batch.listed:  # a row that decodes goes on with its sampler's state
             if row.sampling is not None:

@@ -6,9 +6,9 @@ grammar, temperature, top-k, top-p, min-p. The token itself is chosen by the Gum
 softmax. The noise is a function of (seed, position, token id), so a row's token depends neither on
 other rows nor on its drafts.
 
-The state of a turn (penalty counts, seed) is kept per row from one `SamplingStart` to the next and
-is updated on the device, so a launch ahead needs nothing from the host. The number of outputs
-before a position follows from the position.
+The state of a turn (penalty counts, seed) is kept per row from its `SamplingStart` until the turn
+ends and is updated on the device, so a launch ahead needs nothing from the host. The number of
+outputs before a position follows from the position.
 """
 
 from __future__ import annotations
@@ -82,6 +82,16 @@ class Sampler:
             held_back=self._held_back(params if start.grammar is None else SamplingParams()),
             penalty=self._penalty(start) if params.has_penalties else None,
         )
+
+    def end(self, row: int) -> None:
+        """Drop the state of a row's turn, if it has any: penalties take 5 bytes for each token of
+        the vocabulary, and a session keeps its row while it is at rest."""
+        self._rows.pop(row, None)
+
+    @property
+    def num_rows(self) -> int:
+        """Return how many rows have the state of a turn."""
+        return len(self._rows)
 
     def params(self, row: int) -> SamplingParams:
         """Return the sampling parameters of the row's turn, which must have been started."""

@@ -39,7 +39,8 @@ class ContentMismatch(Exception):
 
 @dataclass(slots=True)
 class Sampler:
-    """What the device remembers of the turn in one row. `root`: where its namespace begins."""
+    """What the device remembers of the turn in one row. `seed`: GARBAGE once it remembers nothing.
+    `root`: where its namespace begins."""
 
     seed: int
     root: int
@@ -180,6 +181,11 @@ class EchoRunner:
         """The first pool, which gives the text."""
         return next(iter(self.memories.values()))
 
+    @property
+    def num_samplers(self) -> int:
+        """How many rows have the sampler state of a turn."""
+        return sum(sampler.seed != GARBAGE for sampler in self._samplers.values())
+
     def assume_salt(self, salt: str) -> None:
         """Take every turn for one of this tenant: a live engine does not say whose it is."""
         self._salt_of = lambda _: salt
@@ -206,6 +212,9 @@ class EchoRunner:
             ContentMismatch: it read what does not belong to one of its turns.
         """
         batch = self._queue.popleft()
+        for ended in batch.ended:
+            if ended in self._samplers:  # else none of its rows were carried out
+                self._samplers[ended] = Sampler(GARBAGE, self._samplers[ended].root)
         for write in batch.table_writes:
             self.memories[write.pool].point(write)
         turns = {row.turn_id for row in batch.rows}

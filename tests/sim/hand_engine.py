@@ -264,6 +264,8 @@ class HandEngine:
     def execute(self) -> None:
         """Carry out the oldest forward; its result comes when it is asked for."""
         self._results.append(self.device.execute())
+        if isinstance(self.device, EchoRunner):
+            assert self.device.num_samplers <= self.settings.max_running, "the others have ended"
 
     def take_results(self, num_results: int) -> list[StepResult]:
         """Return results of the oldest forwards, which are carried out now if need be. Without any
