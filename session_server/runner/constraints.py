@@ -69,11 +69,6 @@ class Constraints:
         """Drop the matcher of a row's turn, if it has one."""
         self._rows.pop(row, None)
 
-    @property
-    def num_rows(self) -> int:
-        """Return how many rows have a matcher."""
-        return len(self._rows)
-
     def constrain(self, spans: Sequence[SampleSpan]) -> bool:
         """Return whether a row of these is constrained."""
         return bool(self._rows) and any(span.row in self._rows for span in spans)

@@ -88,11 +88,6 @@ class Sampler:
         the vocabulary, and a session keeps its row while it is at rest."""
         self._rows.pop(row, None)
 
-    @property
-    def num_rows(self) -> int:
-        """Return how many rows have the state of a turn."""
-        return len(self._rows)
-
     def params(self, row: int) -> SamplingParams:
         """Return the sampling parameters of the row's turn, which must have been started."""
         return self._rows[row].params

@@ -109,6 +109,7 @@ def play(config: Config, checkpoint: Path, *, in_graphs: bool = False) -> Player
     cache = SessionAwareCache(loaded.spec, loaded.plan.capacity)
     player = Player(config, HandEngine(cache, settings, lambda _: LateDevice(loaded.runner)))
     player.play(trace())
+    assert len(loaded.runner._sampler._rows) <= MAX_RUNNING, "the rows of others are at rest"
     if (graphs := loaded.runner.graphs) is not None:
         player.reached.update({use.value: count for use, count in graphs.uses.items()})
     return player

@@ -39,3 +39,47 @@ def test_penalties_see_the_prompt_as_context_and_what_was_said_as_output() -> No
         assert np.array_equal(start.context, range(30, 12, -1))
         assert start.outputs.tolist() == outputs[: len(start.outputs)]
     assert len(starts[0].outputs) == 0 < len(starts[-1].outputs)
+
+
+@pytest.mark.parametrize("num_in_flight", [1, 2])
+@pytest.mark.parametrize("interval", [0, 3])
+def test_rows_have_a_sampler_only_while_their_turn_runs(interval: int, num_in_flight: int) -> None:
+    """Every session keeps its row while it is at rest; a turn may be retracted in between."""
+    bench = Bench(Sizes(num_in_flight=num_in_flight, retract_interval=interval, max_running=3))
+    said = {bench.open(f"s{index}"): tuple[int, ...]() for index in range(7)}
+    most = 0
+    for part in range(3):
+        for index, (session, before) in enumerate(said.items()):
+            tokens = tuple(range(index, 9)) if part == 0 else (5, part)
+            bench.step(
+                bench.submit_command(
+                    session,
+                    f"{session}.{part}",
+                    tokens,
+                    base_len=len(before),
+                    max_tokens=7,
+                    frequency_penalty=0.5,
+                )
+            )
+            said[session] = (*before, *tokens)
+        outcome = bench.step()
+        while len(bench.runner) or not outcome.is_blocked:
+            outcome = bench.settle() if outcome.is_blocked else bench.step()
+            most = max(most, bench.runner.num_samplers)
+        for session, prompt in said.items():
+            bench.expect(f"{session}.{part}", prompt)
+            said[session] = (*prompt, *bench.tokens(f"{session}.{part}"))
+    assert most == 3, "of as many as may run"
+    assert len({row.row for batch in bench.batches for row in batch.rows}) == 7
+    assert (bench.engine.counters.retractions > 0) == (interval > 0)
+    bench.close_all()
+
+
+def test_the_runner_hears_of_an_end_however_late_it_is_launched_again() -> None:
+    bench = Bench(Sizes())
+    bench.run(bench.submit_command(bench.open("s"), "a", (1, 2, 3)))
+    assert bench.runner.num_samplers == 1, "nothing was launched since"
+    bench.run(bench.submit_command(bench.open("other"), "b", (4, 5, 6)))
+    row = bench.batches[0].rows[0].row
+    assert [batch.ended for batch in bench.batches if batch.ended] == [(row,)]
+    assert bench.runner.num_samplers == 1

@@ -9,11 +9,14 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from msgspec import structs
 
-from cache.types import Tokens
+from cache.types import RowId, Tokens
+from session_server.core.batch import Batch
 from session_server.core.grammar import CompiledMatcher, GrammarCompiler
 from session_server.core.sampling import Grammar, SamplingParams
 from session_server.models.decoder import Decoder
+from session_server.runner.constraints import _words
 from tests.oracle.checkpoints import write_checkpoint
 from tests.runner.drafting import Request, Said, guesses, load, new_rows, random_prompt, run_turns
 from tests.runner.rows import NO_TOKENS, Rows
@@ -255,3 +258,43 @@ def test_a_grammar_that_gives_up_fails_its_row_alone_and_only_where_it_comes_to(
         said += first.token_ids
     assert first.token_ids == ()
     assert "states" in first.failure or "fuel" in first.failure, first.failure
+
+
+def test_a_row_keeps_no_matcher_once_its_turn_has_ended(
+    decoder: Decoder, compiler: GrammarCompiler, plain: dict[int, list[int]]
+) -> None:
+    """And none of its penalties. The rows stay with their sessions, whose next turns start anew."""
+    rows, requests = rows_of(decoder), everyone(compiler)
+    run_turns(rows, requests, num=3)
+    runner = rows.runner
+    assert set(runner._sampler._rows) == set(requests)
+    assert set(runner._constraints._rows) == {1, 2, 3, 4, 5}
+    ended = tuple(RowId(row) for row in (1, 3, 6))
+    assert runner.launch(Batch(100, (), (), ended=ended)).wait().error is None
+    assert set(runner._sampler._rows) == {2, 4, 5}
+    assert set(runner._constraints._rows) == {2, 4, 5}
+    again = {row: requests[row] for row in ended}
+    assert answers(run_turns(rows, again, num=NUM)) == {row: plain[row] for row in ended}
+
+
+def test_a_start_behind_the_end_of_its_row_in_one_batch_holds(
+    decoder: Decoder, compiler: GrammarCompiler, plain: dict[int, list[int]]
+) -> None:
+    rows, request = rows_of(decoder), everyone(compiler)[3]
+    row = rows.row(
+        3, request.prompt, params=request.params, seed=request.seed, grammar=request.grammar
+    )
+    batch = structs.replace(rows.batch(row), ended=(RowId(3),))
+    (result,) = rows.runner.launch(batch).wait().rows
+    assert list(result.token_ids) == plain[3][:1]
+    assert set(rows.runner._constraints._rows) == {3}
+
+
+def test_a_mask_covers_the_vocabulary_and_no_token_beyond() -> None:
+    for num_tokens in (1, 31, 32, 33, 100):
+        for chosen in (slice(0), slice(num_tokens // 2), slice(num_tokens), [0, num_tokens - 1]):
+            bits = np.unpackbits(_words(chosen, num_tokens).view(np.uint8), bitorder="little")
+            expected = np.zeros(len(bits), dtype=np.uint8)
+            expected[chosen] = 1
+            assert len(bits) % 32 == 0 <= len(bits) - num_tokens < 32
+            assert np.array_equal(bits, expected)

@@ -217,6 +217,16 @@ def test_a_new_start_forgets_the_turn_before() -> None:
     assert say(made, LOGITS[None], [1], [0]) == [0]
 
 
+def test_nothing_is_kept_of_a_turn_that_has_ended() -> None:
+    made = sampler()
+    for row in (1, 2):
+        made.start(row, start(SamplingParams(temperature=0.0, presence_penalty=2.0), outputs=(0,)))
+    made.end(1)
+    made.end(3)
+    assert list(made._rows) == [2]
+    assert say(made, LOGITS[None], [2], [0]) == [1], "its own counts go on"
+
+
 def test_stop_tokens_are_held_back_until_min_tokens() -> None:
     made = sampler(eos_token_ids=(0,))
     params = SamplingParams(temperature=0.0, min_tokens=3, stop_token_ids=(1,))
