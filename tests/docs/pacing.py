@@ -441,6 +441,9 @@ BOUND_NOTHING = frozenset(
         # What part of a lease a renewal waits for, and the largest number there is.
         "session_server.sessions.postgres.leases:_FIRST_RENEWAL",
         "session_server.sessions.postgres.notifications:_LAST_NUMBER",
+        # Where drafts are searched first, and from when on all of the text at once.
+        "session_server.engine.ngram:MANY_ENDS",
+        "session_server.engine.ngram:NEAR",
         # How often replicas are looked for and whoever waits is told, what speaks for a home, and
         # sizes of what replicas say to each other.
         "session_server.sessions.roles.asking:PEERS_S",
