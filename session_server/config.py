@@ -204,7 +204,11 @@ class CacheOptions(_Section):
         _setting(16, "tokens per page", ge=1, le=256)
     )
     memory_fraction: Annotated[float | None, Bound("of free memory", _POOL_IS_FULL)] = _setting(
-        None, "share of free memory for KV; by default 0.85 on a GPU, 0.25 on a CPU", gt=0, lt=1
+        None,
+        "share of free memory for KV, on a GPU of what activations and page tables leave of it; "
+        "by default 0.85 on a GPU, 0.25 on a CPU",
+        gt=0,
+        lt=1,
     )
     max_total_tokens: Annotated[int | None, Bound("tokens", _POOL_IS_FULL)] = _setting(
         None, "maximum KV tokens held; as many as fit by default", ge=16, le=1 << 31

@@ -278,6 +278,8 @@ def _check_weights(settings: Settings) -> Finding:
     found = (
         f"{config.model_type}, {plan.found.stored_bytes / 1e6:.1f} MB, context {plan.max_turn_len}"
     )
+    if plan.found.device != "cpu":
+        found += ", beside activations, which are measured at start"
     if plan.max_turn_len < config.max_position_embeddings:
         advice = "free memory, or serve with a larger --mem-fraction-static"
         found += f" of {config.max_position_embeddings}: KV memory is too small for more"

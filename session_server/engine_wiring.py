@@ -42,7 +42,7 @@ from session_server.models.errors import DraftMismatch, ModelError
 from session_server.models.hub import resolve_model
 from session_server.parallel.loading import load_ranks
 from session_server.runner import native
-from session_server.runner.capacity import MemoryLimits
+from session_server.runner.capacity import LargestForward, MemoryLimits
 from session_server.runner.grammar_cache import GrammarCache
 from session_server.runner.loader import (
     LoadedRunner,
@@ -163,9 +163,12 @@ def plan_service(settings: Settings, options: RunnerOptions | None = None) -> Se
         ValueError: the settings ask for what the machine or the model does not have.
     """
     found = survey(model_directory(settings.model), options or runner_options(settings))
-    chunk_tokens = settings.engine.chunked_prefill_size or CHUNK_SIZES[-1]
     engine = _make_engine(
-        settings, found, eos_token_ids=(), fingerprint="", chunk_tokens=chunk_tokens
+        settings,
+        found,
+        eos_token_ids=(),
+        fingerprint="",
+        chunk_tokens=_max_chunk_tokens(settings),
     )
     return ServicePlan(found, engine.max_turn_len)
 
@@ -256,11 +259,16 @@ def _fingerprint(checkpoints: Sequence[CheckpointFiles]) -> str:
 
 
 def _log_pools(loaded: LoadedRunner) -> None:
-    capacity, spec = loaded.plan.capacity, loaded.spec
+    plan, spec = loaded.plan, loaded.spec
+    capacity = plan.capacity
+    if loaded.device != "cpu":
+        line = "memory activations_mib=%.0f page_tables_mib=%.0f kv_mib=%.0f"
+        sizes = (plan.activation_bytes, plan.table_bytes, plan.kv_bytes)
+        _LOG.info(line, *(num_bytes / 2**20 for num_bytes in sizes))
     for pool, num_pages in capacity.num_pages.items():
         num_tokens = (num_pages - 1) * spec.page_size
         line = "kv pool=%s pages=%d tokens=%d mib=%.1f"
-        _LOG.info(line, pool, num_pages, num_tokens, loaded.plan.pool_bytes[pool] / 2**20)
+        _LOG.info(line, pool, num_pages, num_tokens, plan.pool_bytes[pool] / 2**20)
     if num_states := capacity.num_states:
         mib = num_states * spec.bytes_per_state / 2**20
         _LOG.info("kv states=%d rows=%d mib=%.1f", num_states, capacity.num_rows, mib)
@@ -403,7 +411,10 @@ def runner_options(settings: Settings) -> RunnerOptions:
         kv_dtype=model.kv_dtype,
         max_context_len=model.context_length,
         memory=MemoryLimits(
-            cache.memory_fraction, cache.max_total_tokens, _bounded_pools(settings)
+            cache.memory_fraction,
+            cache.max_total_tokens,
+            _bounded_pools(settings),
+            largest=_largest_forward(settings),
         ),
         backend=model.attention_backend,
         num_threads=model.threads,
@@ -414,11 +425,26 @@ def runner_options(settings: Settings) -> RunnerOptions:
 def _bounded_pools(settings: Settings) -> BoundedPools:
     engine, num_drafts = settings.engine, _speculation(settings).num_drafts
     ahead = num_ahead(
-        chunk_tokens=engine.chunked_prefill_size or CHUNK_SIZES[-1],
+        chunk_tokens=_max_chunk_tokens(settings),
         num_in_flight=2 if engine.overlap else 1,
         num_drafts=num_drafts,
     )
     return BoundedPools(ahead, num_drafts, settings.cache.window_ratio)
+
+
+def _largest_forward(settings: Settings) -> LargestForward:
+    speculation = _speculation(settings)
+    return LargestForward(
+        _max_chunk_tokens(settings),
+        settings.engine.max_running_turns,
+        speculation.num_drafts,
+        makes_drafts=speculation.drafter is Drafter.MODEL,
+    )
+
+
+def _max_chunk_tokens(settings: Settings) -> int:
+    """Return the most prompt tokens of a forward, whatever `chunk_for` will choose."""
+    return settings.engine.chunked_prefill_size or CHUNK_SIZES[-1]
 
 
 def _ready(

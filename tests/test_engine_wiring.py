@@ -12,7 +12,8 @@ from typing import cast
 
 import pytest
 
-from cache.types import NULL_ROW
+from cache.spec import Capacity
+from cache.types import NULL_ROW, PoolName
 from session_server import engine_wiring
 from session_server.bench.checkpoint import RandomModel, write_random_checkpoint
 from session_server.config import CacheOptions, EngineOptions, ModelOptions, Settings
@@ -20,8 +21,10 @@ from session_server.core.batch import Batch, Runner, StepResult
 from session_server.demo import MODEL_DIR
 from session_server.engine.config import Drafter, Speculation
 from session_server.engine_host.loop import EngineAssembly
-from session_server.engine_wiring import build_engine, chunk_for, warm_up
+from session_server.engine_wiring import build_engine, chunk_for, runner_options, warm_up
 from session_server.models.errors import DraftMismatch
+from session_server.runner.capacity import CapacityPlan, LargestForward
+from session_server.runner.loader import LoadedRunner
 
 DRAFT_SHAPE = RandomModel(num_hidden_layers=1, max_position_embeddings=4096)
 
@@ -129,6 +132,36 @@ def test_the_memory_of_a_pool_is_logged_in_mib(caplog: pytest.LogCaptureFixture)
     (pool,) = (message for message in caplog.messages if message.startswith("kv pool=full "))
     # 65 pages of 16 tokens, 4 layers, 2 heads of 32, keys and values in 16 bits: 1,040 KiB.
     assert pool == "kv pool=full pages=65 tokens=1024 mib=1.0"
+
+
+@pytest.mark.parametrize(
+    ("engine", "largest"),
+    [
+        (EngineOptions(), LargestForward(512, 64)),
+        (EngineOptions(chunked_prefill_size=8192), LargestForward(8192, 64)),
+        (
+            EngineOptions(max_running_turns=320, speculation="ngram"),
+            LargestForward(512, 320, 4),
+        ),
+        (
+            EngineOptions(speculation="model", num_draft_tokens=2),
+            LargestForward(512, 64, 2, makes_drafts=True),
+        ),
+    ],
+)
+def test_memory_is_planned_for_the_largest_forward_of_the_settings(
+    engine: EngineOptions, largest: LargestForward
+) -> None:
+    assert runner_options(Settings(engine=engine)).memory.largest == largest
+
+
+def test_what_takes_a_device_s_memory_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    capacity = Capacity({}, 1, 16)
+    plan = CapacityPlan(capacity, {PoolName("full"): 4 << 20}, 0, "", 2 << 20, 3 << 20)
+    loaded = SimpleNamespace(device="cuda:0", plan=plan, spec=None)
+    engine_wiring._log_pools(cast("LoadedRunner", loaded))
+    assert caplog.messages == ["memory activations_mib=2 page_tables_mib=3 kv_mib=4"]
 
 
 def test_progress_is_logged_every_two_seconds(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from cache.spec import CacheSpec
+from cache.spec import CacheSpec, Capacity
 from session_server.models.errors import ModelError
 from session_server.models.registry import load_config
 from session_server.parallel.messages import Allocate, LoadPart
@@ -104,19 +106,19 @@ def load_over(
         each.head = SplitHead(ranks, index, each.head, config.vocab_size)
     specs = [part.cache_spec(options.page_size, dtype, kv_dtype) for part in parts]
     stored = CacheSpec(tuple(g for spec in specs for g in spec.groups), options.page_size)
-    plan = resolved.capacity(stored, _limits(options.memory, ranks))
-    ranks.send(Allocate(plan.capacity))
-    runner = ModelRunner(
+    own_part = partial(
+        ModelRunner,
         decoder,
         specs[0],
-        plan.capacity,
         backend=resolved.backend,
         eos_token_ids=options.eos_token_ids,
         draft=drafts[0] if drafts else None,
     )
-    runner.lead(ranks)
+    make_runner = partial(_runner_over, ranks, own_part)
+    # What forwards take here, all ranks leave free: this one also samples.
+    plan = resolved.capacity(stored, _limits(options.memory, ranks), make_runner)
     return LoadedRunner(
-        runner,
+        make_runner(plan.capacity),
         config,
         specs[0],
         plan,
@@ -126,6 +128,16 @@ def load_over(
         resolved.weights,
         draft_config=checkpoints[1][1] if drafts else None,
     )
+
+
+def _runner_over(
+    ranks: Ranks, own_part: Callable[[Capacity], ModelRunner], capacity: Capacity
+) -> ModelRunner:
+    """Allocate memory on all ranks, `own_part` here, and lead them."""
+    ranks.send(Allocate(capacity))
+    runner = own_part(capacity)
+    runner.lead(ranks)
+    return runner
 
 
 def _limits(given: MemoryLimits, ranks: Ranks) -> MemoryLimits:

@@ -42,7 +42,7 @@ class LoadPart(msgspec.Struct, frozen=True, tag=True):
 
 
 class Allocate(msgspec.Struct, frozen=True, tag=True):
-    """Allocate the rank's KV pools and page tables."""
+    """Allocate the rank's KV pools and page tables, in place of those it had."""
 
     capacity: Capacity
 

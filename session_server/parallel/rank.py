@@ -146,6 +146,7 @@ class _Rank:
 
     def _allocate(self, message: Allocate) -> None:
         assert self._group is not None
+        self._models, self._tables, self._inputs = [], {}, None  # what was measured with is freed
         capacity, spec = message.capacity, self._specs[0]
         max_pages = pages_for(capacity.max_context_len, spec.page_size)
         device = self._group.device

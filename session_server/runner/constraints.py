@@ -11,6 +11,7 @@ is, because nothing sampled there can be accepted.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -42,6 +43,12 @@ class Masks:
     rows: list[int]
     forbidden: Tensor
     failures: dict[int, tuple[int, str]]
+
+    def part(self, first: int, end: int) -> Masks | None:
+        """Return the masks of logits [first, end), as if there were no others; None without any."""
+        own = slice(bisect_left(self.rows, first), bisect_left(self.rows, end))
+        rows = [row - first for row in self.rows[own]]
+        return Masks(rows, self.forbidden[own], self.failures) if rows else None
 
 
 class Constraints:

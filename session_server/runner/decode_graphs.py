@@ -20,7 +20,7 @@ from cache.types import PoolName
 from session_server.attention.base import DeviceRows, GraphPlan
 from session_server.core.batch import GraphUse
 from session_server.models.decoder import Decoder
-from session_server.runner.capacity import free_bytes
+from session_server.runner.capacity import free_bytes, says_out_of_memory
 from session_server.runner.graph_sizes import GraphSize
 from session_server.runner.inputs import PackedInputs
 
@@ -73,8 +73,7 @@ class CudaGraphs:
             with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
                 out = run()
         except RuntimeError as error:
-            # What libraries and the driver allocate says so in words.
-            if any(sign in str(error) for sign in ("out of memory", "ALLOC_FAILED")):
+            if says_out_of_memory(str(error)):
                 raise torch.OutOfMemoryError(str(error)) from error
             raise
         finally:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
@@ -17,6 +18,7 @@ from session_server.models.errors import DraftMismatch
 from session_server.models.layers.linear import LinearFactory, make_linear
 from session_server.models.registry import load_config
 from session_server.runner import native
+from session_server.runner.activations import RunnerMaker, measure_activations
 from session_server.runner.capacity import CapacityPlan, MemoryLimits, free_bytes, measure_capacity
 from session_server.runner.checkpoint import Progress
 from session_server.runner.decode_graphs import CudaGraphs
@@ -43,7 +45,7 @@ Quantization = Literal["none", "int8", "int4"]
 """How the weights of linears are stored: in the dtype of the computation, or in codes."""
 
 MAX_GRAPHS_FRACTION: Final = 0.5
-"""Of the memory that is left on a device beside weights and KV, what CUDA graphs may take."""
+"""Of the memory that weights, KV and activations leave on a device, what CUDA graphs may take."""
 
 _Checkpoint = tuple[Path, ModelConfig]
 
@@ -106,12 +108,26 @@ class ResolvedOptions:
     num_rows: int
     backend: ComputeBackend
 
-    def capacity(self, stored: CacheSpec, limits: MemoryLimits) -> CapacityPlan:
-        """Plan how many pages to allocate for KV as in `stored`.
+    def capacity(
+        self, stored: CacheSpec, limits: MemoryLimits, make_runner: RunnerMaker | None = None
+    ) -> CapacityPlan:
+        """Plan how many pages to allocate for KV as in `stored`. `make_runner`: measures what
+        `limits.largest` takes of an accelerator; None to leave that out.
 
         Raises:
             ValueError: memory for less than one page.
         """
+        largest = limits.largest
+        if make_runner is not None and largest is not None and self.device.type != "cpu":
+            num_turns = min(largest.num_turns, self.num_rows)
+            activation_bytes = measure_activations(
+                replace(largest, num_turns=num_turns),
+                make_runner,
+                stored,
+                device=self.device,
+                max_context_len=self.max_context_len,
+            )
+            limits = replace(limits, activation_bytes=activation_bytes)
         return measure_capacity(
             stored,
             device=self.device,
@@ -185,17 +201,17 @@ def load_runner(
     effect = before if before is None else QuantizationEffect.of(before, sequence_logits(decoder))
     specs = [of.cache_spec(options.page_size, dtype, resolved.kv_dtype) for _, of in checkpoints]
     stored = CacheSpec(tuple(g for spec in specs for g in spec.groups), options.page_size)
-    plan = resolved.capacity(stored, options.memory)
-    runner = ModelRunner(
+    make_runner = partial(
+        ModelRunner,
         decoder,
         specs[0],
-        plan.capacity,
         backend=resolved.backend,
         eos_token_ids=options.eos_token_ids,
         draft=drafts[0] if drafts else None,
     )
+    plan = resolved.capacity(stored, options.memory, make_runner)
     return LoadedRunner(
-        runner,
+        make_runner(plan.capacity),
         config,
         specs[0],
         plan,
@@ -222,7 +238,8 @@ def capture_graphs(
     """
     device, sizes = torch.device(loaded.device), graph_sizes(largest, num_drafts)
     before = free_bytes(device)
-    api = CudaGraphs(device, int(before * MAX_GRAPHS_FRACTION))
+    left = max(0, before - loaded.plan.activation_bytes)
+    api = CudaGraphs(device, int(left * MAX_GRAPHS_FRACTION))
     why_not = loaded.runner.capture_graphs(sizes, api, on_progress=on_progress)
     if why_not is not None:
         return f"every forward is launched kernel by kernel: {why_not}"

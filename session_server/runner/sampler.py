@@ -14,7 +14,7 @@ outputs before a position follows from the position.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -33,6 +33,14 @@ from session_server.runner.verification import SampleSpan
 
 MIN_TEMPERATURE: Final = 1e-6
 """Lower temperatures equal greedy sampling in fp32, and could divide by zero."""
+
+SAMPLED_BYTES: Final = 1 << 29
+"""What choosing tokens may take beside the logits, however many rows of a large vocabulary there
+are; a row of more than that is taken alone."""
+
+BYTES_PER_LOGIT: Final = 40
+"""The most that choosing takes of each, in whole numbers: 37 where logits are adjusted, scaled and
+truncated, of which the noise takes 24."""
 
 
 class Sampler:
@@ -126,9 +134,40 @@ class Sampler:
         `verification.verify` takes them: the drafts of a span count as output for the positions
         behind them. None if every span has one token. `masks`: None if no grammar constrains a row.
 
+        Spans are taken in blocks of `SAMPLED_BYTES`: no row's token depends on the others.
+
         Returns:
             int64 [n] on the device. Greedy rows take the lowest id among equals.
         """
+        tokens, first = [], 0
+        for block in self._blocks(spans):
+            end = first + sum(span.num_tokens for span in block)
+            own = None if inputs is None else inputs[first:end]
+            of_block = None if masks is None else masks.part(first, end)
+            tokens.append(self._sample(logits[first:end], block, own, masks=of_block))
+            first = end
+        return tokens[0] if len(tokens) == 1 else torch.cat(tokens)
+
+    def _blocks(self, spans: Sequence[SampleSpan]) -> Iterator[Sequence[SampleSpan]]:
+        """Cut spans into blocks of few enough logits; a span is in one of them."""
+        most = max(1, SAMPLED_BYTES // (BYTES_PER_LOGIT * self._vocab_size))
+        first = num_tokens = 0
+        for i, span in enumerate(spans):
+            if i > first and num_tokens + span.num_tokens > most:
+                yield spans[first:i]
+                first, num_tokens = i, 0
+            num_tokens += span.num_tokens
+        yield spans[first:]
+
+    def _sample(
+        self,
+        logits: Tensor,
+        spans: Sequence[SampleSpan],
+        inputs: Tensor | None,
+        *,
+        masks: Masks | None,
+    ) -> Tensor:
+        """Sample as `sample` does, all spans at once."""
         states = [self._rows[span.row] for span in spans for _ in range(span.num_tokens)]
         adjusted = self.adjusted(logits, spans, inputs)
         if masks is not None:

@@ -1757,7 +1757,7 @@ FORWARD = (
     ),
     _constant(
         "runner.loader:MAX_GRAPHS_FRACTION",
-        "CUDA graphs, of the memory that weights and KV leave",
+        "CUDA graphs, of the memory that weights, KV and activations leave",
         "",
         "those of a size that is missing are launched kernel by kernel",
     ),

@@ -349,6 +349,12 @@ SLICES = (
         _NEXT,
     ),
     _constant(
+        "runner.sampler:SAMPLED_BYTES",
+        "what choosing tokens takes at a time beside the logits",
+        "bytes",
+        _NEXT,
+    ),
+    _constant(
         "runner.truncation:NUM_CANDIDATES",
         "tokens sorted for top-p on a CPU",
         "tokens",
@@ -625,5 +631,8 @@ BOUND_NOTHING = frozenset(
         # Defaults of settings, which the table of settings shows.
         "session_server.runner.capacity:CPU_FRACTION",
         "session_server.runner.capacity:DEVICE_FRACTION",
+        # Bytes of an element: of a page table, and of a logit while a token is chosen.
+        "session_server.runner.capacity:TABLE_ENTRY_BYTES",
+        "session_server.runner.sampler:BYTES_PER_LOGIT",
     }
 )

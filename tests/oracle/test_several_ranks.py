@@ -16,6 +16,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 
+from cache.spec import CacheSpec
 from cache.types import RowId, Tokens
 from session_server.core.batch import Batch, Probe, PromptLogprobRange
 from session_server.core.ids import SessionId
@@ -27,7 +28,14 @@ from session_server.models.registry import load_config
 from session_server.parallel.loading import load_over, torch_options
 from session_server.parallel.messages import LoadPart
 from session_server.parallel.ranks import Ranks
-from session_server.runner.loader import LoadedRunner, RunnerOptions, load_runner
+from session_server.runner.activations import RunnerMaker, measure_activations
+from session_server.runner.capacity import CapacityPlan, LargestForward, MemoryLimits
+from session_server.runner.loader import (
+    LoadedRunner,
+    ResolvedOptions,
+    RunnerOptions,
+    load_runner,
+)
 from session_server.runner.model_runner import PROMPT_LOGPROB_BLOCK
 from tests.depth import IS_PROOF, at_depth
 from tests.models.raw_configs import VOCAB_SIZE
@@ -41,6 +49,7 @@ from tests.oracle.talks import Reference, Setup, Talk, assert_like_reference, lo
 from tests.runner.rows import Rows
 
 NUM_RANKS = 2
+CPU = torch.device("cpu")
 Write = Callable[[Path], tuple[Path, Path]]
 """Write a checkpoint into a directory; return it, and one of floats that it stands for."""
 
@@ -250,3 +259,35 @@ def test_ranks_hold_halves(family: str, checkpoints: Mapping[str, Path]) -> None
     whole = load_runner(checkpoints[family], RunnerOptions(page_size=4, num_rows=8))
     assert half.spec.bytes_per_page * 2 == whole.spec.bytes_per_page
     assert half.config.vocab_size == VOCAB_SIZE
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "qwen3_5_text"])
+def test_all_ranks_compute_the_forward_that_is_measured_then_serve(
+    family: str,
+    checkpoints: Mapping[str, Path],
+    references: Mapping[str, Reference],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measured = []
+    plan = ResolvedOptions.capacity
+
+    def capacity(
+        self: ResolvedOptions, stored: CacheSpec, limits: MemoryLimits, make_runner: RunnerMaker
+    ) -> CapacityPlan:
+        largest, context_len = LargestForward(24, 3, 2), self.max_context_len
+        measured.append(
+            measure_activations(
+                largest, make_runner, stored, device=CPU, max_context_len=context_len
+            )
+        )
+        return plan(self, stored, limits)
+
+    monkeypatch.setattr(ResolvedOptions, "capacity", capacity)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 2)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 5)
+    talks = new_talks(4)
+    run_talks(Setup(family, 4, 7, overlap=False), checkpoints[family], talks)
+    assert measured == [3]
+    for talk in talks:
+        assert_like_reference(talk, references[family])

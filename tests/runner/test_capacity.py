@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,13 +20,20 @@ from session_server.runner.capacity import (
 )
 
 CPU = torch.device("cpu")
+CUDA = torch.device("cuda", 0)
 
 
-def plan(limits: MemoryLimits, *, num_rows: int = 8, context_len: int = 1000) -> CapacityPlan:
+def plan(
+    limits: MemoryLimits,
+    *,
+    num_rows: int = 8,
+    context_len: int = 1000,
+    device: torch.device = CPU,
+) -> CapacityPlan:
     group = LayerGroup(FULL_POOL, LayerKind.FULL, (0, 1), 2, 8, dtype_bytes=4)
     return measure_capacity(
         CacheSpec((group,), page_size=16),
-        device=CPU,
+        device=device,
         num_rows=num_rows,
         max_context_len=context_len,
         limits=limits,
@@ -63,6 +71,30 @@ def test_the_operator_bounds_memory() -> None:
 def test_memory_for_less_than_a_page_is_refused() -> None:
     with pytest.raises(ValueError, match="raise --mem-fraction-static"):
         plan(MemoryLimits(fraction=1e-9))
+
+
+def test_on_an_accelerator_activations_and_page_tables_come_before_kv() -> None:
+    free, rows, context_len = 1 << 30, 1023, 1 << 16
+    limits = MemoryLimits(free_bytes=free, activation_bytes=100 << 20)
+    made = plan(limits, num_rows=rows, context_len=context_len, device=CUDA)
+    assert made.table_bytes == 1024 * (context_len // 16) * 4
+    left = free - (100 << 20) - made.table_bytes
+    assert 0.84 * left < made.kv_bytes <= 0.85 * left
+    assert "free memory beside page tables and activations" in made.reason
+    unmeasured = replace(limits, activation_bytes=None)
+    made = plan(unmeasured, num_rows=rows, context_len=context_len, device=CUDA)
+    assert made.activation_bytes == 0
+    assert made.reason.endswith("page tables; activations are measured at start")
+    on_host = plan(unmeasured, num_rows=rows, context_len=context_len)
+    assert on_host.table_bytes == 0
+
+
+def test_nothing_left_for_kv_says_what_to_lower() -> None:
+    forward = MemoryLimits(free_bytes=1 << 30, activation_bytes=1 << 30)
+    with pytest.raises(ValueError, match=r"forward takes 1 GiB .* lower --chunked-prefill-size"):
+        plan(forward, device=CUDA)
+    with pytest.raises(ValueError, match=r"^page tables take 8 GiB of 1 GiB .* --context-length"):
+        plan(MemoryLimits(free_bytes=1 << 30), num_rows=1 << 15, context_len=1 << 20, device=CUDA)
 
 
 def test_free_memory_is_between_nothing_and_everything() -> None:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from session_server.core.batch import SamplingStart
 from session_server.core.sampling import SamplingParams
+from session_server.runner import sampler as sampling
+from session_server.runner.constraints import Masks
 from session_server.runner.sampler import Sampler
 from session_server.runner.verification import SampleSpan
 from tests.runner.distribution import assert_distributed
@@ -262,3 +268,73 @@ def test_sampling_leaves_the_logits_alone() -> None:
     made.start(1, start(SamplingParams(top_k=3, presence_penalty=1.0, logit_bias=((1, 1.0),))))
     say(made, logits, [1], [0])
     assert torch.equal(logits, LOGITS[None])
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, 100])
+def test_blocks_of_rows_say_what_all_rows_say_at_once(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = (
+        SamplingParams(temperature=0.0),
+        SamplingParams(top_p=0.8),
+        SamplingParams(top_k=3, repetition_penalty=1.5, presence_penalty=0.5),
+        SamplingParams(logit_bias=((3, 2.0),)),
+    )
+    spans = [SampleSpan(row, 4, 1 + row % 3) for row in range(1, 9)]
+    num_logits = sum(span.num_tokens for span in spans)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn((num_logits, VOCAB), generator=generator)
+    inputs = torch.randint(VOCAB, (num_logits,), generator=generator)
+    constrained = [1, 4, 5, num_logits - 1]
+    forbidden = torch.rand((len(constrained), VOCAB), generator=generator) < 0.5
+    made = sampler()
+    for span in spans:
+        params = kinds[span.row % len(kinds)]
+        made.start(span.row, start(params, seed=span.row, prompt_len=2, context=(1, 2)))
+
+    def sampled() -> list[list[int]]:
+        masks = Masks(constrained, forbidden, {})
+        return [made.sample(logits, spans, inputs, masks=m).tolist() for m in (None, masks)]
+
+    together = sampled()
+    num_bytes = most * sampling.BYTES_PER_LOGIT * VOCAB
+    monkeypatch.setattr(sampling, "SAMPLED_BYTES", num_bytes)
+    blocks = [sum(span.num_tokens for span in block) for block in made._blocks(spans)]
+    assert sum(blocks) == num_logits
+    assert max(blocks) <= max(most, 3)
+    assert sampled() == together
+
+
+class _Peak(TorchDispatchMode):
+    """Count the bytes that tensors of a device take at most at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._held: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for made in tree_leaves(out):
+            if isinstance(made, Tensor) and made.device.type == "meta":
+                storage = made.untyped_storage()
+                if storage._cdata not in self._held:
+                    self._held[storage._cdata] = storage.nbytes()
+                    weakref.finalize(storage, self._held.pop, storage._cdata)
+        self.peak = max(self.peak, sum(self._held.values()))
+        return out
+
+
+def test_a_block_takes_the_memory_that_it_is_made_for() -> None:
+    vocab_size, num_rows, meta = 10_000, 10, torch.device("meta")
+    made = Sampler(vocab_size, device=meta)
+    params = SamplingParams(top_p=0.9, repetition_penalty=1.1)
+    for row in range(num_rows):
+        made.start(row, start(params))
+    logits = torch.empty((num_rows, vocab_size), device=meta)
+    masks = Masks(list(range(num_rows)), torch.zeros(logits.shape, dtype=torch.bool), {})
+    spans = [SampleSpan(row, 1) for row in range(num_rows)]
+    for each in (None, masks):
+        with _Peak() as memory, torch.inference_mode():
+            made.sample(logits, spans, masks=each)
+        assert 0.8 < memory.peak / (sampling.BYTES_PER_LOGIT * logits.numel()) <= 1
