@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from session_server.models.config import ExpertLayout, MlpConfig, MoeConfig, ScoringFunc
-from session_server.models.layers.block_weight import BlockWeight, Weight, concatenate
+from session_server.models.layers.block_weight import BlockWeight, CodedWeight, Weight, concatenate
 from session_server.models.layers.linear import make_linear
 from session_server.models.layers.mlp import GatedMlp, make_gate
 from session_server.models.layers.moe import Experts, MixtureOfExperts
 from session_server.models.layers.routing import Router
 from session_server.runner.checkpoint import WeightSource
-from session_server.runner.layer_factories import ExpertMatrices
+from session_server.runner.layer_factories import ExpertMatrices, SeveralKindsError
 from session_server.runner.mxfp4 import BLOCK, Mxfp4Weight
 from session_server.runner.weight_rows import as_dense, join_rows
 
@@ -78,28 +80,35 @@ def _qwen_experts(moe: MoeConfig, hidden: int, tensors: WeightSource, prefix: st
 def _one_by_one(moe: MoeConfig, hidden: int, tensors: WeightSource, prefix: str) -> Experts:
     """Load experts stored one by one. If not all are codes of one kind, all become dense.
 
-    Kernels read the inputs of all experts of a layer in one form. Only a checkpoint whose experts
-    differ is read twice.
+    Kernels read the inputs of all experts of a layer in one form. Only experts that differ are read
+    twice, from the first on.
     """
-    kinds: list[int | type] = []
+    kinds: list[object] = []
 
     def note(weight: Weight) -> Weight:
-        kinds.append(weight.num_bits if isinstance(weight, BlockWeight) else type(weight))
+        kinds.append(weight.kind if isinstance(weight, CodedWeight) else Tensor)
+        # Each has two matrices.
+        if len(kinds) > 2 and kinds[-1] != kinds[-3]:
+            raise SeveralKindsError
         return weight
 
     def matrices(index: int, see: Callable[[Weight], Weight]) -> ExpertMatrices:
         stored = _matrices(moe.expert, hidden, tensors, f"{prefix}{index}.")
-        return ((see(weight), bias) for weight, bias in stored)
+        return ((see(_plain(weight)), bias) for weight, bias in stored)
 
     def load(see: Callable[[Weight], Weight]) -> Experts:
         return tensors.experts(moe, (matrices(index, see) for index in range(moe.num_experts)))
 
-    experts = load(note)
-    # Each has two matrices.
-    if len({*kinds[::2]}) > 1 or len({*kinds[1::2]}) > 1:
-        del experts  # their memory is needed
-        experts = load(as_dense)
-    return experts
+    with suppress(SeveralKindsError):
+        return load(note)
+    return load(as_dense)
+
+
+def _plain(weight: Weight) -> Weight:
+    """Return a weight whose inputs are not rounded: what multiplies experts does not."""
+    if isinstance(weight, BlockWeight) and weight.rounds_inputs:
+        return replace(weight, rounds_inputs=False)
+    return weight
 
 
 def _granite_experts(moe: MoeConfig, hidden: int, tensors: WeightSource, prefix: str) -> Experts:

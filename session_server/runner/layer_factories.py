@@ -22,6 +22,11 @@ ExpertMatrices = Iterable[tuple[ExpertWeight, Tensor | None]]
 """An expert's weight and bias of gate and up, the gate's rows first, and then those of down. They
 are loaded as they are asked for."""
 
+
+class SeveralKindsError(Exception):
+    """The experts of a layer differ in what their matrices are: raised where one is loaded."""
+
+
 ExpertsFactory = Callable[[MoeConfig, Iterable[ExpertMatrices], LinearFactory], Experts]
 """Create the experts of a layer from the matrices of each."""
 

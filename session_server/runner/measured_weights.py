@@ -19,7 +19,7 @@ from session_server.models.layers.block_weight import (
 from session_server.models.layers.linear import Linear, PlainLinear, is_packed
 from session_server.models.layers.moe import Experts
 from session_server.runner.checkpoint import ExpectedTensors, Shape
-from session_server.runner.layer_factories import ExpertMatrices, serial_experts
+from session_server.runner.layer_factories import ExpertMatrices, SeveralKindsError
 from session_server.runner.native import WeightFormat
 from session_server.runner.triton import packing
 
@@ -63,15 +63,13 @@ HeldBytes = Callable[[Weight], int | None]
 class StoredCodes(NamedTuple):
     """Say what of a checkpoint comes as codes: `bits` and `is_fp8` of which matrices.
 
-    `names`: the tensors that exist, if experts in MXFP4 are kept as they are. `stacks_experts`: of
-    other codes of experts 8-bit floats are kept, where the device reads them, and the rest become
-    numbers. `rounds_inputs`: matrices of 8 bits round their inputs, see `BlockWeight`.
+    `names`: the tensors that exist, if experts in MXFP4 are kept as they are. `rounds_inputs`:
+    matrices of 8 bits round their inputs, see `BlockWeight`.
     """
 
     bits: CodeBits = no_codes
     is_fp8: IsFp8 = no_fp8
     names: Iterable[str] = ()
-    stacks_experts: bool = False
     rounds_inputs: bool = False
 
 
@@ -168,17 +166,14 @@ class MeasuredTensors(ExpectedTensors):
         return self._stored.bits(name, self.shapes[name]) != 0
 
     def experts(self, moe: MoeConfig, experts: Iterable[ExpertMatrices]) -> Experts:
-        """Count the matrices of experts, each for itself or as parts of a stack."""
-        is_stacked = self._stored.stacks_experts
-        return serial_experts(moe, experts, self._part if is_stacked else self.linear)
-
-    def _part(self, weight: Weight, bias: Tensor | None) -> Linear:
-        """Count a matrix as a stack of experts holds it."""
-        if isinstance(weight, Fp8Weight) and packing.has_kernel(weight, self._device):
-            num_held = weight.codes.numel() + 4 * weight.scales.numel()
-            self._num_linear_bytes += num_held - weight.codes.numel() * self.dtype.itemsize
-            return PlainLinear(weight.dense(), bias)
-        return self.linear(weight if isinstance(weight, Tensor) else weight.dense(), bias)
+        """Count the matrices of experts, as linears of their own or parts of a stack: both hold the
+        same. Those that differ are taken back: they will come again."""
+        before = self.num_bytes, self._num_linear_bytes
+        try:
+            return super().experts(moe, experts)
+        except SeveralKindsError:
+            self.num_bytes, self._num_linear_bytes = before
+            raise
 
     def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """Count the matrix as a linear holds it, in place of the numbers that were taken for it."""

@@ -231,7 +231,7 @@ class PagedDecoder:
         from session_server.runner.triton.experts import GroupedExperts
 
         grouped = (each for each in self._experts() if isinstance(each, GroupedExperts))
-        for experts in {each.config: each for each in grouped}.values():
+        for experts in {each.compiled_for: each for each in grouped}.values():
             experts.compile_all(self.decoder.config.hidden_size, self.decoder.dtype)
 
     def _experts(self) -> Iterator[Experts]:

@@ -57,7 +57,6 @@ def survey(directory: Path, options: RunnerOptions) -> Survey:
             checkpoint.code_bits,
             checkpoint.is_fp8,
             names,
-            stacks_experts=resolved.backend == "triton",
             rounds_inputs=config.quantization is not None and config.quantization.rounds_inputs,
         ),
     )

@@ -20,7 +20,7 @@ from tests.depth import IS_PROOF
 from tests.gpu.test_decode_graphs import NUM_ROWS, PAGE_SIZE, Step, Talk, api
 from tests.oracle.checkpoints import write_checkpoint
 from tests.oracle.device import DEVICE
-from tests.oracle.test_packed import FORMATS, SIZES
+from tests.oracle.test_packed import FORMATS, SIZES, write_experts
 from tests.runner.rows import PAGES_PER_ROW
 from tests.runner.test_fp8 import write_twins
 
@@ -50,13 +50,21 @@ def runner_of(checkpoint: Path, kv_dtype: KvDTypeName) -> ModelRunner:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(
     ("weights", "kv_dtype"),
-    [("awq", "fp8_e4m3"), ("fp8", "fp8_e5m2"), ("int_8_by_token", "float32")],
+    [
+        ("awq", "fp8_e4m3"),
+        ("fp8", "fp8_e5m2"),
+        ("experts", "float32"),
+        ("int_8_by_token", "float32"),
+    ],
 )
 def test_a_replay_says_what_a_forward_does(
     weights: str, kv_dtype: KvDTypeName, tmp_path: Path, api: GraphApi
 ) -> None:
     if weights == "fp8":
         path, _ = write_twins("qwen3", tmp_path, hidden_size=160)
+    elif weights == "experts":
+        twin = write_experts(tmp_path / "twin", num_hidden_layers=1, num_experts=4)
+        path = FORMATS["gptq"].write(twin, tmp_path / "packed")
     else:
         twin = write_checkpoint("qwen2", tmp_path / "twin", num_hidden_layers=1, **SIZES)
         path = FORMATS[weights].write(twin, tmp_path / "packed")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import is_dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from session_server.runner.weights import load_decoder
 from tests.depth import at_depth
 from tests.oracle.checkpoints import FAMILIES, LAYERED_FAMILIES, to_mxfp4, write_checkpoint
 from tests.oracle.gguf_files import Choose, write_gguf
-from tests.oracle.test_packed import FORMATS
+from tests.oracle.test_packed import FORMATS, leave_in_floats, triton_only, write_experts
 from tests.text.tiny_models import write_model
 
 ALL_FAMILIES = (*FAMILIES, *LAYERED_FAMILIES)
@@ -228,7 +227,6 @@ def test_experts_that_a_gpu_keeps_in_four_bits_are_as_large_as_foretold(
 
 native_only = pytest.mark.skipif(not native.is_available(), reason="the kernels were not built")
 WIDE = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "head_dim": 32}
-triton_only = pytest.mark.skipif(find_spec("triton") is None, reason="triton has no wheel here")
 BACKENDS = (
     "cpu",
     pytest.param("native", marks=native_only),
@@ -288,6 +286,26 @@ def test_codes_on_a_gpu_are_as_large_as_foretold(tmp_path: Path) -> None:
     twin = write_checkpoint("llama", tmp_path / "twin", **WIDE, num_hidden_layers=1)
     path = write_gguf(twin, tmp_path / "m.gguf", mixed)
     assert_foretold(path, replace(OPTIONS, backend="triton"))
+
+
+@pytest.mark.parametrize(
+    "backend",
+    ["cpu", pytest.param("native", marks=native_only), pytest.param("triton", marks=triton_only)],
+)
+@pytest.mark.parametrize("is_mixed", [False, True])
+@pytest.mark.parametrize("name", ["gptq", "int_8_by_token"])
+def test_experts_of_codes_are_as_large_as_foretold(
+    name: str, backend: BackendName, tmp_path: Path, *, is_mixed: bool
+) -> None:
+    twin = write_experts(tmp_path / "twin", num_hidden_layers=1, num_experts=32)
+    path = FORMATS[name].write(twin, tmp_path / "packed")
+    if is_mixed:
+        leave_in_floats(path, twin, "experts.2.gate_proj")
+    options = replace(OPTIONS, backend=backend)
+    assert_foretold(path, options)
+    model = report(path, options).model
+    is_kept = backend != "cpu" and not is_mixed
+    assert (model.weight_bytes < 2 * model.parameters) is is_kept
 
 
 @native_only

@@ -15,10 +15,12 @@ from session_server.models.layers.block_weight import BlockWeight
 from session_server.models.layers.linear import Linear, PlainLinear
 from session_server.models.registry import load_config
 from session_server.runner.weights import load_decoder, open_checkpoint
+from tests.depth import at_depth
 from tests.models.raw_configs import VOCAB_SIZE
 from tests.oracle.checkpoints import reference_logits, write_checkpoint
 from tests.oracle.gguf_files import ARCHITECTURES, write_gguf
 from tests.oracle.last_logits import assert_near_by_kernels, last_logits
+from tests.oracle.test_packed import assert_near_on_a_gpu, triton_only
 
 TOLERANCE = 1e-4
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
@@ -91,6 +93,23 @@ def test_files_of_several_types_are_what_they_stand_for(family: str, tmp_path: P
     path = write_gguf(twin, tmp_path / "model.gguf", choose)
     assert_exact(path, twin)
     assert_near_by_kernels(path, twin, TOKENS)
+
+
+@triton_only
+@pytest.mark.parametrize(
+    "kind",
+    at_depth([Type.Q8_0], proof=[Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q4_K]),
+    ids=lambda kind: kind.name,
+)
+def test_experts_that_stay_codes_on_a_gpu_are_what_they_stand_for(
+    kind: Type, tmp_path: Path
+) -> None:
+    sizes = SIZES | FIELDS["qwen3_moe"]
+    if kind is Type.Q4_K:
+        sizes |= K_SIZES | {"moe_intermediate_size": 256}
+    twin = write_checkpoint("qwen3_moe", tmp_path / "twin", **sizes, num_hidden_layers=1)
+    path = write_gguf(twin, tmp_path / "model.gguf", lambda _: kind)
+    assert_near_on_a_gpu(path, twin)
 
 
 @pytest.mark.parametrize("rope", [LLAMA3, YARN], ids=lambda rope: str(rope["rope_type"]))

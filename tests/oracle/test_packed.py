@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from session_server.models.quantization import parse_quantization
 from session_server.models.registry import load_config
 from session_server.runner.packed_formats import packed_format
 from session_server.runner.weights import load_decoder, open_checkpoint
+from tests.depth import at_depth
 from tests.models.raw_configs import VOCAB_SIZE
 from tests.oracle.checkpoints import reference_logits, write_checkpoint
 from tests.oracle.last_logits import assert_near, assert_near_by_kernels, last_logits
@@ -38,6 +40,7 @@ TOLERANCE = 1e-4
 SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "head_dim": 32}
 TOKENS = np.random.default_rng(0).integers(0, VOCAB_SIZE, 60).astype(np.int32)
 CPU = torch.device("cpu")
+triton_only = pytest.mark.skipif(find_spec("triton") is None, reason="triton has no wheel here")
 
 
 @dataclass(frozen=True)
@@ -185,9 +188,10 @@ def test_every_family_may_be_quantized(family: str, tmp_path: Path) -> None:
     assert_near_by_kernels(path, twin, TOKENS)
 
 
-def write_experts(directory: Path) -> Path:
+def write_experts(directory: Path, **more: Any) -> Path:
     """A model whose experts have tensors of their own."""
-    twin = write_checkpoint("qwen3_moe", directory, **SIZES, moe_intermediate_size=64)
+    fields = {**SIZES, "moe_intermediate_size": 64, **more}
+    twin = write_checkpoint("qwen3_moe", directory, **fields)
     path = twin / "model.safetensors"
     tensors = {}
     for name, tensor in load_file(path).items():
@@ -208,6 +212,25 @@ def test_experts_may_be_quantized_one_by_one(name: str, tmp_path: Path) -> None:
     path = FORMATS[name].write(twin, tmp_path / "packed")
     assert_exact(path, twin)
     assert_near_by_kernels(path, twin, TOKENS)
+
+
+def assert_near_on_a_gpu(path: Path, twin: Path) -> None:
+    """Compare what the kernels for GPUs compute of experts, which the interpreter does slowly."""
+    tokens = TOKENS[: at_depth(4, proof=30)]
+    ours, expected = last_logits(path, tokens, backend="triton"), reference_logits(twin, tokens)[-1]
+    # Minimums, which are products, are rounded to 16 bits.
+    assert ours.sub(expected).abs().max() <= 0.01 * expected.std()
+
+
+@triton_only
+@pytest.mark.parametrize(
+    "name", at_depth(["gptq"], proof=["awq", "gptq", "gptq_8", "gptq_by_activations", "packed_4"])
+)
+def test_experts_that_stay_codes_on_a_gpu_are_what_they_stand_for(
+    name: str, tmp_path: Path
+) -> None:
+    twin = write_experts(tmp_path / "twin", num_hidden_layers=at_depth(1, proof=3))
+    assert_near_on_a_gpu(FORMATS[name].write(twin, tmp_path / "packed"), twin)
 
 
 def leave_in_floats(packed: Path, twin: Path, matrix: str) -> None:
@@ -237,6 +260,15 @@ def test_one_expert_may_be_left_in_floats(index: int, matrix: str, tmp_path: Pat
     leave_in_floats(path, twin, f"experts.{index}.{matrix}")
     assert_exact(path, twin)
     assert_near_by_kernels(path, twin, TOKENS)
+
+
+@triton_only
+@pytest.mark.parametrize("index", at_depth([2], proof=[0, 2]))
+def test_one_expert_may_be_left_in_floats_on_a_gpu(index: int, tmp_path: Path) -> None:
+    twin = write_experts(tmp_path / "twin", num_hidden_layers=1)
+    path = FORMATS["gptq"].write(twin, tmp_path / "packed")
+    leave_in_floats(path, twin, f"experts.{index}.down_proj")
+    assert_near_on_a_gpu(path, twin)
 
 
 def test_the_inputs_of_one_expert_may_have_an_order_of_their_own(tmp_path: Path) -> None:

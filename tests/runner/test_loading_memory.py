@@ -14,9 +14,12 @@ from safetensors.torch import load_file, save_file
 from session_server.bench.checkpoint import RandomModel, write_random_checkpoint
 from session_server.runner.checkpoint import MAX_MAPPED_BYTES
 from session_server.runner.loader import RunnerOptions
+from session_server.runner.paged_decoder import ComputeBackend
 from session_server.runner.survey import survey
 from tests.depth import at_depth
+from tests.oracle.checkpoints import write_checkpoint
 from tests.oracle.gguf_files import write_gguf
+from tests.oracle.test_packed import triton_only
 
 SHAPE = RandomModel(
     hidden_size=512,
@@ -33,12 +36,16 @@ import sys
 from pathlib import Path
 import torch
 from session_server.models.registry import load_config
+from session_server.runner.loader import layer_factories
 from session_server.runner.weights import load_decoder
 
 def load(directory):
-    config = load_config(Path(directory))
     return load_decoder(
-        Path(directory), config, device=torch.device("cpu"), dtype=torch.float32
+        Path(directory),
+        load_config(Path(directory)),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        factories=layer_factories(sys.argv[3], "float32"),
     )
 
 def kib(name):
@@ -59,17 +66,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_random_checkpoint(tmp_path_factory.mktemp("whole"), SHAPE)
 
 
-def loaded_bytes(directory: Path, small: Path) -> tuple[int, int]:
+def loaded_bytes(directory: Path, small: Path, backend: ComputeBackend = "cpu") -> tuple[int, int]:
     """At the peak, and in the end."""
-    write_random_checkpoint(small, RandomModel(num_hidden_layers=1))
-    words = [sys.executable, "-c", MEASURE, str(small), str(directory)]
+    if not small.exists():
+        write_random_checkpoint(small, RandomModel(num_hidden_layers=1))
+    words = [sys.executable, "-c", MEASURE, str(small), str(directory), backend]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     peak, rest = (int(word) << 10 for word in done.stdout.split())
     return peak, rest
 
 
-def weight_bytes(directory: Path) -> int:
-    options = RunnerOptions(page_size=16, num_rows=1, device="cpu", backend="cpu")
+def weight_bytes(directory: Path, backend: ComputeBackend = "cpu") -> int:
+    options = RunnerOptions(page_size=16, num_rows=1, device="cpu", backend=backend)
     return survey(directory, options).weight_bytes
 
 
@@ -112,7 +120,7 @@ def test_shards_take_no_more_than_the_weights_and_one_of_them(
 def test_a_large_file_is_not_held_whole(checkpoint: Path, tmp_path: Path) -> None:
     weights = weight_bytes(checkpoint)
     assert weights > 2 * MAX_MAPPED_BYTES
-    peak, rest = loaded_bytes(checkpoint, tmp_path)
+    peak, rest = loaded_bytes(checkpoint, tmp_path / "small")
     assert weights < peak <= weights + MAX_MAPPED_BYTES
     assert rest <= weights * 1.03
 
@@ -131,3 +139,20 @@ def test_a_gguf_file_takes_the_memory_of_its_weights_and_little_more(
     peak, rest = loaded_bytes(path, tmp_path / "small")
     assert weights < peak < weights + (16 << 20)
     assert rest <= weights * 1.03
+
+
+@triton_only
+def test_experts_that_stay_codes_never_take_the_memory_of_their_numbers(tmp_path: Path) -> None:
+    """One is read at a time, and packed beside those before it."""
+
+    def write(name: str, num_experts: int) -> Path:
+        sizes = {"num_hidden_layers": 1, "hidden_size": 256, "moe_intermediate_size": 256}
+        sizes |= {"mlp_only_layers": [], "num_experts": num_experts}
+        directory = write_checkpoint("qwen3_moe", tmp_path / name, **sizes)
+        return write_gguf(directory, tmp_path / f"{name}.gguf", lambda _: Type.Q4_0)
+
+    path = write("whole", 64)
+    weights, as_numbers = weight_bytes(path, "triton"), weight_bytes(path)
+    peak, rest = loaded_bytes(path, write("small", 3), "triton")
+    assert weights < peak < weights + (16 << 20) < as_numbers // 2
+    assert rest <= weights * 1.03 + (1 << 20)

@@ -15,17 +15,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from session_server.models.config import ExpertLayout, GateConfig, GateKind, MlpConfig, MoeConfig
-from session_server.models.layers.block_weight import Fp8Weight
+from session_server.models.layers.block_weight import BLOCK, BlockWeight, CodedWeight, Fp8Weight
 from session_server.models.layers.linear import make_linear
 from session_server.models.registry import load_config
 from session_server.runner.capacity import MemoryLimits
 from session_server.runner.layer_factories import ExpertMatrices
 from session_server.runner.loader import RunnerOptions, layer_factories, load_runner
 from session_server.runner.mxfp4 import Mxfp4Weight
+from session_server.runner.weight_rows import as_dense
 from session_server.runner.weights import load_decoder
-from tests.depth import at_depth
+from tests.depth import at_depth, each_value
 from tests.oracle.checkpoints import to_mxfp4, write_checkpoint
 from tests.oracle.device import DEVICE
+from tests.oracle.test_packed import FORMATS, leave_in_floats, write_experts
 
 pytest.importorskip("triton", reason="triton has no wheel for this machine")
 
@@ -44,6 +46,7 @@ from session_server.runner.triton.experts import (
     stack_experts,
     tile_shape,
 )
+from session_server.runner.triton.packing import CodeFormat
 
 ALPHA, LIMIT = 1.7, 0.7
 
@@ -183,30 +186,61 @@ def test_mxfp4_is_multiplied_as_it_is_stored(num_tokens: int, hidden: int, inner
     assert (ours - mixed).norm() <= 0.01 * mixed.norm()
 
 
-def fp8(outputs: int, inputs: int) -> Fp8Weight:
-    """Random 8-bit floats, and scales that differ from output to output and from group to group."""
-    codes = (noise(outputs, inputs) * 30).to(torch.float8_e4m3fn).view(torch.uint8)
-    scales = torch.rand(outputs, -(-inputs // 128), device=DEVICE) * 0.01
-    return Fp8Weight(codes, scales)
+def coded(kind: CodeFormat, outputs: int, inputs: int) -> CodedWeight | Tensor:
+    """Random codes of every value, of numbers about as large as those of `Layer.matrices`. Scales
+    differ from output to output and from group to group; 16 bits hold them. Integers come in whole
+    blocks: of other inputs there are numbers, as of a checkpoint."""
+    if kind == "fp8":
+        codes = (noise(outputs, inputs) * 30).to(torch.float8_e4m3fn).view(torch.uint8)
+        return Fp8Weight(codes, torch.rand(outputs, -(-inputs // 128), device=DEVICE) * 0.01)
+    if inputs % BLOCK:
+        return noise(outputs, inputs) / inputs**0.5
+    num_bits = 8 if kind == "int8" else 4
+    low, high = (-128, 128) if num_bits == 8 else (0, 16)
+    integers = torch.randint(low, high, (outputs, inputs), device=DEVICE)
+    scales = torch.rand(outputs, inputs // BLOCK, device=DEVICE) * 4 / high / inputs**0.5
+    scales = scales.half().float()
+    minimums = (scales * 7.4).half().float() if kind == "int4" else None
+    codes = integers.to(torch.int8 if num_bits == 8 else torch.uint8)
+    return BlockWeight(codes, scales, minimums, num_bits)
 
 
-@pytest.mark.skipif(not packing.has_e4m3(DEVICE), reason="this GPU has no such dtype")
+CODED_LAYERS = {
+    "one token": (1, Layer(5, 3, 64, 96)),
+    "a kind beside numbers": (3, Layer(4, 2, 160, 48, GateKind.GELU_TANH, num_used=3)),
+    "biases, all to one": (70, Layer(2, 1, 32, 96, GateKind.CLAMPED, bias=True, num_used=1)),
+    **at_depth(
+        {},
+        proof={
+            f"{num_tokens} tokens, {hidden}, {inner}": (num_tokens, Layer(6, 3, hidden, inner))
+            for num_tokens in (2, 33, 70, 150)
+            for hidden, inner in ((288, 160), (128, 224))
+        },
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    ("num_tokens", "hidden", "inner"),
-    at_depth([(3, 160, 96)], proof=[(3, 300, 130), (50, 64, 256)]),
+    ("kind", "name"),
+    each_value(("int4", "int4 without minimums", "int8", "fp8"), [*CODED_LAYERS]),
 )
-def test_8_bit_floats_are_multiplied_as_they_are_stored(
-    num_tokens: int, hidden: int, inner: int
-) -> None:
-    layer = Layer(4, 2, hidden, inner)
-    x, (weights, ids) = noise(num_tokens, hidden), layer.choices(num_tokens)
-    sizes = ((2 * inner, hidden), (hidden, inner))
-    matrices = [[(fp8(*size), None) for size in sizes] for _ in range(4)]
-    experts = stack_experts(layer.config, matrices, make_linear)
-    assert experts.gate_up.weights.dtype == experts.down.weights.dtype == torch.float8_e4m3fn
-    dense = [[(weight.dense(), None) for weight, _ in each] for each in matrices]
-    mixed = expected(layer.kind, dense, x, (weights, ids))
-    assert (experts(x, weights, ids, None) - mixed).norm() <= 1e-5 * mixed.norm()
+def test_codes_are_multiplied_as_the_numbers_they_stand_for(kind: CodeFormat, name: str) -> None:
+    if kind == "fp8" and not packing.has_e4m3(DEVICE):
+        pytest.skip("this GPU has no such dtype")
+    num_tokens, layer = CODED_LAYERS[name]
+    x, chosen = noise(num_tokens, layer.hidden), layer.choices(num_tokens)
+    matrices = [
+        [(coded(kind, *weight.shape), bias) for weight, bias in each] for each in layer.matrices()
+    ]
+    experts = stack_experts(layer.config, iter(matrices), make_linear)
+    assert experts.gate_up.format == kind
+    assert experts.down.format == (kind if kind == "fp8" or layer.inner != 48 else "numbers")
+    dense = [[(as_dense(weight), bias) for weight, bias in each] for each in matrices]
+    mixed = expected(layer.kind, dense, x, chosen)
+    shared = noise(num_tokens, layer.hidden)
+    ours = experts(x, *chosen, shared.clone()) - shared
+    assert (ours - mixed).norm() <= 1e-5 * mixed.norm()
+    assert mixed.std() > 0.01, "sums that say nothing"
 
 
 def test_a_checkpoint_in_mxfp4_says_the_same_kept_and_dequantized(tmp_path: Path) -> None:
@@ -277,22 +311,29 @@ def test_compiling_all_launches_whatever_a_forward_does(
     shapes = set()
     for num_tokens in (*range(1, 40), 64, 100, 200, 500, 1000, 4000):
         num_choices = num_tokens * layer.top_k
-        shapes.add(tile_shape(num_choices, layer.num_experts, every_shape(4)))
+        shapes.add(tile_shape(num_choices, layer.num_experts, every_shape(torch.float32)))
         experts(noise(num_tokens, layer.hidden), *layer.choices(num_tokens), None)
     assert launched == compiled
-    assert shapes == {*every_shape(4)}
+    assert shapes == {*every_shape(torch.float32)}
 
 
 def test_a_model_that_is_served_by_triton_has_its_experts_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = write_checkpoint("qwen3_moe", tmp_path)
+    twin = write_experts(tmp_path / "twin", num_hidden_layers=2, mlp_only_layers=[])
+    directory = FORMATS["gptq"].write(twin, tmp_path / "packed")
+    leave_in_floats(directory, twin, "layers.1.mlp.experts.0.down_proj")
     memory = MemoryLimits(max_total_tokens=64)
     options = RunnerOptions(
         page_size=16, num_rows=1, device=str(DEVICE), backend="triton", memory=memory
     )
     runner = load_runner(directory, options).runner
     launched: set[object] = set()
-    monkeypatch.setattr(launching, "run", lambda kernel, *_, **__: launched.add(kernel))
+
+    def noted(kernel: object, *_: object, **constants: object) -> None:
+        launched.add((kernel, constants.get("FORMAT")))
+
+    monkeypatch.setattr(launching, "run", noted)
     runner.compile_kernels()
-    assert {lay_out_choices, gate_up_experts, down_experts, sum_choices} <= launched
+    of_both_layers = {(gate_up_experts, "int4"), (down_experts, "int4"), (down_experts, "numbers")}
+    assert of_both_layers | {(lay_out_choices, None), (sum_choices, None)} <= launched

@@ -53,6 +53,11 @@ class CodedWeight(ABC):
     def dequantize(self) -> Tensor:
         """Return the numbers, float32 [outputs, inputs]."""
 
+    @property
+    @abstractmethod
+    def kind(self) -> tuple[object, ...]:
+        """Return what is equal for weights that can be joined."""
+
     def dense(self) -> Tensor:
         """Return the numbers in `dtype` [outputs, inputs], rounded once."""
         outputs, inputs = self.shape
@@ -75,7 +80,7 @@ class CodedWeight(ABC):
     @staticmethod
     def can_join(parts: Sequence[CodedWeight]) -> bool:
         """Return whether the outputs of all parts fit into one weight."""
-        return len({part._alike() for part in parts}) == 1
+        return len({part.kind for part in parts}) == 1
 
     @staticmethod
     def join(parts: Sequence[CodedWeight]) -> CodedWeight:
@@ -91,10 +96,6 @@ class CodedWeight(ABC):
     @abstractmethod
     def _tensors(self) -> dict[str, Tensor]:
         """Return all tensors, outputs first, by the names of fields."""
-
-    @abstractmethod
-    def _alike(self) -> tuple[object, ...]:
-        """Return what is equal for weights that can be joined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,12 @@ class BlockWeight(CodedWeight):
         assert self.minimums is None or self.num_bits == 4
         assert self.minimums is None or self.minimums.shape == self.scales.shape
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Return what is equal for weights that can be joined."""
+        integers = self.num_bits, self.minimums is None, self.rounds_inputs
+        return BlockWeight, *integers, self.dtype, self.shape[1]
+
     def dequantize(self) -> Tensor:
         """Return the numbers, float32 [outputs, inputs]."""
         outputs, inputs = self.shape
@@ -141,10 +148,6 @@ class BlockWeight(CodedWeight):
     def _tensors(self) -> dict[str, Tensor]:
         minimums = {} if self.minimums is None else {"minimums": self.minimums}
         return {"codes": self.codes, "scales": self.scales, **minimums}
-
-    def _alike(self) -> tuple[object, ...]:
-        kind = self.num_bits, self.minimums is None, self.rounds_inputs
-        return BlockWeight, *kind, self.dtype, self.shape[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +168,11 @@ class Fp8Weight(CodedWeight):
         assert self.codes.dtype == torch.uint8
         assert self.scales.shape == (outputs, -(-inputs // FP8_BLOCK))
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Return what is equal for weights that can be joined."""
+        return Fp8Weight, self.dtype, self.shape[1]
+
     def dequantize(self) -> Tensor:
         """Return the numbers, float32 [outputs, inputs]."""
         by_input = self.scales.repeat_interleave(FP8_BLOCK, dim=1)[:, : self.shape[1]]
@@ -175,9 +183,6 @@ class Fp8Weight(CodedWeight):
 
     def _tensors(self) -> dict[str, Tensor]:
         return {"codes": self.codes, "scales": self.scales}
-
-    def _alike(self) -> tuple[object, ...]:
-        return Fp8Weight, self.dtype, self.shape[1]
 
 
 def _chosen(rows: Tensor, chosen: slice | Tensor) -> Tensor:

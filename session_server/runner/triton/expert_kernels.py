@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from session_server.models.layers.block_weight import FP8_BLOCK
+from session_server.runner.triton.code_kernels import times_codes
 
 ALL = tl.constexpr(tl.PropagateNan.ALL)
 """Bounds do not hide NaN, by which a row whose numbers are lost is found."""
@@ -23,9 +23,6 @@ be it inputs or weights."""
 
 SCALED = tl.constexpr(32)
 """Inputs that share a scale in MXFP4."""
-
-GROUP = tl.constexpr(FP8_BLOCK)
-"""Inputs that share a scale among 8-bit floats, a multiple of every BLOCK_K."""
 
 
 # What differs from launch to launch is not compiled in: to compile takes a second, for everybody.
@@ -79,6 +76,7 @@ def gate_up_experts(
     x,
     weights,
     scales,
+    minimums,
     biases,
     gated,
     choices,
@@ -92,8 +90,9 @@ def gate_up_experts(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    IS_MXFP4: tl.constexpr,
-    IS_FP8: tl.constexpr,
+    FORMAT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -103,14 +102,15 @@ def gate_up_experts(
 
     Args:
         x: [tokens, HIDDEN].
-        weights: [experts, 2 * INNER, HIDDEN], the gate's rows first; with MXFP4 uint8, two codes
-            to a byte; with IS_FP8 8-bit floats.
-        scales: uint8 [experts, 2 * INNER, HIDDEN / 32] of MXFP4, float32 [experts, 2 * INNER,
-            HIDDEN / 128] of 8-bit floats; unused without.
+        weights: [experts, 2 * INNER, WIDTH], the gate's rows first: numbers, of which HIDDEN are
+            WIDTH; of MXFP4 uint8, two codes to a byte; or codes of each expert for `times_codes`.
+        scales, minimums: uint8 [experts, 2 * INNER, NUM_GROUPS] of MXFP4, or [experts, NUM_GROUPS,
+            2 * INNER] for `times_codes`; unused of numbers.
         biases: [experts, 2 * INNER], unless HAS_BIAS is false.
         gated: [choices, INNER], written.
         choices, experts: see `lay_out_choices`.
         GATE: the name of a `GateKind`; ALPHA, LIMIT: see `GateConfig`.
+        FORMAT: an `ExpertFormat`.
         DOT_DTYPE: in which numbers are multiplied; products are summed up in float32.
     """
     tile, block, is_there = _place(experts, max_tiles, (INNER + BLOCK_N - 1) // BLOCK_N)
@@ -119,36 +119,52 @@ def gate_up_experts(
     expert = tl.load(experts + tile).to(tl.int64)
     of_rows = tl.load(choices + tile * BLOCK_M + tl.arange(0, BLOCK_M))
     x_rows = x + (tl.minimum(of_rows, num_choices - 1) // TOP_K).to(tl.int64) * HIDDEN
-    weights += expert * 2 * INNER * (HIDDEN // 2 if IS_MXFP4 else HIDDEN)
-    NUM_SCALES: tl.constexpr = HIDDEN // SCALED if IS_MXFP4 else (HIDDEN + GROUP - 1) // GROUP
-    scales += expert * 2 * INNER * NUM_SCALES
+    weights += expert * 2 * INNER * WIDTH
+    scales += expert * 2 * INNER * NUM_GROUPS
     columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
     # What is beyond the last is multiplied once more, and not stored.
     of_gate = tl.minimum(columns, INNER - 1)
     of_up = of_gate + INNER
 
-    gate = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
-    up = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
-    for start in range(0, HIDDEN, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        is_k = (k < HIDDEN) | (HIDDEN % BLOCK_K == 0)
-        rows = tl.load(x_rows[:, None] + k[None, :], mask=is_k[None, :], other=0.0)
-        if IS_MXFP4:
-            gate = _add_codes(gate, rows, weights, scales, of_gate, start, HIDDEN, BLOCK_K)
-            up = _add_codes(up, rows, weights, scales, of_up, start, HIDDEN, BLOCK_K)
-        else:
-            rows = rows.to(DOT_DTYPE)
-            at = weights + of_gate[None, :] * HIDDEN + k[:, None]
-            matrix = tl.load(at, mask=is_k[:, None], other=0.0).to(DOT_DTYPE)
-            other = tl.load(at + INNER * HIDDEN, mask=is_k[:, None], other=0.0).to(DOT_DTYPE)
-            if IS_FP8:
-                scaled = scales + of_gate * NUM_SCALES + start // GROUP
-                product = tl.dot(rows, matrix, input_precision="ieee")
-                gate += product * tl.load(scaled)[None, :]
-                product = tl.dot(rows, other, input_precision="ieee")
-                up += product * tl.load(scaled + INNER * NUM_SCALES)[None, :]
+    if FORMAT != "numbers" and FORMAT != "mxfp4":  # noqa: PLR1714, for Triton to read
+        side, column = tl.arange(0, 2 * BLOCK_N) // BLOCK_N, tl.arange(0, 2 * BLOCK_N) % BLOCK_N
+        column += block * BLOCK_N
+        both = times_codes(
+            x_rows,
+            of_rows < num_choices,
+            HIDDEN,
+            weights,
+            scales,
+            minimums + expert * 2 * INNER * NUM_GROUPS,
+            side * INNER + column,
+            column < INNER,
+            2 * INNER,
+            WIDTH,
+            0,
+            WIDTH // BLOCK_K,
+            FORMAT,
+            DOT_DTYPE,
+            BLOCK_M,
+            2 * BLOCK_N,
+            BLOCK_K,
+        )
+        gate, up = tl.split(tl.permute(tl.reshape(both, (2, BLOCK_N, BLOCK_M)), (2, 1, 0)))
+    else:
+        gate = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
+        up = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
+        for start in range(0, HIDDEN, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            is_k = (k < HIDDEN) | (HIDDEN % BLOCK_K == 0)
+            rows = tl.load(x_rows[:, None] + k[None, :], mask=is_k[None, :], other=0.0)
+            if FORMAT == "mxfp4":
+                gate = _add_mxfp4(gate, rows, weights, scales, of_gate, start, HIDDEN, BLOCK_K)
+                up = _add_mxfp4(up, rows, weights, scales, of_up, start, HIDDEN, BLOCK_K)
             else:
+                rows = rows.to(DOT_DTYPE)
+                at = weights + of_gate[None, :] * HIDDEN + k[:, None]
+                matrix = tl.load(at, mask=is_k[:, None], other=0.0).to(DOT_DTYPE)
                 gate = tl.dot(rows, matrix, gate, input_precision="ieee")
+                other = tl.load(at + INNER * HIDDEN, mask=is_k[:, None], other=0.0).to(DOT_DTYPE)
                 up = tl.dot(rows, other, up, input_precision="ieee")
     if HAS_BIAS:
         biases += expert * 2 * INNER
@@ -175,6 +191,7 @@ def down_experts(
     gated,
     weights,
     scales,
+    minimums,
     biases,
     topk_weights,
     out,
@@ -185,8 +202,9 @@ def down_experts(
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    IS_MXFP4: tl.constexpr,
-    IS_FP8: tl.constexpr,
+    FORMAT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -196,7 +214,7 @@ def down_experts(
 
     Args:
         gated: [choices, INNER].
-        weights: [experts, HIDDEN, INNER]; scales, biases: as for `gate_up_experts`.
+        weights: [experts, HIDDEN, WIDTH]; scales, minimums, biases: as for `gate_up_experts`.
         topk_weights: [choices].
         out: [choices, HIDDEN], written.
         choices, experts: see `lay_out_choices`.
@@ -209,26 +227,42 @@ def down_experts(
     known = tl.minimum(of_rows, num_choices - 1)
     rows_of = gated + known.to(tl.int64) * INNER
     columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    weights += expert * HIDDEN * (INNER // 2 if IS_MXFP4 else INNER)
-    NUM_SCALES: tl.constexpr = INNER // SCALED if IS_MXFP4 else (INNER + GROUP - 1) // GROUP
-    scales += expert * HIDDEN * NUM_SCALES
+    weights += expert * HIDDEN * WIDTH
+    scales += expert * HIDDEN * NUM_GROUPS
     of_columns = tl.minimum(columns, HIDDEN - 1)
 
-    total = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
-    for start in range(0, INNER, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        is_k = (k < INNER) | (INNER % BLOCK_K == 0)
-        rows = tl.load(rows_of[:, None] + k[None, :], mask=is_k[None, :], other=0.0)
-        if IS_MXFP4:
-            total = _add_codes(total, rows, weights, scales, of_columns, start, INNER, BLOCK_K)
-        else:
-            at = weights + of_columns[None, :] * INNER + k[:, None]
-            matrix = tl.load(at, mask=is_k[:, None], other=0.0).to(DOT_DTYPE)
-            if IS_FP8:
-                product = tl.dot(rows.to(DOT_DTYPE), matrix, input_precision="ieee")
-                of_block = tl.load(scales + of_columns * NUM_SCALES + start // GROUP)
-                total += product * of_block[None, :]
+    if FORMAT != "numbers" and FORMAT != "mxfp4":  # noqa: PLR1714, for Triton to read
+        product = times_codes(
+            rows_of,
+            of_rows < num_choices,
+            INNER,
+            weights,
+            scales,
+            minimums + expert * HIDDEN * NUM_GROUPS,
+            columns,
+            columns < HIDDEN,
+            HIDDEN,
+            WIDTH,
+            0,
+            WIDTH // BLOCK_K,
+            FORMAT,
+            DOT_DTYPE,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+        )
+        total = tl.trans(product)
+    else:
+        total = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
+        for start in range(0, INNER, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            is_k = (k < INNER) | (INNER % BLOCK_K == 0)
+            rows = tl.load(rows_of[:, None] + k[None, :], mask=is_k[None, :], other=0.0)
+            if FORMAT == "mxfp4":
+                total = _add_mxfp4(total, rows, weights, scales, of_columns, start, INNER, BLOCK_K)
             else:
+                at = weights + of_columns[None, :] * INNER + k[:, None]
+                matrix = tl.load(at, mask=is_k[:, None], other=0.0).to(DOT_DTYPE)
                 total = tl.dot(rows.to(DOT_DTYPE), matrix, total, input_precision="ieee")
     if HAS_BIAS:
         total += tl.load(biases + expert * HIDDEN + of_columns).to(tl.float32)[None, :]
@@ -280,7 +314,7 @@ def _place(experts, max_tiles, num_blocks):
 
 
 @triton.jit
-def _add_codes(
+def _add_mxfp4(
     total,
     rows,
     codes,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 import triton
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from session_server.attention.triton import launching
 from session_server.models.config import MoeConfig
-from session_server.models.layers.block_weight import Fp8Weight
+from session_server.models.layers.block_weight import CodedWeight
 from session_server.models.layers.linear import LinearFactory
 from session_server.runner.layer_factories import ExpertMatrices, ExpertWeight
 from session_server.runner.mxfp4 import Mxfp4Weight
@@ -26,6 +26,7 @@ from session_server.runner.triton.expert_kernels import (
     lay_out_choices,
     sum_choices,
 )
+from session_server.runner.triton.packing import CodeFormat
 
 FEW_CHOICES: Final = 128
 """Choices that are laid out in one look, as those of a step that decodes."""
@@ -41,7 +42,8 @@ SUMMED: Final = 1024
 class ExpertTile:
     """Say what a program multiplies at once: rows of the inputs, rows of the weights, and inputs.
 
-    `num_outputs`: weight rows in all, so of gate and up half of them each.
+    `num_outputs`: weight rows in all, so of gate and up half of them each. `num_inputs`: of codes,
+    bytes of a row, of which `packing.BLOCK_K` is a multiple.
     """
 
     num_rows: int
@@ -51,22 +53,30 @@ class ExpertTile:
     num_stages: int
 
 
-def every_shape(itemsize: int, *, is_fp8: bool = False) -> tuple[ExpertTile, ...]:
-    """Return the shapes that tiles can have, the fewest rows first.
+def every_shape(dtype: torch.dtype, *, is_coded: bool = False) -> tuple[ExpertTile, ...]:
+    """Return the shapes that tiles can have for activations of a dtype, the fewest rows first.
 
     What limits them are shared memory and registers. A tile of few rows is bound by the weights it
-    reads: it reads long pieces of few rows of them. `itemsize`: bytes of an element. `is_fp8`:
-    weights are 8-bit floats, whose products are scaled apart before they are summed up, for which
-    the largest tile has no registers.
+    reads: it reads long pieces of few rows of them. `is_coded`: weights are codes, which become
+    numbers in registers: of twice as many inputs a tile of 128 rows spills. The interpreter takes
+    the tiles of halves, as are served.
     """
-    if itemsize == 4:
+    if dtype == torch.float32 and not launching.IS_INTERPRETED:
+        if is_coded:
+            return (ExpertTile(16, 32, 64, 4, 2),)
         return ExpertTile(16, 64, 32, 4, 2), ExpertTile(32, 64, 32, 4, 2)
-    largest = () if is_fp8 else (ExpertTile(128, 128, 64, 8, 4),)
+    if is_coded:
+        return (
+            ExpertTile(16, 64, 64, 4, 4),
+            ExpertTile(32, 64, 64, 4, 4),
+            ExpertTile(64, 128, 32, 4, 4),
+            ExpertTile(128, 128, 32, 8, 4),
+        )
     return (
         ExpertTile(16, 64, 128, 4, 4),
         ExpertTile(32, 64, 128, 4, 4),
         ExpertTile(64, 128, 64, 4, 4),
-        *largest,
+        ExpertTile(128, 128, 64, 8, 4),
     )
 
 
@@ -85,37 +95,47 @@ def most_tiles(num_choices: int, num_experts: int, num_rows: int) -> int:
     return min(num_choices, num_choices // num_rows + num_experts)
 
 
+ExpertFormat = Literal["numbers", "mxfp4"] | CodeFormat
+"""How the matrices of experts are kept, as kernels are compiled for it."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertStack:
     """Hold one matrix of all experts.
 
-    `weights`: [experts, outputs, inputs], numbers or 8-bit floats (E4M3), or MXFP4 blocks, uint8
-    [experts, outputs, inputs / 32, 16]. `scales`: uint8 [experts, outputs, inputs / 32] of MXFP4,
-    float32 [experts, outputs, inputs / 128] of 8-bit floats; None for numbers. `bias`: [experts,
+    `weights`: numbers [experts, outputs, inputs], or MXFP4 blocks, uint8 [experts, outputs,
+    inputs / 32, 16], with `scales`, uint8 [experts, outputs, inputs / 32]. In other formats both,
+    and `minimums` if there are any, are those of each expert's `PackedCodes`. `bias`: [experts,
     outputs]; None without.
     """
 
+    format: ExpertFormat
     weights: Tensor
     scales: Tensor | None = None
+    minimums: Tensor | None = None
     bias: Tensor | None = None
 
     @property
-    def is_fp8(self) -> bool:
-        """Return whether the weights are 8-bit floats."""
-        return self.weights.dtype == torch.float8_e4m3fn
+    def is_coded(self) -> bool:
+        """Return whether `times_codes` multiplies by the weights."""
+        return self.format not in ("numbers", "mxfp4")
 
     @property
-    def pointers(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return weights, scales and biases for a kernel, which asks for none that is not there."""
-        weights, scales, bias = self.weights, self.scales, self.bias
-        return weights, weights if scales is None else scales, weights if bias is None else bias
+    def pointers(self) -> tuple[Tensor, ...]:
+        """Return weights, scales, minimums and biases for a kernel, which asks for none that is
+        not there."""
+        rest = (self.scales, self.minimums, self.bias)
+        return self.weights, *(self.weights if of is None else of for of in rest)
 
     def constants(self, dtype: torch.dtype) -> dict[str, Any]:
         """Return what a kernel is compiled for; `dtype`: that of the activations."""
+        num_experts, num_outputs = self.weights.shape[:2]
+        num_scales = 0 if self.scales is None else self.scales.numel()
         return {
             "HAS_BIAS": self.bias is not None,
-            "IS_MXFP4": self.weights.dtype == torch.uint8,
-            "IS_FP8": self.is_fp8,
+            "FORMAT": self.format,
+            "WIDTH": self.weights.numel() // (num_experts * num_outputs),
+            "NUM_GROUPS": num_scales // (num_experts * num_outputs),
             "DOT_DTYPE": launching.dot_dtype(dtype),
         }
 
@@ -125,33 +145,36 @@ def stack_experts(
 ) -> GroupedExperts:
     """Stack the matrices of experts, one after the other as they are loaded. An `ExpertsFactory`.
 
-    MXFP4 is kept as it is where the model computes in bfloat16, and 8-bit floats where the device
-    reads them; other codes become numbers.
+    Codes are kept: MXFP4 where the model computes in bfloat16, 8-bit floats where the device
+    reads them. Other codes become numbers.
     """
     del linear  # their products are one kernel's
-    stacks: list[dict[str, Tensor]] = []
+    stacks: list[tuple[ExpertFormat, dict[str, Tensor]]] = []
     for index, matrices in enumerate(experts):
         for place, (weight, bias) in enumerate(matrices):
-            parts = _parts(weight, bias)
+            kind, parts = _parts(weight)
+            parts |= {} if bias is None else {"bias": bias}
             if index == 0:
-                stacks.append({name: _room(part, moe.num_experts) for name, part in parts.items()})
+                rooms = {name: _room(part, moe.num_experts) for name, part in parts.items()}
+                stacks.append((kind, rooms))
+            assert kind == stacks[place][0], "all experts of a layer are of one kind"
             for name, part in parts.items():
-                own = stacks[place][name][index]
+                own = stacks[place][1][name][index]
                 if own.data_ptr() != part.data_ptr():
                     own.copy_(part)
-    gate_up, down = (ExpertStack(**stack) for stack in stacks)
+    gate_up, down = (ExpertStack(kind, **stack) for kind, stack in stacks)
     return GroupedExperts(moe, gate_up, down)
 
 
-def _parts(weight: ExpertWeight, bias: Tensor | None) -> dict[str, Tensor]:
-    """Return what an expert has in an `ExpertStack`, by field."""
-    parts = {} if bias is None else {"bias": bias}
+def _parts(weight: ExpertWeight) -> tuple[ExpertFormat, dict[str, Tensor]]:
+    """Return the format of an expert's matrix, and what it has in an `ExpertStack`, by field."""
     if isinstance(weight, Mxfp4Weight) and weight.dtype == torch.bfloat16:
-        return {"weights": weight.blocks, "scales": weight.scales, **parts}
-    if isinstance(weight, Fp8Weight) and packing.has_kernel(weight, weight.codes.device):
-        codes = weight.codes.view(torch.float8_e4m3fn)
-        return {"weights": codes, "scales": weight.scales, **parts}
-    return {"weights": weight if isinstance(weight, Tensor) else weight.dense(), **parts}
+        return "mxfp4", {"weights": weight.blocks, "scales": weight.scales}
+    if isinstance(weight, CodedWeight) and packing.has_kernel(weight, weight.codes.device):
+        codes = packing.pack(weight)
+        minimums = {} if codes.minimums is None else {"minimums": codes.minimums}
+        return codes.format, {"weights": codes.codes, "scales": codes.scales, **minimums}
+    return "numbers", {"weights": weight if isinstance(weight, Tensor) else weight.dense()}
 
 
 def _room(first: Tensor, num_experts: int) -> Tensor:
@@ -178,6 +201,11 @@ class GroupedExperts:
         shape = tile_shape(topk_ids.numel(), self.config.num_experts, shapes)
         return self._compute(x, topk_weights, topk_ids, beside, shape=shape)
 
+    @property
+    def compiled_for(self) -> tuple[object, ...]:
+        """Return what decides what is compiled in one model."""
+        return self.config, self.gate_up.format, self.down.format
+
     def compile_all(self, hidden: int, dtype: torch.dtype) -> None:
         """Compile what forwards may launch, by launching it on few tokens and on more."""
         top_k = self.config.num_experts_per_tok
@@ -191,8 +219,7 @@ class GroupedExperts:
 
     def _shapes(self, dtype: torch.dtype) -> tuple[ExpertTile, ...]:
         """Return the shapes of tiles where activations are of a dtype."""
-        is_fp8 = any(stack.is_fp8 for stack in (self.gate_up, self.down))
-        return every_shape(_itemsize(dtype), is_fp8=is_fp8)
+        return every_shape(dtype, is_coded=self.gate_up.is_coded or self.down.is_coded)
 
     def _compute(
         self,
@@ -285,11 +312,6 @@ class _Tiles:
     def arguments(self) -> tuple[Tensor, Tensor, int, int]:
         """Return what the kernels that multiply take of it."""
         return self.choices, self.experts, self.num_choices, self.most
-
-
-def _itemsize(dtype: torch.dtype) -> int:
-    """Return the bytes of an element; the interpreter takes the tiles of halves, as are served."""
-    return 2 if launching.IS_INTERPRETED else dtype.itemsize
 
 
 def _constants(shape: ExpertTile) -> dict[str, int]:

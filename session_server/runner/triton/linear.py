@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from session_server.attention.triton import launching
-from session_server.models.layers.block_weight import BlockWeight, Weight
+from session_server.models.layers.block_weight import BLOCK, BlockWeight, Weight
 from session_server.models.layers.linear import Linear, make_linear
 from session_server.runner.triton.integer_linear import IntegerLinear, integer_linear
 from session_server.runner.triton.linear_kernels import multiply_codes, sum_splits
@@ -75,7 +75,7 @@ class TritonLinear:
         weight of the same kind."""
         codes = self.codes
         num_outputs, num_inputs = least_alike(codes.num_outputs, codes.num_inputs)
-        groups = codes.scales.new_zeros((-(-2 * BLOCK_K // codes.group), num_outputs))
+        groups = codes.scales.new_zeros((2 * BLOCK_K // BLOCK, num_outputs))
         least = replace(
             codes,
             codes=torch.zeros_like(codes.codes[:1, :BLOCK_K]).expand(num_outputs, -1).contiguous(),
@@ -93,11 +93,8 @@ class TritonLinear:
     def constants(self) -> dict[str, Any]:
         """Return what is compiled into `multiply_codes` for this weight."""
         return {
-            "IS_PACKED": self.codes.num_bits == 4,
-            "HAS_MINIMUMS": self.codes.minimums is not None,
+            "FORMAT": self.codes.format,
             "HAS_BIAS": self.bias is not None,
-            "IS_FLOAT": self.codes.codes.dtype.is_floating_point,
-            "GROUP": self.codes.group,
             "BLOCK_K": BLOCK_K,
         }
 

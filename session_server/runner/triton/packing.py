@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from torch.nn import functional
 from session_server.attention.triton import has_e4m3
 from session_server.models.layers.block_weight import (
     BLOCK,
-    FP8_BLOCK,
     BlockWeight,
     CodedWeight,
     Fp8Weight,
@@ -24,21 +23,23 @@ BLOCK_K: Final = 64
 MAX_SUMMED: Final = (2**31 - 1) // (128 * 127)
 """Products of integers that a sum of 32 bits holds whatever they are."""
 
+CodeFormat = Literal["int4", "int4 without minimums", "int8", "fp8"]
+"""What codes say, as kernels are compiled for it."""
+
 
 @dataclass(frozen=True, slots=True)
 class PackedCodes:
-    """Hold a weight [num_outputs, num_inputs]; `multiply_codes` describes the layout.
+    """Hold a weight [num_outputs, num_inputs]; `times_codes` describes the layout.
 
     `codes`: uint8, or 8-bit floats, [num_outputs, width]. `scales` and, if there are any,
-    `minimums`: of `group` inputs each, [groups, num_outputs]; float16, of 8-bit floats float32.
+    `minimums`: [groups, num_outputs]; float16, of 8-bit floats float32.
     """
 
     codes: Tensor
     scales: Tensor
     minimums: Tensor | None
     num_inputs: int
-    num_bits: int
-    group: int
+    format: CodeFormat
 
     @property
     def num_outputs(self) -> int:
@@ -64,7 +65,7 @@ def pack(weight: CodedWeight) -> PackedCodes:
     codes = functional.pad(weight.codes, (0, _width(weight.shape[1], 8) - weight.shape[1]))
     scales = weight.scales.t().contiguous()
     codes = codes.view(torch.float8_e4m3fn)
-    return PackedCodes(codes, scales, None, weight.shape[1], 8, FP8_BLOCK)
+    return PackedCodes(codes, scales, None, weight.shape[1], "fp8")
 
 
 def _pack_blocks(weight: BlockWeight) -> PackedCodes:
@@ -82,7 +83,9 @@ def _pack_blocks(weight: BlockWeight) -> PackedCodes:
 
     minimums = None if weight.minimums is None else by_group(weight.minimums)
     scales = by_group(weight.scales)
-    return PackedCodes(codes, scales, minimums, num_inputs, weight.num_bits, BLOCK)
+    of_4_bits: CodeFormat = "int4 without minimums" if minimums is None else "int4"
+    kind: CodeFormat = of_4_bits if weight.num_bits == 4 else "int8"
+    return PackedCodes(codes, scales, minimums, num_inputs, kind)
 
 
 def are_integers(weight: BlockWeight) -> bool:

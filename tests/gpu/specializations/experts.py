@@ -9,6 +9,7 @@ from typing import Any, Final
 import triton
 
 from session_server.models.config import GateConfig, GateKind
+from session_server.models.layers.block_weight import BLOCK, FP8_BLOCK
 from session_server.runner.triton.expert_kernels import (
     down_experts,
     gate_up_experts,
@@ -19,10 +20,13 @@ from session_server.runner.triton.experts import (
     FEW_CHOICES,
     MANY_CHOICES,
     SUMMED,
+    ExpertFormat,
     ExpertTile,
     every_shape,
 )
+from session_server.runner.triton.packing import BLOCK_K
 from tests.gpu.compiled import TL, Specialization
+from tests.gpu.specializations.linears import DTYPES
 
 SILU: Final = GateConfig()
 CLAMPED: Final = GateConfig(GateKind.CLAMPED, 1.702, 7.0)
@@ -30,7 +34,8 @@ CLAMPED: Final = GateConfig(GateKind.CLAMPED, 1.702, 7.0)
 
 @dataclass(frozen=True)
 class Layers:
-    """What a family's layers are to the kernels."""
+    """What a family's layers are to the kernels. `is_beside_codes`: of the two matrices of an
+    expert the other is codes, which decide the tiles."""
 
     num_experts: int
     top_k: int
@@ -38,47 +43,67 @@ class Layers:
     inner: int
     gate: GateConfig = SILU
     has_bias: bool = False
-    is_mxfp4: bool = False
-    is_fp8: bool = False
+    format: ExpertFormat = "numbers"
+    is_beside_codes: bool = False
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether weights are codes for `times_codes`."""
+        return self.format not in ("numbers", "mxfp4")
 
 
 FAMILIES: Final = {
     "qwen 3 30b": Layers(128, 8, 2048, 768),
     "deepseek v3": Layers(256, 8, 7168, 2048),
-    "qwen 3 30b in fp8": Layers(128, 8, 2048, 768, is_fp8=True),
-    "deepseek v3 in fp8": Layers(256, 8, 7168, 2048, is_fp8=True),
     "granite 4 small": Layers(72, 10, 4096, 768, GateConfig(GateKind.GELU_TANH)),
     "gpt-oss 20b": Layers(32, 4, 2880, 2880, CLAMPED, has_bias=True),
-    "gpt-oss 20b in mxfp4": Layers(32, 4, 2880, 2880, CLAMPED, has_bias=True, is_mxfp4=True),
+    "gpt-oss 20b in mxfp4": Layers(32, 4, 2880, 2880, CLAMPED, has_bias=True, format="mxfp4"),
+    "qwen 3 30b beside codes": Layers(128, 8, 2048, 768, is_beside_codes=True),
+    "qwen 3 30b in fp8": Layers(128, 8, 2048, 768, format="fp8"),
+    "deepseek v3 in fp8": Layers(256, 8, 7168, 2048, format="fp8"),
+    "qwen 3 30b in int4": Layers(128, 8, 2048, 768, format="int4"),
+    "qwen 3 30b in int8": Layers(128, 8, 2048, 768, format="int8"),
+    "gpt-oss 20b in int4": Layers(
+        32, 4, 2880, 2880, CLAMPED, has_bias=True, format="int4 without minimums"
+    ),
 }
-DTYPES: Final = ("bf16", "fp16", "fp32")
 TILES: Final = {"choices": "i32", "experts": "i32"}
 
 
 def specializations() -> Iterator[Specialization]:
     """Every family in every dtype it can be held in, for each shape of tile."""
     for family, layers in FAMILIES.items():
-        is_coded = layers.is_mxfp4 or layers.is_fp8
-        for dtype in ("bf16",) if is_coded else DTYPES:
-            for shape in every_shape(4 if dtype == "fp32" else 2, is_fp8=layers.is_fp8):
+        for dtype in ("bf16",) if layers.format == "mxfp4" else DTYPES:
+            is_coded = layers.is_coded or layers.is_beside_codes
+            for shape in every_shape(DTYPES[dtype], is_coded=is_coded):
                 name = f"{family}, tiles of {shape.num_rows}"
                 yield _gate_up(name, layers, dtype, shape)
                 yield _down(name, layers, dtype, shape)
-            if not is_coded:  # as of numbers
+            if layers.format == "numbers":
                 yield _sum(family, layers, dtype)
-        if not is_coded:
-            for num_rows in sorted({shape.num_rows for shape in every_shape(2)}):
+        if layers.format == "numbers":
+            for num_rows in sorted({shape.num_rows for shape in every_shape(DTYPES["bf16"])}):
                 for block in (FEW_CHOICES, MANY_CHOICES):
                     yield _lay_out(f"{family}, tiles of {num_rows}", layers, num_rows, block)
 
 
-def _constants(layers: Layers, dtype: str, shape: ExpertTile) -> dict[str, Any]:
+def _constants(layers: Layers, dtype: str, shape: ExpertTile, inputs: int) -> dict[str, Any]:
+    """What `ExpertStack` gives of a matrix of so many inputs, and its tiles' shape."""
+    width, num_groups = inputs, 0
+    if layers.is_coded:
+        num_halves = 2 if layers.format.startswith("int4") else 1
+        width = -(-inputs // num_halves // BLOCK_K) * BLOCK_K
+        is_fp8 = layers.format == "fp8"
+        num_groups = -(-inputs // FP8_BLOCK) if is_fp8 else width * num_halves // BLOCK
+    elif layers.format == "mxfp4":
+        width, num_groups = inputs // 2, inputs // BLOCK
     return {
         "HIDDEN": layers.hidden,
         "INNER": layers.inner,
         "HAS_BIAS": layers.has_bias,
-        "IS_MXFP4": layers.is_mxfp4,
-        "IS_FP8": layers.is_fp8,
+        "FORMAT": layers.format,
+        "WIDTH": width,
+        "NUM_GROUPS": num_groups,
         "DOT_DTYPE": TL[dtype],
         "BLOCK_M": shape.num_rows,
         "BLOCK_K": shape.num_inputs,
@@ -87,12 +112,19 @@ def _constants(layers: Layers, dtype: str, shape: ExpertTile) -> dict[str, Any]:
 
 def _weights(layers: Layers, dtype: str) -> dict[str, str]:
     """The pointers that `ExpertStack` gives."""
-    weights = "u8" if layers.is_mxfp4 else "fp8e4nv" if layers.is_fp8 else dtype
+    weights = {"numbers": dtype, "fp8": "fp8e4nv"}.get(layers.format, "u8")
+    scales = {"fp8": "fp32"}.get(layers.format, "fp16") if layers.is_coded else weights
     return {
         "weights": weights,
-        "scales": "fp32" if layers.is_fp8 else weights,
+        "scales": scales,
+        "minimums": "fp16" if layers.format == "int4" else weights,
         "biases": dtype if layers.has_bias else weights,
     }
+
+
+def _dtypes(layers: Layers, dtype: str) -> tuple[str, ...]:
+    """What an architecture must have."""
+    return (dtype, "fp8e4nv") if layers.format == "fp8" else (dtype,)
 
 
 def _options(shape: ExpertTile) -> dict[str, int]:
@@ -103,10 +135,10 @@ def _gate_up(name: str, layers: Layers, dtype: str, shape: ExpertTile) -> Specia
     return Specialization(
         gate_up_experts,
         f"{name}, gate and up",
-        (dtype, "fp8e4nv") if layers.is_fp8 else (dtype,),
+        _dtypes(layers, dtype),
         pointers={"x": dtype, "gated": dtype, **_weights(layers, dtype), **TILES},
         constants={
-            **_constants(layers, dtype, shape),
+            **_constants(layers, dtype, shape, layers.hidden),
             "TOP_K": layers.top_k,
             "GATE": layers.gate.kind.value,
             "ALPHA": layers.gate.alpha,
@@ -122,9 +154,12 @@ def _down(name: str, layers: Layers, dtype: str, shape: ExpertTile) -> Specializ
     return Specialization(
         down_experts,
         f"{name}, down",
-        (dtype, "fp8e4nv") if layers.is_fp8 else (dtype,),
+        _dtypes(layers, dtype),
         pointers={**pointers, **_weights(layers, dtype), **TILES},
-        constants={**_constants(layers, dtype, shape), "BLOCK_N": shape.num_outputs},
+        constants={
+            **_constants(layers, dtype, shape, layers.inner),
+            "BLOCK_N": shape.num_outputs,
+        },
         options=_options(shape),
     )
 

@@ -7,7 +7,6 @@ from typing import Final
 
 import torch
 
-from session_server.models.layers.block_weight import BLOCK, FP8_BLOCK
 from session_server.runner.triton import integer_linear
 from session_server.runner.triton.integer_kernels import (
     multiply_integers,
@@ -60,13 +59,10 @@ def _multiply(kind: str, dtype: str, shape: LinearTile, *, is_split: bool) -> Sp
             "out": out,
         },
         constants={
-            "IS_PACKED": kind.startswith("int4"),
-            "IS_FLOAT": is_float,
-            "HAS_MINIMUMS": kind == "int4",
+            "FORMAT": kind,
             "HAS_BIAS": True,
             "IS_SPLIT": is_split,
             "DOT_DTYPE": TL[dtype],
-            "GROUP": FP8_BLOCK if is_float else BLOCK,
             "BLOCK_M": shape.num_rows,
             "BLOCK_N": shape.num_outputs,
             "BLOCK_K": BLOCK_K,
