@@ -250,11 +250,13 @@ class RowResult(msgspec.Struct, frozen=True, gc=False):
 
 class GraphUse(enum.Enum):
     """Say how a forward was computed where CUDA graphs are captured: replayed, or launched kernel
-    by kernel because a row has too many tokens, or the batch too many rows."""
+    by kernel because a row has too many tokens, the batch too many rows, or the smallest graph
+    that holds it many more tokens."""
 
     REPLAYED = "replayed"
     MANY_TOKENS = "many_tokens"
     MANY_ROWS = "many_rows"
+    MUCH_PADDING = "much_padding"
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False):

@@ -106,7 +106,7 @@ class EngineTotals:
         self._graph_uses = Counter(
             "cuda_graph_forwards",
             "Forwards where CUDA graphs are captured: replayed, or launched kernel by kernel for "
-            "their many tokens or rows.",
+            "their many tokens or rows, or because a graph would compute many tokens more.",
             ["outcome"],
             namespace=namespace,
             registry=registry,

@@ -21,7 +21,7 @@ from session_server.attention.base import DeviceRows, GraphPlan
 from session_server.core.batch import GraphUse
 from session_server.models.decoder import Decoder
 from session_server.runner.capacity import free_bytes, says_out_of_memory
-from session_server.runner.graph_sizes import GraphSize
+from session_server.runner.graph_sizes import GraphSize, choose_size
 from session_server.runner.inputs import PackedInputs
 
 NUM_WARM_UPS: Final = 2
@@ -98,7 +98,7 @@ class DecodeGraphs:
         self._plans = plans
         self._pools = pools
         self._api = api
-        self._buckets: list[_Bucket] = []
+        self._buckets: dict[GraphSize, _Bucket] = {}
         self.left_out: tuple[GraphSize, ...] = ()
         """Sizes that memory was missing for."""
         self.uses: Counter[GraphUse] = Counter()
@@ -112,11 +112,10 @@ class DecodeGraphs:
         that memory is missing for is left out. `on_progress` is told each size that was tried."""
         for size in sorted(sizes, key=lambda size: size.num_tokens, reverse=True):
             try:
-                self._buckets.append(self._captured(size))
+                self._buckets[size] = self._captured(size)
             except torch.OutOfMemoryError:
                 self.left_out += (size,)
             on_progress(size)
-        self._buckets.sort(key=lambda bucket: bucket.size)
 
     def _captured(self, size: GraphSize) -> _Bucket:
         def zeros(*shape: int) -> Tensor:
@@ -137,7 +136,7 @@ class DecodeGraphs:
                 token_ids, positions, attention=attention, logits_indices=None
             )
 
-        return _Bucket(size, by_token, by_row, plans, self._api.capture(run))
+        return _Bucket(by_token, by_row, plans, self._api.capture(run))
 
     def forward(self, inputs: PackedInputs | None) -> Tensor | None:
         """Return the hidden states of all tokens of a forward, [tokens, hidden]; None if no graph
@@ -157,12 +156,13 @@ class DecodeGraphs:
     def _bucket_of(self, inputs: PackedInputs | None) -> tuple[_Bucket | None, GraphUse]:
         if inputs is None:
             return None, GraphUse.MANY_TOKENS
-        num_tokens = inputs.max_row_tokens
-        for bucket in self._buckets:
-            if bucket.size.holds(inputs.num_rows, num_tokens):
-                return bucket, GraphUse.REPLAYED
-        is_short = any(bucket.size.max_row_tokens >= num_tokens for bucket in self._buckets)
-        return None, GraphUse.MANY_ROWS if is_short else GraphUse.MANY_TOKENS
+        size, use = choose_size(
+            self._buckets,
+            inputs.num_rows,
+            inputs.max_row_tokens,
+            num_tokens=inputs.by_token.shape[1],
+        )
+        return None if size is None else self._buckets[size], use
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,6 @@ class _Bucket:
     copied to them. `plans`: they have the tables of tiles, which nobody else holds.
     """
 
-    size: GraphSize
     by_token: Tensor
     by_row: Tensor
     plans: Mapping[PoolName, GraphPlan]

@@ -218,7 +218,8 @@ class InputBuilder:
         out[0] = positions
         for of_pool, table in zip(out[1:], self._tables.values(), strict=True):
             pages = table.pages(span.row, num_pages)
-            of_pool[:] = pages[positions // page_size] * page_size + positions % page_size
+            of_pages = pages[positions // page_size].astype(np.int64)
+            of_pool[:] = of_pages * page_size + positions % page_size
 
     def _write_single_positions(self, spans: list[Span], out: NDArray[np.int64]) -> None:
         """Write positions and slots of spans of one token, which come first, all at once."""
@@ -236,7 +237,8 @@ class InputBuilder:
         """Write the slots of one position of each row, both [n], to `out` [pools, n]."""
         pages, offsets = np.divmod(positions, self._page_size)
         for of_pool, table in zip(out, self._tables.values(), strict=True):
-            of_pool[:] = table.host[rows, pages] * self._page_size + offsets
+            # Pages are int32; slots of a large pool are not.
+            of_pool[:] = table.host[rows, pages].astype(np.int64) * self._page_size + offsets
 
 
 def _order_spans(rows: tuple[BatchRow, ...]) -> tuple[list[tuple[Span, int]], list[int]]:

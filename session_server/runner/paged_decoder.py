@@ -259,9 +259,9 @@ class PagedDecoder:
             return f"the backend {self.backend_name} plans each batch on the host"
 
         def plans(size: GraphSize) -> dict[PoolName, GraphPlan]:
-            of_size = (size.num_rows, size.max_row_tokens, self._max_context_len)
+            of_size = (size.num_rows, size.max_row_tokens)
             return {
-                name: cast(CapturableBackend, backend).plan_graph(*of_size)
+                name: cast(CapturableBackend, backend).plan_graph(*of_size, self._longest(name))
                 for name, backend in backends.items()
             }
 
@@ -269,6 +269,14 @@ class PagedDecoder:
         graphs.capture(sizes, on_progress=on_progress)
         self.graphs = graphs
         return None
+
+    def _longest(self, name: PoolName) -> int:
+        """Return how many positions of a row a forward may read from a pool: as many as its pages
+        have, page 0 excluded, if a row could address more."""
+        pool = self.pools.get(name)
+        if pool is None:  # of states
+            return self._max_context_len
+        return min(self._max_context_len, (pool.num_pages - 1) * pool.page_size)
 
     def forward(self, inputs: ForwardInputs, logits_indices: Tensor) -> Tensor:
         """Compute every token of a forward and write its KV; the page tables hold their pages.

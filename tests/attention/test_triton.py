@@ -25,13 +25,7 @@ from cache.spec import LayerGroup, LayerKind
 from cache.types import NULL_PAGE, PoolName, RowId, TableWrite, pages_for
 from session_server.attention.base import AttentionMeta, AttentionRule, Span
 from session_server.attention.reference import ReferenceBackend
-from session_server.attention.triton.tiles import (
-    MAX_SPLITS,
-    MIN_SPLIT_LEN,
-    Tiling,
-    choose_num_splits,
-    tile_shape,
-)
+from session_server.attention.triton.tiles import MIN_SPLIT_LEN, Tiling, tile_shape
 from tests.oracle.device import DEVICE
 
 pytest.importorskip("triton", reason="triton has no wheel for this machine")
@@ -270,15 +264,6 @@ def test_tiles_cover_every_query_row_once() -> None:
     assert covered == {(s.row, index): 1 for s in spans for index in range(s.num_tokens * 3)}
     tokens = [(launch.first_token, launch.end_token) for launch in launches]
     assert tokens == [(0, 6), (6, 56)], "one and five tokens fill tiles of one shape"
-
-
-def test_a_history_is_split_while_multiprocessors_are_idle_and_each_has_enough_to_do() -> None:
-    assert choose_num_splits(8, longest=100_000, num_sms=132) == 32
-    assert choose_num_splits(8, longest=1_100, num_sms=132) == 4
-    assert choose_num_splits(8, longest=MIN_SPLIT_LEN - 1, num_sms=132) == 1
-    assert choose_num_splits(300, longest=8_000, num_sms=132) == 1
-    assert choose_num_splits(300, longest=100_000, num_sms=132) == 16, "all would wait for it"
-    assert choose_num_splits(1, longest=1 << 20, num_sms=1000) == MAX_SPLITS
 
 
 def test_a_cpu_has_the_kernels_in_the_interpreter_alone(monkeypatch: pytest.MonkeyPatch) -> None:

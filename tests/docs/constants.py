@@ -1781,9 +1781,27 @@ FORWARD = (
     ),
     _constant(
         "attention.triton.tiles:MAX_SPLIT_LEN",
-        "positions that a program has of a long history on a GPU",
+        "positions that a program of a CUDA graph has of a long history",
         "positions",
         "more programs share it, up to the most that may",
+    ),
+    _constant(
+        "attention.triton.tiles:MAX_PARTIAL_BYTES",
+        "programs that share histories on a GPU, what they write to be merged",
+        "bytes",
+        "fewer programs share a history",
+    ),
+    _constant(
+        "runner.graph_sizes:NUM_FREE_TOKENS",
+        "tokens of a CUDA graph, however few a batch has of them",
+        "tokens",
+        "those of more compute twice a batch's tokens at most",
+    ),
+    _constant(
+        "runner.graph_sizes:MAX_PADDED",
+        "tokens of a larger CUDA graph, for each of a batch",
+        "tokens",
+        "the batch is launched kernel by kernel",
     ),
     _constant(
         "attention.triton.tiles:MAX_SPLITS",

@@ -4,6 +4,7 @@ CUDA API, with the kernels in Triton's interpreter; with TEST_DEVICE=cuda on a G
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,12 @@ from session_server.models.registry import load_config
 from session_server.runner import decode_graphs
 from session_server.runner import graph_sizes as sizes_module
 from session_server.runner.decode_graphs import CudaGraphs, Graph, GraphApi
-from session_server.runner.graph_sizes import GraphSize, bucket_sizes, graph_sizes
+from session_server.runner.graph_sizes import (
+    GraphSize,
+    bucket_sizes,
+    choose_size,
+    graph_sizes,
+)
 from session_server.runner.loader import layer_factories
 from session_server.runner.model_runner import ModelRunner
 from session_server.runner.paged_decoder import ComputeBackend
@@ -102,13 +108,14 @@ def runner_of(
     backend: ComputeBackend = "triton",
     *,
     loaded_for: ComputeBackend | None = None,
+    num_pages: int = NUM_ROWS * PAGES_PER_ROW + 1,
 ) -> ModelRunner:
     config = load_config(checkpoint)
     factories = layer_factories(loaded_for or backend, "float32")
     decoder = load_decoder(
         checkpoint, config, device=DEVICE, dtype=torch.float32, factories=factories
     )
-    pages = dict.fromkeys(config.pools, NUM_ROWS * PAGES_PER_ROW + 1)
+    pages = dict.fromkeys(config.pools, num_pages)
     capacity = Capacity(pages, NUM_ROWS, PAGES_PER_ROW * PAGE_SIZE, num_states=1 + NUM_ROWS * 4)
     return ModelRunner(decoder, config.cache_spec(PAGE_SIZE, "float32"), capacity, backend=backend)
 
@@ -285,6 +292,75 @@ def test_what_no_graph_computes_is_computed_without_and_counted(qwen: Path, api:
     }
 
 
+def test_what_a_graph_would_pad_too_much_is_computed_without_and_counted(
+    qwen: Path, api: GraphApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few_are_free = functools.partial(choose_size, num_free=3)
+    monkeypatch.setattr(decode_graphs, "choose_size", few_are_free)
+    runner = runner_of(qwen)
+    assert runner.capture_graphs((GraphSize(1, 2), GraphSize(3, 4)), api) is None
+    talk, eager = Talk(runner), Talk(runner_of(qwen, "torch"))
+    for step in ({1: 0, 2: 0, 3: 0}, {1: 0, 2: 0, 3: 0, 4: 1}, {1: 2, 2: 1, 3: 0}, {5: 0}):
+        assert talk.step(step) == eager.step(step)
+    assert runner.graphs is not None
+    assert runner.graphs.uses == {
+        GraphUse.MANY_TOKENS: 1,
+        GraphUse.MUCH_PADDING: 2,  # of 3 and of 5 tokens to 12
+        GraphUse.REPLAYED: 2,
+    }
+
+
+def test_graphs_are_planned_for_no_more_than_a_row_can_have(
+    qwen: Path, api: GraphApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a pool has fewer pages than a row addresses, and where it has more."""
+    from session_server.attention.triton.backend import TritonBackend
+
+    plan_graph, told = TritonBackend.plan_graph, []
+
+    def noted(self: TritonBackend, num_rows: int, most: int, longest: int) -> object:
+        told.append(longest)
+        return plan_graph(self, num_rows, most, longest)
+
+    monkeypatch.setattr(TritonBackend, "plan_graph", noted)
+    for num_pages in (3, NUM_ROWS * PAGES_PER_ROW + 1):
+        runner = runner_of(qwen, num_pages=num_pages)
+        assert runner.capture_graphs((GraphSize(1, 1),), api) is None
+    assert told == [2 * PAGE_SIZE, PAGES_PER_ROW * PAGE_SIZE]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_drafts", "drafted", "expected"),
+    [
+        pytest.param(64, 4, 1, None, id="one row of many has a draft"),
+        pytest.param(64, 16, 480, GraphSize(17, 64), id="as many tokens as are padded"),
+        pytest.param(64, 16, 479, None, id="one token less"),
+        pytest.param(64, 4, 96, GraphSize(5, 64), id="a draft and a half for each"),
+        pytest.param(64, 3, 1, GraphSize(4, 64), id="as many tokens as take no time"),
+        pytest.param(48, 4, 1, GraphSize(5, 48), id="fewer"),
+        pytest.param(8, 16, 1, GraphSize(17, 8), id="few rows"),
+        pytest.param(64, 16, 0, GraphSize(1, 64), id="no drafts"),
+    ],
+)
+def test_a_graph_pads_what_takes_no_time_or_no_more_than_the_batch(
+    num_rows: int, num_drafts: int, drafted: int, expected: GraphSize | None
+) -> None:
+    """Of sizes as they are by default; with drafts, one row has as many as may be."""
+    most = 1 + num_drafts if drafted else 1
+    sizes = graph_sizes(64, num_drafts)
+    size, use = choose_size(sizes, num_rows, most, num_tokens=num_rows + drafted)
+    assert size == expected
+    assert use is (GraphUse.MUCH_PADDING if expected is None else GraphUse.REPLAYED)
+
+
+def test_of_the_graphs_that_hold_a_batch_the_one_of_fewest_tokens_is_taken() -> None:
+    """Though it is made for longer rows, where memory was missing for others."""
+    sizes = (GraphSize(1, 64), GraphSize(3, 8), GraphSize(3, 16))
+    assert choose_size(sizes, 6, 1, num_tokens=6) == (GraphSize(3, 8), GraphUse.REPLAYED)
+    assert choose_size(sizes, 17, 2, num_tokens=34) == (None, GraphUse.MANY_ROWS)
+    assert choose_size(sizes, 1, 4, num_tokens=4) == (None, GraphUse.MANY_TOKENS)
+
+
 def test_a_size_that_memory_is_missing_for_is_left_out(qwen: Path, api: GraphApi) -> None:
     class Small:
         def capture(self, run: Callable[[], Tensor]) -> Graph:
@@ -416,7 +492,7 @@ BUGS: dict[str, Seed] = {
         HOLDS,
     ),
     "the smallest graph's result is given": _replaced(
-        "return bucket.graph.out[:", "return self._buckets[0].graph.out[:"
+        "return bucket.graph.out[:", "return [*self._buckets.values()][-1].graph.out[:"
     ),
     "the last tokens of the graph are given": _replaced(
         "bucket.graph.out[: inputs.by_token.shape[1]]",
@@ -432,7 +508,7 @@ BUGS: dict[str, Seed] = {
     "inputs are replaced, not written": _replaced(
         COPIES,
         "        bucket = _Bucket(\n"
-        "            bucket.size, bucket.by_token.clone(), bucket.by_row, {}, bucket.graph\n"
+        "            bucket.by_token.clone(), bucket.by_row, {}, bucket.graph\n"
         "        )\n" + COPIES,
     ),
 }

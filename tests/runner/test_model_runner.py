@@ -15,7 +15,14 @@ from torch import Tensor
 from cache.pool.page_table import PageTable
 from cache.spec import Capacity
 from cache.types import RowId, TableWrite, Tokens, TurnId
-from session_server.core.batch import Batch, DecodeRows, PendingStep, PromptLogprobRange, Runner
+from session_server.core.batch import (
+    Batch,
+    BatchRow,
+    DecodeRows,
+    PendingStep,
+    PromptLogprobRange,
+    Runner,
+)
 from session_server.core.sampling import SamplingParams, TokenLogprob
 from session_server.models.config import FULL_POOL, DTypeName
 from session_server.models.registry import load_config
@@ -289,6 +296,23 @@ def test_inputs_of_a_step_that_decodes_take_few_calls() -> None:
 
     assert num_calls(1) <= 20
     assert num_calls(5) - num_calls(1) <= 4 * 3
+
+
+@pytest.mark.parametrize("is_decoding", [True, False])
+def test_slots_may_be_more_than_an_int32_counts(*, is_decoding: bool) -> None:
+    """Pages are int32; of a large pool of small layers their slots are not."""
+    table, page = PageTable(1, 2, device=torch.device("cpu")), 2**27 + 5
+    table.apply(TableWrite(FULL_POOL, RowId(1), 0, np.array([7, page], dtype=np.int32)))
+    last_tokens = torch.zeros(2, dtype=torch.int64)
+    builder = InputBuilder({FULL_POOL: table}, page_size=PAGE_SIZE, last_tokens=last_tokens)
+    tokens = np.arange(3, dtype=np.int32)
+    row = BatchRow(TurnId("turn"), 0, RowId(1), PAGE_SIZE - 1, 3, tokens, False, None)
+    columns = np.array([1], np.int32), np.array([PAGE_SIZE + 2], np.int32)
+    decoding = DecodeRows((TurnId("turn"),), (0,), *columns, (5,))
+    batch = Batch(1, (), (), decoding=decoding) if is_decoding else Batch(1, (row,), ())
+    slots = builder.build(batch).attention.slot_mapping[FULL_POOL].tolist()
+    first = page * PAGE_SIZE
+    assert slots == ([first + 2] if is_decoding else [7 * PAGE_SIZE + 15, first, first + 1])
 
 
 def test_a_row_of_nan_does_not_spread_to_those_it_decodes_with(rows: Rows) -> None:

@@ -22,6 +22,7 @@ _TIMEOUT_S: Final = 1800
 INTERESTING: Final = (
     "a batch in a graph",
     "a batch in no graph",
+    "a batch that a graph would pad too much",
     "a padded batch",
     "admitted again",
     "assistant edited",

@@ -69,7 +69,8 @@ def attend_tiles(
     Args:
         q: [tokens, heads, HEAD_DIM + ROPE_DIM].
         kv_keys, kv_values: of one layer, [kv_heads, slots, HEAD_DIM + ROPE_DIM].
-        out: [tokens, heads, HEAD_DIM]; with splits float32 [splits, tokens, heads, HEAD_DIM].
+        out: [tokens, heads, HEAD_DIM]; with splits float32 [splits, tokens, heads, HEAD_DIM], not
+            written by programs whose split of the history is empty.
         lse: float32 [splits, tokens, heads], log2 of the sum of each split's weights; unused
             without splits.
         sinks: [heads], unless HAS_SINKS is false. With splits the merge adds them.
@@ -180,6 +181,9 @@ def attend_tiles(
     if IS_SPLIT:
         seen_of_split = tl.where(total == 0.0, float("-inf"), tl.log2(divisor) + shift)
         tl.store(lse + at, seen_of_split, mask=is_row)
+        # Graphs are split for the longest history there may be: of a short one most see nothing.
+        # To return early would spare more, but spills registers in fp32, as does a mask by row.
+        is_row = tokens < tl.where(begin < end, num_new, 0)
     tl.store(
         out + at[:, None] * HEAD_DIM + d[None, :],
         mixed.to(out.dtype.element_ty),
@@ -203,7 +207,8 @@ def merge_splits(
     """Merge what the splits of one token and head have computed: grid (tokens, heads).
 
     Args:
-        parts: float32 [splits, tokens, heads, HEAD_DIM], each divided by its own total.
+        parts: float32 [splits, tokens, heads, HEAD_DIM], each divided by its own total; what was
+            not written may be NaN, and is not read.
         lse: float32 [splits, tokens, heads], log2 of these totals; -inf where a split saw nothing.
         out: [tokens, heads, HEAD_DIM].
     """

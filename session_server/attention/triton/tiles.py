@@ -22,8 +22,12 @@ MIN_SPLIT_LEN: Final = 256
 """The fewest positions of a split: below, merging costs more than the other programs save."""
 
 MAX_SPLIT_LEN: Final = 4096
-"""What a program should have of a history, while there are splits: all rows of a step wait for the
-longest, however many programs the others keep busy."""
+"""What a program of a graph should have of a history, while there are splits. Who captures a graph
+does not know its batches: in one, all rows may wait for a history that is longer than any other."""
+
+MAX_PARTIAL_BYTES: Final = 128 << 20
+"""What the splits of one launch may write for the merge: float32, of every token and head. To fill
+132 multiprocessors twice takes up to 17 MiB; more is for one long history among short ones."""
 
 MAX_SPLITS: Final = 64
 
@@ -82,20 +86,20 @@ def every_shape(group: int, value_dim: int, itemsize: int) -> tuple[TileShape, .
     return tuple(dict.fromkeys((smallest, *shapes)))
 
 
-def choose_num_splits(num_programs: int, longest: int, num_sms: int) -> int:
+def choose_num_splits(longest: int, of_program: int, split_bytes: int) -> int:
     """Return among how many programs each history is split at most, a power of two.
 
-    As many as fill a device of `num_sms` multiprocessors twice, or as a history needs of which a
-    program should not have more than `MAX_SPLIT_LEN` positions, though others are short. A program
-    has `MIN_SPLIT_LEN` of them or more; of a short history some have none.
+    As many as the longest history needs of which no program should have more than `of_program`
+    positions, but none has fewer than `MIN_SPLIT_LEN` before the history ends: of a short one some
+    programs have none. What they write stays within `MAX_PARTIAL_BYTES`.
 
     Args:
-        num_programs: what the launch has without splits.
-        longest: positions of its longest history.
-        num_sms: multiprocessors of the device.
+        longest: positions of the launch's longest history.
+        of_program: positions.
+        split_bytes: what one split of all tokens of the launch writes.
     """
-    wanted = max(2 * num_sms // num_programs, longest // MAX_SPLIT_LEN)
-    wanted = min(wanted, longest // MIN_SPLIT_LEN, MAX_SPLITS)
+    wanted = longest // max(of_program, MIN_SPLIT_LEN)
+    wanted = min(wanted, MAX_SPLITS, MAX_PARTIAL_BYTES // split_bytes)
     return 1 << max(0, wanted.bit_length() - 1)
 
 
@@ -124,10 +128,9 @@ class Tiling:
         first = 0
         for shape, alike in self._alike(spans):
             table = self._table(alike, shape)
-            longest = max(span.end - self.rule.first_visible(span.start) for span in alike)
-            num_splits = choose_num_splits(len(table) * self.num_kv_heads, longest, self.num_sms)
-            end, last = first + len(table), alike[-1]
-            tokens = (alike[0].offset, last.offset + last.num_tokens)
+            tokens = (alike[0].offset, alike[-1].offset + alike[-1].num_tokens)
+            num_splits = self._num_splits(alike, shape, tokens[1] - tokens[0])
+            end = first + len(table)
             launches.append(Launch(shape, first, end, *tokens, num_splits))
             tables.append(table)
             first = end
@@ -142,8 +145,37 @@ class Tiling:
         table = self._table([Span(0, 0, max_row_tokens, 0)] * num_rows, shape)
         if self.rule.window is not None:
             longest = min(longest, self.rule.window + max_row_tokens - 1)
-        num_splits = choose_num_splits(len(table) * self.num_kv_heads, longest, self.num_sms)
-        return table, Launch(shape, 0, len(table), 0, num_rows * max_row_tokens, num_splits)
+        share = self._share(len(table) * longest)
+        num_tokens = num_rows * max_row_tokens
+        num_splits = choose_num_splits(
+            longest, min(share, MAX_SPLIT_LEN), self._split_bytes(num_tokens)
+        )
+        return table, Launch(shape, 0, len(table), 0, num_tokens, num_splits)
+
+    def _num_splits(self, alike: Sequence[Span], shape: TileShape, num_tokens: int) -> int:
+        """Return the splits of a launch. A program should have what a multiprocessor has of it
+        anyway: then none waits for one long history among short ones, and many long ones, which
+        keep all of them busy, are not split."""
+        longest = num_walked = 0
+        for span in alike:
+            length = span.end - self.rule.first_visible(span.start)
+            longest = max(longest, length)
+            num_walked += length * self._num_tiles(span.num_tokens, shape)
+        return choose_num_splits(longest, self._share(num_walked), self._split_bytes(num_tokens))
+
+    def _share(self, num_walked: int) -> int:
+        """Return how many positions a program has if all do the same, and there are two on each
+        multiprocessor. `num_walked`: those of all tiles, for one KV head."""
+        return num_walked * self.num_kv_heads // (2 * self.num_sms)
+
+    def _split_bytes(self, num_tokens: int) -> int:
+        """Return what one split writes: a value of each token and head, and the sum it is divided
+        by, in float32."""
+        return num_tokens * self.rule.num_heads * (self.value_dim + 1) * 4
+
+    def _num_tiles(self, num_tokens: int, shape: TileShape) -> int:
+        """Return the tiles of a span."""
+        return -(-num_tokens * self.group // shape.num_rows)
 
     def _alike(self, spans: Sequence[Span]) -> Iterator[tuple[TileShape, list[Span]]]:
         """Return spans that follow each other and have tiles of one shape."""
