@@ -290,14 +290,3 @@ FORGOTTEN_STATES_STAY = Mutant(
     Edit("cache.session_cache:SessionAwareCache.forget_launches", "lease.computed_len", "1 << 30"),
     first_seed=FIRST_OF_STATES,
 )
-
-DRAFTS_BEHIND_A_PROMPT = Mutant(
-    "Drafts are verified behind a chunk of the prompt that is in flight.",
-    "systematic",
-    Edit(
-        "session_server.engine.turn:Turn.num_drafts",
-        "admission.launched_len != admission.computed_len",
-        "False",
-    ),
-    first_seed=FIRST_OF_STATES,
-)
