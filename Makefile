@@ -218,24 +218,33 @@ gpu-kernels: $(STAMPS)/dev ## compile every kernel for GPUs that are not here: r
 
 BUNDLE ?= gpu-bundle
 GPU_PYTHON ?= 3.11
-GPU_WHEELS := msgspec pytest pytest-timeout iniconfig pluggy packaging pygments psutil hypothesis sortedcontainers \
+GPU_WHEELS := msgspec llguidance~=1.9 gguf pytest pytest-timeout iniconfig pluggy packaging pygments psutil hypothesis sortedcontainers \
 	matplotlib contourpy cycler fonttools kiwisolver pillow pyparsing python-dateutil six
 MAX_BUNDLE_MIB := 60
+
+# Only what this target has made is removed: it has a file of this name.
+GPU_BUNDLE_MARK := .gpu-bundle
 
 .PHONY: gpu-bundle
 gpu-bundle: ## a folder to take to a machine with a GPU, for `make gpu-check` there (BUNDLE=, GPU_PYTHON=)
 	$(SAY) 'gpu-bundle: sources, and wheels for Python $(GPU_PYTHON), in $(BUNDLE)'
-	@rm -rf '$(BUNDLE)' && mkdir -p '$(BUNDLE)/wheels'
+	@test ! -e '$(BUNDLE)' || test -e '$(BUNDLE)/$(GPU_BUNDLE_MARK)' \
+		|| { echo '$(BUNDLE) exists and is no bundle of ours: name another with BUNDLE=' >&2; exit 1; }
+	@rm -rf '$(BUNDLE)' && mkdir -p '$(BUNDLE)/wheels' && touch '$(BUNDLE)/$(GPU_BUNDLE_MARK)'
 	@git archive HEAD | tar -x -C '$(BUNDLE)'
 	@$(PYTHON) -m pip --disable-pip-version-check download -q --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) \
-		--platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 -d '$(BUNDLE)/wheels' $(GPU_WHEELS)
+		--platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 --platform manylinux_2_31_x86_64 -d '$(BUNDLE)/wheels' $(GPU_WHEELS)
+	@$(PYTHON) -m pip --disable-pip-version-check download -q --only-binary=:all: --python-version $(GPU_PYTHON) \
+		--platform manylinux2014_x86_64 -d '$(BUNDLE)/wheels' pydantic
 	@size=$$(du -sm '$(BUNDLE)' | cut -f1); echo "$(BUNDLE): $$size MiB"; test "$$size" -le $(MAX_BUNDLE_MIB)
 
 GPU_OUT ?= gpu-check
+# Who names no Python means the environment of `make install`, if there is one.
+GPU_CHECK_PYTHON = $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON))
 
 .PHONY: gpu-check
-gpu-check: ## on a machine with a GPU: kernels, graphs, figures, each within its time (GPU_OUT=, ARGS=)
-	@$(PYTHON) -m tests.gpu.check --out '$(GPU_OUT)' $(ARGS)
+gpu-check: ## on a machine with a GPU: kernels, graphs, figures, 40 minutes at most (GPU_OUT=, ARGS=, PYTHON=)
+	@$(GPU_CHECK_PYTHON) -m tests.gpu.check --out '$(GPU_OUT)' $(ARGS)
 
 .PHONY: cluster
 cluster: export PROVE := 1

@@ -8,6 +8,7 @@ damaged or lost.
 examples:
   session-server doctor
   session-server doctor --model-path PATH            check your own checkpoint
+  session-server doctor --device cuda                whether a GPU is used
   session-server doctor --port 8000 --json | jq .ok
   session-server doctor --store                 read all of the store of `serve`
   session-server doctor --store DIR             read all of another one
@@ -58,6 +59,9 @@ MIN_FREE_BYTES: Final = 1 << 30
 ANSWER_S: Final = 2.0
 """Seconds to wait for what uses the port to say what it is."""
 
+DRIVERS_GPUS: Final = Path("/proc/driver/nvidia/gpus")
+"""Where NVIDIA's driver lists its GPUs, whether or not torch sees them."""
+
 MAX_ANSWER_BYTES: Final = 1 << 16
 """Bytes that are read of that."""
 
@@ -101,6 +105,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="checkpoint directory or GGUF file (default: the embedded model)",
     )
     serving.add_argument(
+        "--device",
+        type=device,
+        default=ModelOptions().device,
+        help=f"{ModelOptions.model_fields['device'].description} (default: %(default)s)",
+    )
+    serving.add_argument(
         "--host", default="127.0.0.1", help="address to bind (default: %(default)s)"
     )
     serving.add_argument(
@@ -124,13 +134,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def device(text: str) -> str:
+    """Return the name of a device that `serve` takes. Raises ValueError."""
+    return ModelOptions(device=text).device
+
+
 def run(args: argparse.Namespace) -> int:
     """Run every check. Return 1 if a finding would keep the server from serving."""
     if args.store is not None:
         findings = list(check_store(args.store, args.config, port=args.port))
     else:
         model_dir = Path(args.model_path) if args.model_path else MODEL_DIR
-        findings = list(run_checks(model_dir, args.host, _PORT if args.port is None else args.port))
+        port = _PORT if args.port is None else args.port
+        findings = list(run_checks(model_dir, args.host, port, device_name=args.device))
     is_wrong = any(finding.verdict is CheckStatus.WRONG for finding in findings)
     console = Console()
     if args.json:
@@ -152,13 +168,18 @@ def _print(console: Console, of: Finding, width: int) -> None:
             console.print(line, highlight=False, soft_wrap=True)
 
 
-def run_checks(model_dir: Path, host: str, port: int) -> Iterator[Finding]:
+def run_checks(
+    model_dir: Path, host: str, port: int, *, device_name: str = "auto"
+) -> Iterator[Finding]:
     """Yield every finding, cheap checks first. Never raises: a failed check is a finding."""
     yield check_python()
     yield from check_versions(importlib.metadata.version)
-    yield check_device()
+    of_device = check_device(device_name)
+    yield of_device
+    yield from check_gpu()
     yield check_kernels()
-    yield from check_model(model_dir)
+    is_usable = of_device.verdict is not CheckStatus.WRONG
+    yield from check_model(model_dir, device_name if is_usable else "auto")
     yield check_port(host, port)
     yield check_disk(shutil.disk_usage(model_dir if model_dir.is_dir() else Path.cwd()).free)
 
@@ -200,15 +221,42 @@ def check_versions(version_of: Callable[[str], str]) -> Iterator[Finding]:
         yield Finding("packages", CheckStatus.WRONG, "missing: " + ", ".join(missing), advice)
 
 
-def check_device() -> Finding:
+def check_device(name: str = "auto") -> Finding:
     """Check the device that would run forwards, and its free memory for weights and KV."""
     try:
         from session_server.runner.capacity import free_bytes
         from session_server.runner.loader import choose_device
     except ImportError as error:
         return Finding("device", CheckStatus.WRONG, f"cannot load torch: {error}", "install torch")
-    device = choose_device("auto")
-    return check_memory(str(device), free_bytes(device))
+    try:
+        chosen = choose_device(name)
+    except ValueError as error:
+        return Finding("device", CheckStatus.WRONG, str(error))
+    return check_memory(str(chosen), free_bytes(chosen))
+
+
+def check_gpu() -> Iterator[Finding]:
+    """Check whether torch sees a GPU, and whether the kernels for one can be compiled. A machine
+    that has none is well too."""
+    try:
+        from session_server.attention import devices
+    except ImportError:
+        return  # of torch, which is told already
+    gpus = devices.described_gpus()
+    if gpus:
+        yield Finding("gpu", CheckStatus.GOOD, gpus)
+    elif DRIVERS_GPUS.is_dir():
+        found = f"the driver lists GPUs, but {devices.no_cuda()}"
+        yield Finding("gpu", CheckStatus.WARNING, found)
+    else:
+        yield Finding("gpu", CheckStatus.GOOD, f"no GPU: {devices.no_cuda()}")
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        found = "kernels for GPUs need it: pip install 'session-server[gpu]'"
+        yield Finding("triton", CheckStatus.WARNING if gpus else CheckStatus.GOOD, found)
+    else:
+        yield Finding("triton", CheckStatus.GOOD, f"{version}, for kernels on GPUs")
 
 
 def check_kernels() -> Finding:
@@ -236,13 +284,13 @@ def check_memory(device: str, num_bytes: int) -> Finding:
     return Finding("device", CheckStatus.GOOD, found)
 
 
-def check_model(directory: Path) -> Iterator[Finding]:
+def check_model(directory: Path, device_name: str = "auto") -> Iterator[Finding]:
     """Check a checkpoint with the code that `serve` starts with; read no weights."""
     if not directory.exists():
         advice = "pass the directory of a Hugging Face checkpoint, or a GGUF file, as --model-path"
         yield Finding("model", CheckStatus.WRONG, f"no such file or directory: {directory}", advice)
         return
-    settings = Settings(model=ModelOptions(path=str(directory)))
+    settings = Settings(model=ModelOptions(path=str(directory), device=device_name))
     try:
         checked_directory(settings)
     except (ModelError, ValueError) as error:

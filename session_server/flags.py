@@ -210,7 +210,7 @@ def _add_flag(group: argparse._ArgumentGroup, flag: Flag, defaults: BaseModel) -
             *flag.names,
             action="store_const",
             const=flag.constant,
-            help=f"do not {description}" if flag.constant in (0, False) else description,
+            help=switch_text(flag, description),
             **options,
         )
         return
@@ -222,6 +222,15 @@ def _add_flag(group: argparse._ArgumentGroup, flag: Flag, defaults: BaseModel) -
     text = f"{description} ({facts})" if facts else description
     metavar = _choices(type(defaults), flag.field) or _metavar(type(defaults), flag.field)
     group.add_argument(*flag.names, metavar=metavar, help=text.replace("%", "%%"), **options)
+
+
+def switch_text(flag: Flag, description: str) -> str:
+    """Describe a flag that takes no value: what it does, or the flag with a value that it is."""
+    if isinstance(flag.constant, bool):
+        return description if flag.constant else f"do not {description}"
+    place = (flag.part, flag.field)
+    valued = next(of for of in FLAGS if (of.part, of.field) == place and of.constant is None)
+    return f"the same as `{valued.names[0]} {flag.constant}`"
 
 
 def default_text(field: FieldInfo) -> str:

@@ -1,12 +1,14 @@
-"""Find the store that a command is about: as `serve` does, from flags, variables and a file."""
+"""Find what `serve` is configured with, and its store: from flags, variables and a file."""
 
 from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from session_server import flags, sources
+from session_server.config import Settings
 from session_server.sessions.store.lock import StoreUnusable
 from session_server.sessions.store.open_files import STORE_NAMES
 from session_server.sessions.store.places import default_directory, found_directories
@@ -20,6 +22,11 @@ def add_config(group: argparse._ArgumentGroup) -> None:
         metavar="FILE",
         help=f"what `serve` is configured with (default: ${sources.CONFIG_VARIABLE}, or none)",
     )
+
+
+def settings_of_serve(given: Mapping[flags.Place, flags.Given], config: Path | None) -> Settings:
+    """Return the settings of a server that is given the same. Raises ValueError."""
+    return sources.read_sources(given, environment=os.environ, file=config).settings
 
 
 def find_store(asked: str | None, config: Path | None, *, port: int | None = None) -> Path:
@@ -41,7 +48,7 @@ def find_store(asked: str | None, config: Path | None, *, port: int | None = Non
         )
         if value is not None
     }
-    settings = sources.read_sources(given, environment=os.environ, file=config).settings
+    settings = settings_of_serve(given, config)
     store = settings.sessions.store
     if store == "none":
         raise StoreUnusable("the store is none, which keeps no sessions: pass --store DIR")

@@ -8,9 +8,11 @@ import json
 import socket
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from session_server import doctor
@@ -25,6 +27,54 @@ def arguments(*argv: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     doctor.add_arguments(parser)
     return parser.parse_args(argv)
+
+
+class Gpu(NamedTuple):
+    name: str = "NVIDIA H100 80GB HBM3"
+    major: int = 9
+    minor: int = 0
+    total_memory: int = 80 << 30
+
+
+def test_a_gpu_is_told_with_what_it_can_and_what_torch_was_built_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_version(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Gpu())
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    gpu, _ = doctor.check_gpu()
+    said = "cuda:0 NVIDIA H100 80GB HBM3, compute capability 9.0, 80.0 GiB; torch "
+    assert gpu.found == f"{said}{torch.__version__} for CUDA 13.0"
+    monkeypatch.setattr("importlib.metadata.version", no_version)
+    _, triton = doctor.check_gpu()
+    assert triton.verdict is CheckStatus.WARNING
+    assert "pip install 'session-server[gpu]'" in triton.found
+
+
+def test_what_torch_needs_for_a_gpu_is_told_and_is_a_warning_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for place, verdict in ((tmp_path / "no", CheckStatus.GOOD), (tmp_path, CheckStatus.WARNING)):
+        monkeypatch.setattr(doctor, "DRIVERS_GPUS", place)
+        gpu, _ = doctor.check_gpu()
+        assert gpu.verdict is verdict
+        assert "sees no CUDA device: it needs a driver, and torch with CUDA: make" in gpu.found
+
+
+def test_a_gpu_that_is_asked_for_and_not_there_is_wrong_and_the_rest_is_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert doctor.run(arguments("--json", "--port", "0", "--device", "cuda")) == 1
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    wrong = [of["topic"] for of in findings if of["verdict"] == "wrong"]
+    assert wrong == ["device"]
+    with pytest.raises(SystemExit):
+        arguments("--device", "gpu")
 
 
 def test_a_machine_that_can_serve_is_found_well(capsys: pytest.CaptureFixture[str]) -> None:

@@ -133,6 +133,14 @@ def test_graphs_are_captured_up_to_a_size_or_not_at_all(
     assert flags.read_settings(parse(*words)).model.cuda_graph_max_bs == largest
 
 
+def test_a_switch_says_what_it_does_or_which_flag_with_a_value_it_is() -> None:
+    switches = [flag for flag in flags.FLAGS if flag.constant is not None]
+    by_name = {flag.names[0]: flags.switch_text(flag, "overlap") for flag in switches}
+    assert by_name["--disable-cuda-graph"] == "the same as `--cuda-graph-max-bs 0`"
+    assert by_name["--disable-overlap-schedule"] == "do not overlap"
+    assert by_name["--allow-open"] == "overlap"
+
+
 @pytest.mark.parametrize("words", [["--no-such-flag"], ["--page-siz", "4"]])
 def test_an_unknown_or_shortened_flag_is_refused(words: list[str]) -> None:
     with pytest.raises(SystemExit):

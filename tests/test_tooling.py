@@ -65,6 +65,33 @@ def test_a_seed_a_range_or_a_trace_is_simulated_without_development_tools() -> N
     assert "-m tests.sim --seeds 0.. --steps 20000000" in soaked
 
 
+def test_gpu_check_runs_in_the_environment_of_make_install_unless_another_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHON", raising=False)
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.touch()
+    assert make("-n", "gpu-check", f"VENV={tmp_path}").startswith(f"{python} -m tests.gpu.check")
+    assert make("-n", "gpu-check", f"VENV={tmp_path}/none").startswith("python3 -m")
+    assert make("-n", "gpu-check", f"VENV={tmp_path}", "PYTHON=other").startswith("other -m")
+    assert "PYTHON=" in make().partition("  gpu-check")[2].splitlines()[0]
+
+
+def test_gpu_bundle_removes_no_folder_that_it_did_not_make(tmp_path: Path) -> None:
+    kept = tmp_path / "notes"
+    kept.touch()
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        make("gpu-bundle", f"BUNDLE={tmp_path}", "PYTHON=false")
+    assert f"{tmp_path} exists and is no bundle of ours" in refused.value.stderr
+    assert kept.exists()
+    (tmp_path / ".gpu-bundle").touch()
+    with pytest.raises(subprocess.CalledProcessError):  # false downloads nothing
+        make("gpu-bundle", f"BUNDLE={tmp_path}", "PYTHON=false")
+    assert not kept.exists()
+    assert (tmp_path / ".gpu-bundle").exists()
+
+
 def test_what_is_merged_has_passed_make_test() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)

@@ -2,12 +2,15 @@
 
 Reads the configuration and the headers of the weights: nothing is loaded, and
 what `serve` would refuse is refused here, at once and by name. The figures are
-those that `serve` works with, under the same flags.
+those that `serve` works with, under the same flags, variables and file. A GPU
+that --device names need not be here, if --memory says how much KV may take.
 
 examples:
   session-server inspect                                     the embedded model
   session-server inspect DIR --lengths 1024,32768     sessions of these lengths
   session-server inspect DIR --memory 16GiB      how many fit in so much memory
+  session-server inspect DIR --device cuda --attention-backend triton \\
+      --memory 60GiB                                 for a GPU that is not here
   session-server inspect DIR --json | jq .pools          figures for a program
 
 For a running server use `session-server audit`.
@@ -44,12 +47,15 @@ from session_server.inspector.report import (
 )
 from session_server.models.errors import ModelError
 from session_server.served_model import open_model
+from session_server.store_place import add_config, settings_of_serve
 from session_server.terminal import make_table
 
 MEMORY_FLAGS: Final = (
     "--dtype",
     "--kv-cache-dtype",
     "--device",
+    "--quantize",
+    "--attention-backend",
     "--context-length",
     "--page-size",
     "--mem-fraction-static",
@@ -92,9 +98,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory",
         type=_num_bytes,
         metavar="SIZE",
-        help="for KV, as in 16GiB (default: what `serve` takes of what the weights leave)",
+        help="for KV, beside the weights, as in 16GiB (default: what `serve` takes of what those "
+        "leave)",
     )
     shown.add_argument("--json", action="store_true", help="one JSON object; sizes are bytes")
+    add_config(parser.add_argument_group("configuration", "Say where other settings come from."))
     flags.add_flags(parser, [flag for flag in flags.FLAGS if flag.names[0] in MEMORY_FLAGS])
 
 
@@ -113,6 +121,8 @@ def run(args: argparse.Namespace) -> int:
     console.print(layer_table(report.layers))
     console.print(session_table(report.pools, report.sessions))
     console.print(memory_line(report.memory, report.pools), highlight=False)
+    if report.assumed:
+        console.print(absence_line(report), highlight=False)
     return 0
 
 
@@ -180,6 +190,15 @@ def memory_line(memory: MemoryFigures, pools: Iterable[PoolFigures]) -> str:
     )
 
 
+def absence_line(report: Report) -> str:
+    """Format what is assumed of a device that is not here, and the memory that it must have."""
+    needed = report.model.weight_bytes + report.memory.kv_bytes
+    return (
+        f"{report.model.device} is not here. It is assumed that it {report.assumed}. Weights and "
+        f"KV take {_size(needed)} of it; `serve` also needs memory to compute in."
+    )
+
+
 def layer_ranges(layers: Iterable[int]) -> str:
     """Format indices of layers as ranges: `0-4`, `0-4, 6-10 ... 24-25`."""
     by_run = groupby(enumerate(layers), key=lambda pair: pair[1] - pair[0])
@@ -196,8 +215,9 @@ def _report(args: argparse.Namespace) -> Report:
             f"{args.model} is an address; a server is asked with: "
             f"session-server audit --url {args.model}"
         )
-    settings = flags.read_settings(args)
-    model = settings.model.model_copy(update={"path": args.model})
+    settings = settings_of_serve(flags.given_by(args), args.config)
+    path = args.model or settings.model.path
+    model = settings.model.model_copy(update={"path": path})
     settings = settings.model_copy(update={"model": model})
     directory = asyncio.run(_opened(settings))
     options = runner_options(settings)

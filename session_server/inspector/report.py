@@ -20,6 +20,9 @@ from session_server.runner.survey import Survey
 DEFAULT_LENGTHS: Final = (1024, 8192, 32_768, 131_072)
 """Session lengths in tokens to report by default, up to the context length."""
 
+ASSUMED: Final = "reads E4M3, as GPUs of compute capability 8.9 and newer do"
+"""What is assumed of a GPU that is not here."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerFigures:
@@ -115,13 +118,14 @@ class MemoryFigures:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Hold what `session-server inspect` prints."""
+    """Hold what `session-server inspect` prints. `assumed`: of a device that is not here."""
 
     model: ModelFigures
     layers: tuple[LayerFigures, ...]
     pools: tuple[PoolFigures, ...]
     memory: MemoryFigures
     sessions: tuple[SessionFigures, ...]
+    assumed: str
 
 
 def make_report(
@@ -160,6 +164,7 @@ def make_report(
             session_figures(survey, length, max_turn_len=context_len)
             for length in lengths or default_lengths(context_len)
         ),
+        assumed="" if survey.is_here else ASSUMED,
     )
 
 

@@ -12,6 +12,7 @@ import torch
 
 from cache.spec import CacheSpec
 from session_server.attention import triton
+from session_server.attention.devices import is_here, no_cuda
 from session_server.models.config import STATE_POOL, DTypeName, KvDTypeName, ModelConfig
 from session_server.models.decoder import Decoder
 from session_server.models.errors import DraftMismatch
@@ -137,14 +138,21 @@ class ResolvedOptions:
         )
 
 
-def resolve_options(config: ModelConfig, options: RunnerOptions) -> ResolvedOptions:
+def resolve_options(
+    config: ModelConfig, options: RunnerOptions, *, is_planned: bool = False
+) -> ResolvedOptions:
     """Resolve the options for a model on this machine.
+
+    `is_planned`: nothing will run, so a GPU that is named need not be here.
 
     Raises:
         ValueError: the device does not exist, or the backend does not run on it, or does not read
             KV of the dtype.
     """
-    device = choose_device(options.device)
+    device = choose_device(options.device, is_planned=is_planned)
+    is_cpu_by_default = options.device == "auto" and device.type == "cpu"
+    if options.backend == "triton" and is_cpu_by_default and triton.why_not(device) is not None:
+        raise ValueError(f"--attention-backend triton: {no_cuda()}")
     backend = resolve_backend(options.backend, device)
     if options.quantize != "none" and backend != "native":
         why = native.WHY_MISSING or f"the backend is {backend}, on {device}"
@@ -331,8 +339,10 @@ def draft_of(model: _Checkpoint, draft_path: Path, max_context_len: int) -> _Che
     return draft_path, of_draft
 
 
-def choose_device(name: str) -> torch.device:
+def choose_device(name: str, *, is_planned: bool = False) -> torch.device:
     """Return the named device; "auto" is the first CUDA device, or the CPU.
+
+    `is_planned`: see `resolve_options`.
 
     Raises:
         ValueError: torch has no such device here.
@@ -343,11 +353,8 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise ValueError(f"--device {name} is no device; known: auto, cpu, cuda, cuda:N") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        advice = "it needs a driver, and torch with CUDA: make clean && make install TORCH=torch"
-        raise ValueError(
-            f"--device {name}: torch {torch.__version__} sees no CUDA device: {advice}"
-        )
+    if not is_planned and not is_here(device):
+        raise ValueError(f"--device {name}: {no_cuda()}")
     return device
 
 

@@ -13,6 +13,7 @@ from session_server.flags import (
     IGNORED_VALUES,
     default_text,
     range_text,
+    switch_text,
 )
 from session_server.foreign_flags import RENAMED_FLAGS, UNSUPPORTED_FLAGS
 from session_server.metrics.prometheus import ServerMetrics
@@ -57,15 +58,16 @@ def flag_table() -> str:
             part = Settings.model_fields[flag.part].default
             field = type(part).model_fields[flag.field]
             names = ", ".join(f"`{name}`" for name in flag.names)
-            default = default_text(field)
-            shown = default and f"`{default}`"
-            description = field.description
+            default, limits = default_text(field), range_text(field)
+            description = field.description or ""
             if flag.constant is not None:
-                does = "do not " if flag.constant is False else ""
-                description = f"the flag: {does}{description}"
+                description = f"the flag: {switch_text(flag, description)}"
+                if not isinstance(flag.constant, bool):
+                    default = limits = ""  # those of the flag that takes a value
+            shown = default and f"`{default}`"
             yield (
                 f"| {names} | `{flag.part}.{flag.field}` | `{variable_of((flag.part, flag.field))}`"
-                f" | {shown} | {range_text(field)} | {description} |"
+                f" | {shown} | {limits} | {description} |"
             )
         ignored = ", ".join(f"`{name}`" for name in (*IGNORED_SWITCHES, *IGNORED_VALUES))
         yield ""

@@ -1,15 +1,15 @@
 """`make gpu-check`: prove and measure on a GPU what was proven without one, part by part.
 
 Each part is a process of its own with a time limit, and works alone: `--parts kernels,decode`. The
-most important ones come first: graphs and figures, in eight minutes at most. What a part prints is
-in `OUT/PART.txt` as it is printed; `OUT/summary.json` and `OUT/page.md` are written anew behind
-every part, so a run that is cut short has told what it knew. The page is made for
+most important ones come first: graphs, decode and prefill, in seven minutes at most. What a part
+prints is in `OUT/PART.txt` as it is printed; `OUT/summary.json` and `OUT/page.md` are written anew
+behind every part, so a run that is cut short has told what it knew. The page is made for
 docs/benchmarks.md.
 
-Needs torch with its triton, transformers and what `make gpu-bundle` has put beside the sources; no
-network, and nothing of the web. Without a GPU the same parts run with a tiny model, the kernels in
-Triton's interpreter and graphs on a recording fake: that shows that this program works, and nothing
-else.
+Needs torch with its triton, transformers and what `make gpu-bundle` has put beside the sources, or
+what `make install` installs; no network, and nothing of the web. What is missing is said first.
+Without a GPU the same parts run with a tiny model, the kernels in Triton's interpreter and graphs
+on a recording fake: that shows that this program works, and nothing else.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -29,13 +30,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-import torch
-
 from tests.gpu import plots
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 WHEELS: Final = ROOT / "wheels"
-BUNDLED: Final = ("msgspec", "pytest", "pytest-timeout", "psutil", "hypothesis", "matplotlib")
+NEEDED: Final = ("torch", "triton", "numpy", "transformers", "tokenizers", "safetensors")
+BUNDLED: Final = ("msgspec", "llguidance", "gguf", "pydantic", "pytest", "psutil", "hypothesis")
+OPTIONAL: Final = ("matplotlib", "pytest-timeout")
 
 _PYTEST: Final = ("pytest", "-q", "-x", "-p", "no:cacheprovider")
 _BENCH: Final = ("tests.bench.gpu", "--attention-backend")
@@ -135,13 +136,15 @@ PARTS: Final = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a part ended. `status`: of its process; None if its time was over."""
+    """How a part ended. `status`: of its process; None if its time was over. `is_bench`: it only
+    measures."""
 
     name: str
     what: str
     command: str
     status: int | None
     seconds: float
+    is_bench: bool
 
 
 def run(part: Part, out: Path, *, is_tiny: bool) -> Outcome:
@@ -174,13 +177,35 @@ def run(part: Part, out: Path, *, is_tiny: bool) -> Outcome:
             process.wait()
             status = None
     command = " ".join(("python -m", *argv[2:]))
-    return Outcome(part.name, part.what, command, status, round(time.monotonic() - began, 1))
+    seconds = round(time.monotonic() - began, 1)
+    return Outcome(part.name, part.what, command, status, seconds, part.is_bench)
+
+
+def missing(names: Sequence[str]) -> list[str]:
+    """Return those of some packages that this Python cannot import."""
+    return [name for name in names if importlib.util.find_spec(name.replace("-", "_")) is None]
+
+
+def whats_missing() -> str | None:
+    """Return what keeps every part from running, in a line; None if nothing does."""
+    lacking = missing(NEEDED if WHEELS.is_dir() else (*NEEDED, *BUNDLED))
+    if not lacking:
+        return None
+    return (
+        f"gpu-check: {sys.executable} has no {', '.join(lacking)}; run `make install TORCH=torch`, "
+        "or name a Python that has them: make gpu-check PYTHON=..."
+    )
+
+
+def what_comes(parts: Sequence[Part]) -> str:
+    """Return how long parts take at most, and which come in which order."""
+    names = ", ".join(f"{part.name} ({part.limit_s} s)" for part in parts)
+    return f"at most {sum(part.limit_s for part in parts) / 60:.0f} min, in this order: {names}"
 
 
 def install_bundled(out: Path) -> None:
     """Install what is not there from the wheels beside the sources, for these processes alone."""
-    missing = [name for name in BUNDLED if importlib.util.find_spec(name.replace("-", "_")) is None]
-    if missing and WHEELS.is_dir():
+    if missing((*BUNDLED, *OPTIONAL)) and WHEELS.is_dir():
         pip = (sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps")
         wheels = map(str, sorted(WHEELS.glob("*.whl")))
         subprocess.run((*pip, "--target", str(out / "site"), *wheels), check=True)
@@ -189,13 +214,13 @@ def install_bundled(out: Path) -> None:
 def page(device: str, outcomes: Sequence[Outcome], out: Path) -> str:
     """Return the page: what held, and the tables that benchmarks printed."""
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    lines = [f"# {device}, {today}", "", f"torch {torch.__version__}, `make gpu-check`.", ""]
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in NEEDED[:2])
+    lines = [f"# {device}, {today}", "", f"{versions}, `make gpu-check`.", ""]
     lines += ["| part | | seconds | |", "|---|---|---|---|"]
     for each in outcomes:
         lines.append(f"| {each.name} | {each.what} | {each.seconds:g} | {_told(each)} |")
-    benches = {part.name for part in PARTS if part.is_bench}
     for each in outcomes:
-        if each.name in benches:
+        if each.is_bench:
             text = (out / f"{each.name}.txt").read_text("utf-8", "replace").strip()
             lines += ["", f"## {each.name}: {each.what}", "", f"`{each.command}`", "", text]
     with contextlib.suppress(ImportError):
@@ -206,11 +231,14 @@ def page(device: str, outcomes: Sequence[Outcome], out: Path) -> str:
 def _told(outcome: Outcome) -> str:
     if outcome.status is None:
         return "its time was over"
-    return "holds" if outcome.status == 0 else f"**status {outcome.status}**"
+    if outcome.status:
+        return f"**status {outcome.status}**"
+    return "measured" if outcome.is_bench else "holds"
 
 
 def main() -> int:
-    """Run the parts. Return 1 if one of them failed or its time was over."""
+    """Run the parts. Return 1 if one of them failed or its time was over, 2 if a package is
+    missing."""
     names = [part.name for part in PARTS]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -221,16 +249,20 @@ def main() -> int:
     asked = args.parts.split(",")
     if unknown := set(asked) - set(names):
         parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    if (told := whats_missing()) is not None:
+        print(told, file=sys.stderr)
+        return 2
+    import torch
+
     out: Path = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     is_tiny = not torch.cuda.is_available()
     device = "no GPU: a tiny model and fakes" if is_tiny else torch.cuda.get_device_name()
-    print(f"{device}; results in {out}", flush=True)
+    parts = [part for part in PARTS if part.name in asked]
+    print(f"{device}; results in {out}\n{what_comes(parts)}", flush=True)
     install_bundled(out)
     outcomes: list[Outcome] = []
-    for part in PARTS:
-        if part.name not in asked:
-            continue
+    for part in parts:
         print(f"{part.name}: {part.what} ...", flush=True)
         outcomes.append(run(part, out, is_tiny=is_tiny))
         print(f"{part.name}: {_told(outcomes[-1])}, {outcomes[-1].seconds:g} s", flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,6 +85,46 @@ def test_the_context_is_the_one_that_is_served(capsys: pytest.CaptureFixture[str
     assert context() == (1024, [False, False, False])
 
 
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_gpu_that_is_not_here_is_planned_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def found(*words: str) -> dict[str, Any]:
+        assert inspect("--json", "--device", "cuda", "--memory", "80GiB", *words) == 0
+        return json.loads(capsys.readouterr().out)
+
+    torch_keeps = found("--dtype", "bfloat16")
+    assert (torch_keeps["model"]["device"], torch_keeps["model"]["dtype"]) == ("cuda", "bfloat16")
+    assert torch_keeps["memory"]["free_bytes"] == 80 << 30
+    # No kernel runs, so none need be installed, nor can TRITON_INTERPRET matter.
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setenv("SESSION_SERVER_MODEL__ATTENTION_BACKEND", "triton")
+    stored = found("--kv-cache-dtype", "fp8_e4m3", "--dtype", "bfloat16")
+    halved = torch_keeps["pools"][0]["bytes_per_token"] / 2
+    assert stored["pools"][0]["bytes_per_token"] == halved
+    assert "E4M3" in stored["assumed"]
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_what_is_assumed_of_a_gpu_and_what_it_must_hold_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ("--memory", "1GiB", "--attention-backend", "triton")
+    assert inspect("--device", "cuda", *words) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "cuda is not here. It is assumed that it reads E4M3" in said
+    assert "Weights and KV take 1.0 GiB of it" in said
+    assert inspect("--device", "cpu", "--memory", "1GiB") == 0
+    assert "is not here" not in capsys.readouterr().out
+    assert inspect("--device", "cuda") == 2
+    assert "sees no CUDA device" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "num_bytes"),
     [
@@ -130,6 +171,10 @@ def test_what_is_no_size_and_no_length_is_refused_by_flag(
         (("--page-size", "0"), "--page-size"),
         (("--memory", "1"), "inspect: --memory"),
         (("no/such/model/at/all",), "no such directory"),
+        (
+            ("--device", "cuda", "--memory", "1GiB", "--quantize", "int8"),
+            "--quantize int8 needs the native kernels",
+        ),
         (("--context-length", "5000"), "--context-length 5000 exceeds the 4096 tokens"),
     ],
 )

@@ -19,6 +19,7 @@ from session_server.models.layers.block_weight import Fp8Weight
 from session_server.models.layers.linear import Linear, PlainLinear
 from session_server.models.registry import load_config
 from session_server.runner import fp8, native
+from session_server.runner.capacity import MemoryLimits
 from session_server.runner.loader import linear_factory
 from session_server.runner.model_runner import ModelRunner
 from session_server.runner.paged_decoder import ComputeBackend
@@ -150,6 +151,25 @@ def test_weights_stay_in_8_bits_on_a_gpu_that_reads_them(
     monkeypatch.setattr(packing, "has_e4m3", lambda _: False)
     assert isinstance(load_weight(), PlainLinear)
     assert survey(twins[0], options).weight_bytes == whole
+
+
+def test_a_gpu_that_is_not_here_is_assumed_to_keep_them(
+    twins: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = MemoryLimits(free_bytes=1 << 30)
+    planned = replace(OPTIONS, device="cuda", dtype="bfloat16", memory=memory)
+
+    def weight_bytes(backend: ComputeBackend) -> int:
+        return survey(twins[0], replace(planned, backend=backend)).weight_bytes
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    kept, dense = weight_bytes("triton"), weight_bytes("torch")
+    assert kept < 0.8 * dense
+    pytest.importorskip("triton", reason="triton has no wheel for this machine")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, expected in (((8, 0), dense), ((9, 0), kept)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, as_=capability: as_)
+        assert weight_bytes("triton") == expected
 
 
 def test_the_largest_number_of_a_block_comes_back() -> None:

@@ -108,6 +108,7 @@ def test_8_bit_floats_are_for_kernels_that_read_them(
     with pytest.raises(ValueError, match="or for bfloat16"):
         load_runner(MODEL_DIR, options)
     check_kv_dtype(kv_dtype, torch.device("cpu"), "triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
     if kv_dtype == "fp8_e4m3":
         with pytest.raises(ValueError, match="take fp8_e5m2"):
@@ -179,6 +180,18 @@ def test_auto_is_a_gpu_where_there_is_one() -> None:
 def test_an_unknown_device_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="known: auto"):
         choose_device(name)
+
+
+@pytest.mark.parametrize(("device", "said"), [("auto", "sees no CUDA"), ("cpu", "runs on GPUs")])
+def test_who_did_not_ask_for_a_cpu_is_told_what_a_gpu_needs(
+    device: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="triton has no wheel for this machine")
+    monkeypatch.setattr("triton.knobs.runtime.interpret", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    options = RunnerOptions(page_size=16, num_rows=1, device=device, backend="triton")
+    with pytest.raises(ValueError, match=f"--attention-backend triton: .*{said}"):
+        load_runner(MODEL_DIR, options)
 
 
 def test_a_gpu_that_is_not_there_is_refused() -> None:

@@ -6,9 +6,14 @@ import importlib.util
 
 import torch
 
+from session_server.attention.devices import is_here
+
 
 def why_not(device: torch.device) -> str | None:
-    """Return why the kernels cannot run on a device; None if they can."""
+    """Return why the kernels cannot run on a device; None if they can, or if it is a GPU that is
+    not here, which is only planned for."""
+    if not is_here(device):
+        return None
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed: pip install 'session-server[gpu]'"
     from triton import knobs
@@ -19,5 +24,8 @@ def why_not(device: torch.device) -> str | None:
 
 
 def has_e4m3(device: torch.device) -> bool:
-    """Return whether kernels on a device convert 8-bit floats of 3 bits of mantissa."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+    """Return whether kernels on a device convert 8-bit floats of 3 bits of mantissa. Of a GPU that
+    is not here that is assumed."""
+    if device.type != "cuda" or not is_here(device):
+        return True
+    return torch.cuda.get_device_capability(device) >= (8, 9)
