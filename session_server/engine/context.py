@@ -9,7 +9,7 @@ from cache.session_cache import SessionAwareCache
 from cache.types import RowId, TableWrite
 from session_server.core.events import EngineEvent
 from session_server.engine.config import EngineConfig
-from session_server.engine.in_flight import InFlight
+from session_server.engine.in_flight import Changes, InFlight
 from session_server.engine.memory import MemoryWatch
 from session_server.engine.tallies import Tallies
 from session_server.engine.tiers.tiers import Tiers
@@ -68,15 +68,15 @@ class Outbox:
         events, self._events = self._events, []
         return events
 
-    def take_writes(self) -> tuple[TableWrite, ...]:
-        """Return all page table changes, oldest first, and clear them."""
-        table_writes, self._table_writes = tuple(self._table_writes), []
-        return table_writes
-
-    def take_ended(self) -> tuple[RowId, ...]:
-        """Return the rows whose turn has ended, and clear them."""
+    def take_changes(self) -> Changes:
+        """Return what the next launch brings the runner, and clear it."""
         ended, self._ended = tuple(self._ended), []
-        return ended
+        table_writes, self._table_writes = tuple(self._table_writes), []
+        return table_writes, ended
+
+    def drop_writes(self) -> None:
+        """Forget all page table changes."""
+        self._table_writes = []
 
 
 @dataclass(frozen=True, slots=True)

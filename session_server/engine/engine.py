@@ -17,10 +17,8 @@ from cache.session_cache import SessionAwareCache
 from cache.types import TurnId
 from session_server.core.batch import (
     Batch,
-    BatchRow,
     CompileRequest,
     CompileResult,
-    DecodeRows,
     Probe,
     StepResult,
 )
@@ -269,14 +267,15 @@ class Engine:
         if self._command_handler.is_shutting_down or is_held:
             return _Next()
         if not retry_alone and (probe := self._next_probe(now_s)) is not None:
-            return _Next(batch=self._push((), probe))
+            return _Next(batch=self._in_flight.push((), self._context.outbox.take_changes(), probe))
         if not self._scheduler:
             return _Next(batch=self._next_draft_batch())
         interval = self._context.config.retract_interval
         is_forced = interval > 0 and self._in_flight.num_forwards % interval == 0
         is_any = retry_alone or self._input_drafts or is_forced
         if not is_any and (decoding := self._settler.decoding.launch()) is not None:
-            return _Next(batch=self._push((), decoding=decoding))
+            changes = self._context.outbox.take_changes()
+            return _Next(batch=self._in_flight.push((), changes, decoding=decoding))
         # For such a turn the planner sees no other: none runs, is admitted or gives up pages.
         running = retry_alone[:1] if retry_alone else self._scheduler.running
         max_turn_pages = self._scheduler.turn_limits.max_turn_pages
@@ -306,19 +305,7 @@ class Engine:
             return _Next(plan)
         if not rows:
             return _Next(plan, has_waited=applied.is_idle)
-        return _Next(plan, self._push(rows))
-
-    def _push(
-        self,
-        rows: Sequence[BatchRow],
-        probe: Probe | None = None,
-        *,
-        decoding: DecodeRows | None = None,
-    ) -> Batch:
-        """Return the next batch, with all that has changed since the one before."""
-        outbox = self._context.outbox
-        writes, ended = outbox.take_writes(), outbox.take_ended()
-        return self._in_flight.push(rows, writes, probe, decoding=decoding, ended=ended)
+        return _Next(plan, self._in_flight.push(rows, self._context.outbox.take_changes()))
 
     def _next_draft_batch(self) -> Batch | None:
         """Return a forward of drafts alone, behind which no turn waits for another one."""
@@ -329,7 +316,7 @@ class Engine:
         except AuditFailed as error:
             self._guard.recover(error)
             return None
-        return self._push(rows) if rows else None
+        return self._in_flight.push(rows, self._context.outbox.take_changes()) if rows else None
 
     def _num_spare(self, plan: StepPlan) -> int:
         """Return how many tokens of drafts a forward with turns may have: a share at most, and none

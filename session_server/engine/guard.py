@@ -167,7 +167,7 @@ class MemoryGuard:
             self.num_dropped_tokens += slot.committed_len
             if slot.borrower is None or not are_turns_whole:
                 self._outbox.emit(SessionCooled(session_id=slot.session_id))
-        self._outbox.take_writes()  # their rows are free now
+        self._outbox.drop_writes()  # their rows are free now
         self._settler.retry_alone.clear()
         for turn in tuple(self._scheduler.running):
             if are_turns_whole:

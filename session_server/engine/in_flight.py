@@ -8,6 +8,10 @@ from collections.abc import Sequence
 from cache.types import RowId, TableWrite
 from session_server.core.batch import Batch, BatchRow, DecodeRows, Probe
 
+Changes = tuple[tuple[TableWrite, ...], tuple[RowId, ...]]
+"""What has changed since the batch before: writes to page tables, in order, and rows whose turn has
+ended."""
+
 
 class InFlight:
     """Number batches, and hold at most `max_forwards` of them until their results come.
@@ -31,15 +35,15 @@ class InFlight:
     def push(
         self,
         rows: Sequence[BatchRow],
-        table_writes: tuple[TableWrite, ...],
+        changes: Changes,
         probe: Probe | None = None,
         *,
         decoding: DecodeRows | None = None,
-        ended: tuple[RowId, ...] = (),
     ) -> Batch:
         """Return the next batch, which counts as in flight from now on."""
         assert not self.is_full
         self.num_forwards += 1
+        table_writes, ended = changes
         batch = Batch(self.num_forwards, tuple(rows), table_writes, probe, decoding, ended)
         self._batches.append(batch)
         return batch

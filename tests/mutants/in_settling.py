@@ -74,7 +74,7 @@ WRITES_ARE_REVERSED = Mutant(
     "Page table deltas of one forward reach the device newest first.",
     "systematic",
     Edit(
-        "session_server.engine.context:Outbox.take_writes",
+        "session_server.engine.context:Outbox.take_changes",
         "tuple(self._table_writes)",
         "tuple(self._table_writes[::-1])",
     ),
