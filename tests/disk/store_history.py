@@ -134,15 +134,20 @@ class StoreHistory:
 
     def allowed(self) -> list[State]:
         """Return what a store may hold now."""
-        found = list(self._states)
-        # A commit may have failed, and the next one not, before anybody is told of either.
-        starts = range(len(self._tail) if self._may_fail else 1)
+        found, tail = list(self._states), self._tail
         for state in self._states:
-            for start in starts:
-                after = state
-                for asked in self._tail[start:]:
-                    after = asked.on(after)
-                    found.append(after)
+            before = state
+            for lost, asked in enumerate(tail):
+                # A commit may have failed, and the next one not, before anybody is told of either,
+                # or of what was there before them.
+                starts = range(lost + 1, len(tail)) if self._may_fail else ()
+                for start in starts:
+                    after = before
+                    for other in tail[start:]:
+                        after = other.on(after)
+                        found.append(after)
+                before = asked.on(before)
+                found.append(before)
         return _unique(found)
 
     def check(self, image: Path) -> str | None:
