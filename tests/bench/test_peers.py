@@ -431,6 +431,7 @@ def test_a_failed_turn_says_why() -> None:
         asyncio.run(unknown_token(server.url))
 
 
+@pytest.mark.skipif(not IS_PROOF, reason="takes half a minute: PROVE=1")
 @pytest.mark.timeout(300)
 def test_our_own_costs_are_measured_against_their_goals() -> None:
     steps: list[int] = []

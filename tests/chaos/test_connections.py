@@ -14,7 +14,7 @@ from tests.chaos.load import FLAGS, run_load
 from tests.depth import at_depth
 from tests.rig.proxy import Fault
 
-CONNECTIONS = at_depth(220, proof=1000)
+CONNECTIONS = at_depth(180, proof=1000)
 MAX_GROWTH_MIB = 64.0
 """Of the server's process over the whole run; it grows while the first wave warms it up."""
 
