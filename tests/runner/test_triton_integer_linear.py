@@ -14,7 +14,7 @@ from tests.oracle.device import DEVICE
 
 pytest.importorskip("triton", reason="triton has no wheel for this machine")
 
-from session_server.runner.triton import integer_linear as module
+from session_server.runner.triton import linear_tiles
 from session_server.runner.triton.integer_linear import (
     ROUNDED_INPUTS,
     SHAPES,
@@ -121,7 +121,7 @@ def test_a_row_does_not_notice_the_others_however_many_there_are(
     x = random(140, 1056)
     together = linear(x)
     for splits in (1, 2, 4):
-        monkeypatch.setattr(module, "num_splits", lambda *_, splits=splits: splits)
+        monkeypatch.setattr(linear_tiles, "num_splits", lambda *_, splits=splits: splits)
         assert linear(x[:1]).equal(together[:1])
         assert linear(x[3:24]).equal(together[3:24])
 

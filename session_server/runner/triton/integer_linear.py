@@ -19,10 +19,10 @@ from session_server.runner.triton.integer_kernels import (
 from session_server.runner.triton.linear_tiles import (
     SUMMED_OUTPUTS,
     LinearTile,
+    apply_by_tiles,
     are_multiples,
+    compile_tiles,
     least_alike,
-    num_splits,
-    tile_for,
 )
 
 BLOCK_K: Final = 128
@@ -60,15 +60,9 @@ class IntegerLinear:
         Other rows change nothing of a row's result.
         """
         num_outputs, num_inputs = self.codes.shape
-        rows = x.reshape(-1, num_inputs).contiguous()
-        out = rows.new_empty((len(rows), num_outputs))
-        if len(rows):
-            shape = tile_for(len(rows), SHAPES)
-            tiles = shape.grid(len(rows), num_outputs)
-            num_blocks = triton.cdiv(num_inputs, BLOCK_K)
-            splits = num_splits(tiles[0] * tiles[1], num_blocks, self.codes.device)
-            self._launch(rows, out, shape, splits)
-        return out.view(*x.shape[:-1], num_outputs)
+        num_blocks = triton.cdiv(num_inputs, BLOCK_K)
+        size = num_outputs, num_inputs
+        return apply_by_tiles(self._launch, x, size, SHAPES, num_blocks=num_blocks)
 
     def compile_all(self, dtype: torch.dtype) -> None:
         """Compile what calls with activations of `dtype` may launch, by launching it on the least
@@ -76,12 +70,9 @@ class IntegerLinear:
         num_outputs, num_inputs = least_alike(*self.codes.shape)
         codes = self.codes.new_zeros((num_outputs, num_inputs))
         x = torch.zeros((1, num_inputs), dtype=dtype, device=codes.device)
-        out = x.new_zeros((1, num_outputs))
-        scales, bias = self.scales.new_zeros(num_outputs), None if self.bias is None else out[0]
-        linear = IntegerLinear(codes, scales, bias)
-        for shape in SHAPES:
-            for splits in (1, 2):
-                linear._launch(x, out, shape, splits)
+        bias = None if self.bias is None else x.new_zeros(num_outputs)
+        linear = IntegerLinear(codes, self.scales.new_zeros(num_outputs), bias)
+        compile_tiles(linear._launch, x, num_outputs, SHAPES)
 
     def compiled_for(self) -> tuple[object, ...]:
         """Return what decides what is compiled."""

@@ -17,10 +17,10 @@ from session_server.runner.triton.linear_kernels import multiply_codes, sum_spli
 from session_server.runner.triton.linear_tiles import (
     SUMMED_OUTPUTS,
     LinearTile,
+    apply_by_tiles,
     are_multiples,
+    compile_tiles,
     least_alike,
-    num_splits,
-    tile_for,
 )
 from session_server.runner.triton.packing import (
     BLOCK_K,
@@ -60,15 +60,9 @@ class TritonLinear:
         A row's result depends on how many rows there are, by the order of sums; of up to 16 rows it
         is the same.
         """
-        rows = x.reshape(-1, self.codes.num_inputs).contiguous()
-        out = rows.new_empty((len(rows), self.codes.num_outputs))
-        if len(rows):
-            shape = tile_for(len(rows), tile_shapes(x.dtype))
-            tiles = shape.grid(*out.shape)
-            num_blocks = self.codes.width // BLOCK_K
-            splits = num_splits(tiles[0] * tiles[1], num_blocks, self.codes.codes.device)
-            self._launch(rows, out, shape, splits)
-        return out.view(*x.shape[:-1], self.codes.num_outputs)
+        codes = self.codes
+        size, num_blocks = (codes.num_outputs, codes.num_inputs), codes.width // BLOCK_K
+        return apply_by_tiles(self._launch, x, size, tile_shapes(x.dtype), num_blocks=num_blocks)
 
     def compile_all(self, dtype: torch.dtype) -> None:
         """Compile what calls with activations of `dtype` may launch, by launching it on the least
@@ -84,11 +78,8 @@ class TritonLinear:
             num_inputs=num_inputs,
         )
         x = torch.zeros((1, num_inputs), dtype=dtype, device=codes.codes.device)
-        out = x.new_zeros((1, num_outputs))
-        linear = TritonLinear(least, None if self.bias is None else out[0])
-        for shape in tile_shapes(dtype):
-            for splits in (1, 2):
-                linear._launch(x, out, shape, splits)
+        linear = TritonLinear(least, None if self.bias is None else x.new_zeros(num_outputs))
+        compile_tiles(linear._launch, x, num_outputs, tile_shapes(dtype))
 
     def constants(self) -> dict[str, Any]:
         """Return what is compiled into `multiply_codes` for this weight."""

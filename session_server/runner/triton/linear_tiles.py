@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 import triton
+from torch import Tensor
 
 from session_server.attention.triton import launching
 
@@ -30,6 +31,44 @@ class LinearTile:
     def grid(self, num_rows: int, num_outputs: int) -> tuple[int, int]:
         """Return the tiles of so many outputs, and of so many rows."""
         return triton.cdiv(num_outputs, self.num_outputs), triton.cdiv(num_rows, self.num_rows)
+
+
+Launch = Callable[[Tensor, Tensor, LinearTile, int], None]
+"""Compute rows [rows, inputs] to a result [rows, outputs], both contiguous, by tiles of a shape,
+the inputs of each split among so many programs."""
+
+
+def apply_by_tiles(
+    launch: Launch,
+    x: Tensor,
+    size: tuple[int, int],
+    shapes: Sequence[LinearTile],
+    *,
+    num_blocks: int,
+) -> Tensor:
+    """Apply a linear to each row of `x` [..., inputs], by the tiles that suit so many rows.
+
+    `size`: outputs and inputs. `shapes`: as for `tile_for`. `num_blocks`: of the inputs of a row,
+    of which a program has some.
+    """
+    num_outputs, num_inputs = size
+    rows = x.reshape(-1, num_inputs).contiguous()
+    out = rows.new_empty((len(rows), num_outputs))
+    if len(rows):
+        shape = tile_for(len(rows), shapes)
+        outputs, of_rows = shape.grid(len(rows), num_outputs)
+        launch(rows, out, shape, num_splits(outputs * of_rows, num_blocks, x.device))
+    return out.view(*x.shape[:-1], num_outputs)
+
+
+def compile_tiles(
+    launch: Launch, x: Tensor, num_outputs: int, shapes: Sequence[LinearTile]
+) -> None:
+    """Compile what `apply_by_tiles` may launch, by launching all of it on `x` [rows, inputs]."""
+    out = x.new_zeros((len(x), num_outputs))
+    for shape in shapes:
+        for splits in (1, 2):
+            launch(x, out, shape, splits)
 
 
 def tile_for(num_rows: int, shapes: Sequence[LinearTile]) -> LinearTile:
