@@ -49,7 +49,7 @@ class Outbox:
     def __init__(self) -> None:
         self._events: list[EngineEvent] = []
         self._table_writes: list[TableWrite] = []
-        self._ended: list[RowId] = []
+        self._ended: dict[RowId, None] = {}  # each once, however many of its turns end meanwhile
 
     def emit(self, event: EngineEvent) -> None:
         """Add an event for the server."""
@@ -61,7 +61,7 @@ class Outbox:
 
     def end(self, row: RowId) -> None:
         """Tell the runner that no turn of a row goes on: another one starts anew."""
-        self._ended.append(row)
+        self._ended[row] = None
 
     def take_events(self) -> list[EngineEvent]:
         """Return all events, oldest first, and clear them."""
@@ -70,7 +70,7 @@ class Outbox:
 
     def take_changes(self) -> Changes:
         """Return what the next launch brings the runner, and clear it."""
-        ended, self._ended = tuple(self._ended), []
+        ended, self._ended = tuple(self._ended), {}
         table_writes, self._table_writes = tuple(self._table_writes), []
         return table_writes, ended
 

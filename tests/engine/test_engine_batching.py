@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from cache.types import RowId
 from session_server.core.batch import SamplingStart
+from session_server.engine.context import Outbox
 from tests.engine.bench import Bench
 from tests.sim.hand_engine import Sizes
 
@@ -83,3 +85,11 @@ def test_the_runner_hears_of_an_end_however_late_it_is_launched_again() -> None:
     row = bench.batches[0].rows[0].row
     assert [batch.ended for batch in bench.batches if batch.ended] == [(row,)]
     assert bench.runner.num_samplers == 1
+
+
+def test_a_row_is_told_once_however_many_of_its_turns_end_before_the_next_launch() -> None:
+    outbox = Outbox()
+    for row in (3, 1, 3, 3):
+        outbox.end(RowId(row))
+    assert outbox.take_changes() == ((), (3, 1))
+    assert outbox.take_changes() == ((), ())
